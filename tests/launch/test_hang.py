@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise.causes import Stand
+from lockstep.supervise.causes import RankPosition
 from lockstep.supervise.changes import Changes, taken_in
 from lockstep.supervise.hang import diverged, overdue, stopped
 from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot
@@ -61,7 +61,7 @@ def past(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
 
 
 def snapshot(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:
-    return RankSnapshot(rank, NOW, Stand(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
+    return RankSnapshot(rank, NOW, RankPosition(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
 
 
 def text(snapshots: list[RankSnapshot]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import hang_monitor
-from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.causes import Divergence, RankPosition
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
@@ -34,10 +34,10 @@ class Rank:
         self.number = 0
         self.stack = WORKING
         self.still = 0.0
-        self.stand = Stand(
+        self.position = RankPosition(
             rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), collectives=self.collectives.address
         )
-        self.stand = Stand(**{**vars(self.stand), "hang_timeout": timeout, "hang_kill": kill})
+        self.position = RankPosition(**{**vars(self.position), "hang_timeout": timeout, "hang_kill": kill})
 
     def enter(self, operation: str = "all_reduce") -> int:
         self.number += 1
@@ -64,8 +64,8 @@ class Scene:
 
     def look(self, later: float = 0.0) -> Divergence | None:
         """What is seen, so many seconds from now."""
-        inside = {rank.stand.rank: rank.stand for rank in self.ranks}
-        still = {rank.stand.rank: rank.still for rank in self.ranks}
+        inside = {rank.position.rank: rank.position for rank in self.ranks}
+        still = {rank.position.rank: rank.still for rank in self.ranks}
         return self.lookout.look(inside, still, time.monotonic() + later)
 
     def ask(self, process: int, answers: str) -> Stack:
@@ -105,7 +105,7 @@ def test_swapped_calls_are_found_after_the_fact(scene: Callable[..., Scene]) -> 
 def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: Callable[..., Scene]) -> None:
     played = scene()
     for rank in played.ranks:
-        rank.make("barrier" if rank.stand.rank else "all_reduce")
+        rank.make("barrier" if rank.position.rank else "all_reduce")
         for _ in range(MOST):
             rank.make()
     assert played.look() is None
@@ -116,7 +116,7 @@ def test_since_when_a_rank_waits_is_that_of_its_newest_collective(scene: Callabl
     played = scene()
     rank = played.ranks[1]
     assert played.lookout.traces.waits_since(1) is None  # its trace is not open
-    played.lookout.traces.open({1: rank.stand})
+    played.lookout.traces.open({1: rank.position})
     assert played.lookout.traces.waits_since(1) is None
     rank.make("barrier")
     assert played.lookout.traces.waits_since(1) is None

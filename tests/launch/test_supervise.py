@@ -21,7 +21,7 @@ from lockstep.ground.errors import RankFailed
 from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
-from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
+from lockstep.supervise.causes import Cause, RankPosition, early_cause, final_cause, judgement
 from lockstep.supervise.channel import door
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
@@ -262,16 +262,16 @@ def note(rank: int, lost: bool = False, at: float = 1.0) -> Cause:
     return Cause(rank, at, "ValueError: no", "train.py:3", f"trace of {rank}\n", 1, lost, "barrier")
 
 
-def inside(rank: int) -> Stand:
-    return Stand(rank, 0.0, 1, True, "train.py:9")
+def inside(rank: int) -> RankPosition:
+    return RankPosition(rank, 0.0, 1, True, "train.py:9")
 
 
 def test_what_is_certain_and_what_is_not() -> None:
-    stands = {0: inside(0), 1: inside(1)}
+    positions = {0: inside(0), 1: inside(1)}
     dead = Ended(0, 100, 1, 2.0)
-    assert early_cause([dead], [note(0, lost=True)], stands) is None  # another one knows why
-    assert early_cause([dead], [note(0, lost=True), note(1)], stands) == note(1)
-    assert early_cause([dead], [], stands) == dead
+    assert early_cause([dead], [note(0, lost=True)], positions) is None  # another one knows why
+    assert early_cause([dead], [note(0, lost=True), note(1)], positions) == note(1)
+    assert early_cause([dead], [], positions) == dead
     assert early_cause([], [note(1)], {}, left=[1]) == note(1)
 
 

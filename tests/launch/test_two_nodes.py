@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.supervise import elsewhere, hang_monitor
-from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.causes import Divergence, RankPosition
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
@@ -40,8 +40,8 @@ class PlayedMonitor(HangMonitor):
         super().__init__(End(world.ends), len(world.ranks))
         self.world = world
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        return replace(self.world.ranks[stand.rank], at=now)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        return replace(self.world.ranks[position.rank], at=now)
 
     def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         return replace(snapshot, stack=self.world.stacks[snapshot.rank])
@@ -54,7 +54,9 @@ class World:
         self.ends: list[End] = []
         self.limit = limit
         self.ranks = [
-            RankSnapshot(rank, 0.0, Stand(rank, 0.0, 1, True, "/me/fit.py:7", hang_timeout=limit, hang_kill=1800.0))
+            RankSnapshot(
+                rank, 0.0, RankPosition(rank, 0.0, 1, True, "/me/fit.py:7", hang_timeout=limit, hang_kill=1800.0)
+            )
             for rank in range(nodes)
         ]
         self.stacks: list[Stack | None] = [WORKING] * nodes
@@ -69,7 +71,7 @@ class World:
         self.now += later
         found = None
         for each in reversed(self.ranks):
-            inside, outside = ({each.rank: each.stand}, []) if each.stand.inside else ({}, [each.stand])
+            inside, outside = ({each.rank: each.position}, []) if each.position.inside else ({}, [each.position])
             found = self.monitors[each.rank].look(inside, {}, self.now, outside)
         return found
 
@@ -137,13 +139,13 @@ def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon(world: World
 def test_a_rank_that_has_left_its_call_on_another_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world = ticking(World(3), monkeypatch)
     world.wait(1, REDUCING)
-    world.ranks[2] = replace(world.ranks[2], stand=replace(world.ranks[2].stand, inside=False))
+    world.ranks[2] = replace(world.ranks[2], position=replace(world.ranks[2].position, inside=False))
     assert "rank 2 left the call at /me/fit.py:7, and rank 1 waits for it in reducing gradients" in str(world.proves())
 
 
 def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> None:
     assert world.monitors[1].others is not None
-    one = world.monitors[1].others.last([replace(world.ranks[1].stand, inside=False, ended=True)])
+    one = world.monitors[1].others.last([replace(world.ranks[1].position, inside=False, ended=True)])
     world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
     world.ranks.pop()
     world.ends.pop()
@@ -152,7 +154,7 @@ def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> No
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
-    question, one = StackQuestion(), RankSnapshot(1, 0.0, Stand(1, 0.0, 1, True, "/me/fit.py:7"))
+    question, one = StackQuestion(), RankSnapshot(1, 0.0, RankPosition(1, 0.0, 1, True, "/me/fit.py:7"))
     question.put(10.0)
     question.take(0, 1, {})
     assert question.answers({0, 1}, 12.0) is None
@@ -175,8 +177,8 @@ class Lookouts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ends: list[End] = []
         self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
-        self.stands = [
-            Stand(rank, 0.0, 1, True, "/me/fit.py:7", rank + 1, str(rank), hang_timeout=3.0, hang_kill=20.0)
+        self.positions = [
+            RankPosition(rank, 0.0, 1, True, "/me/fit.py:7", rank + 1, str(rank), hang_timeout=3.0, hang_kill=20.0)
             for rank in range(2)
         ]
         self.states = {1: "sleeps", 2: "sleeps"}
@@ -191,7 +193,8 @@ class Lookouts:
     def look(self, later: float) -> list[Divergence | None]:
         self.now += later
         return [
-            self.monitors[rank].look({rank: self.stands[rank]}, {rank: self.still[rank]}, self.now) for rank in (1, 0)
+            self.monitors[rank].look({rank: self.positions[rank]}, {rank: self.still[rank]}, self.now)
+            for rank in (1, 0)
         ]
 
 

@@ -29,7 +29,7 @@ from lockstep.cluster.world import World
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.supervise import elsewhere, hang_monitor, hub
-from lockstep.supervise.causes import Cause, Divergence, Stand
+from lockstep.supervise.causes import Cause, Divergence, RankPosition
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.nodes import Nodes
 from lockstep.supervise.snapshot import RUNS, SLEEPS, RankSnapshot
@@ -174,15 +174,15 @@ class CountingHub(hub.Hub):
 class SimulatedMonitor(HangMonitor):
     """Watches ranks that are made up."""
 
-    def __init__(self, hub: CountingHub, size: int, ranks: Callable[[Stand], RankSnapshot]) -> None:
+    def __init__(self, hub: CountingHub, size: int, ranks: Callable[[RankPosition], RankSnapshot]) -> None:
         super().__init__(hub, size)
         self._ranks = ranks
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        return replace(self._ranks(stand), stack=None)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        return replace(self._ranks(position), stack=None)
 
     def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        return self._ranks(snapshot.stand)
+        return self._ranks(snapshot.position)
 
 
 @dataclass
@@ -360,9 +360,9 @@ class SimulatedRun:
     def _cause(self, rank: int, reason: str) -> Cause:
         return Cause(rank, self.clock.now, reason, "/home/me/train.py:40", "")
 
-    def _rank(self, stand: Stand) -> RankSnapshot:
+    def _rank(self, position: RankPosition) -> RankSnapshot:
         """A rank as its supervisor sees it, asked for its stack."""
-        off = self._off.get(stand.rank // self._local, 0.0)
+        off = self._off.get(position.rank // self._local, 0.0)
         now, notes = self.clock.now + off, self._notes
         if off:
             notes = tuple(
@@ -374,10 +374,10 @@ class SimulatedRun:
                 )
                 for note in notes
             )
-        if stand.rank == self._late:
-            return RankSnapshot(stand.rank, now, stand, RUNS, stack=BUSY, notes=notes[1:])
+        if position.rank == self._late:
+            return RankSnapshot(position.rank, now, position, RUNS, stack=BUSY, notes=notes[1:])
         still = self.clock.now - self._since
-        return RankSnapshot(stand.rank, now, stand, SLEEPS, still, notes=notes, stack=WAITING)
+        return RankSnapshot(position.rank, now, position, SLEEPS, still, notes=notes, stack=WAITING)
 
     def _note(self, number: int, entered: float, left: float | None) -> Note:
         what = ("all_reduce", "0", self._everyone, "float32 (1000000,) SUM", 1_000_000)
@@ -386,13 +386,13 @@ class SimulatedRun:
 
     def _look(self, node: _Node) -> None:
         first = node.nodes._node * self._local
-        stands = {
-            rank: Stand(rank, 0.0, 1, True, "/home/me/fit.py:7", os.getpid(), hang_timeout=self._limit)
+        positions = {
+            rank: RankPosition(rank, 0.0, 1, True, "/home/me/fit.py:7", os.getpid(), hang_timeout=self._limit)
             for rank in range(first, first + self._local)
         }
         began, off = time.thread_time(), self._off.get(node.nodes._node, 0.0)
         self.clock.off[threading.get_ident()] = off
-        found = node.monitor.look(stands, {}, self.clock.now + off)
+        found = node.monitor.look(positions, {}, self.clock.now + off)
         self.clock.off.pop(threading.get_ident())
         if node is self._nodes[0]:
             self._looked += time.thread_time() - began

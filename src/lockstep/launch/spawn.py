@@ -148,7 +148,7 @@ class SpawnLauncher:
 
         def tell(rank: int) -> None:
             """Report the first cause to the other ranks, whose collectives raise now."""
-            first = early_cause(processes.failed, mailbox.read(), monitor.stands()) if processes.failed else None
+            first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
@@ -233,7 +233,7 @@ def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonito
     ranks = {end.rank for end in processes.failed}
     noted = mailbox.read()
     caught = [cause for cause in noted if cause.rank in ranks] or noted
-    return first_cause(processes.failed, caught, monitor.stands(), proof=monitor.hangs.divergence())
+    return first_cause(processes.failed, caught, monitor.positions(), proof=monitor.hangs.divergence())
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:

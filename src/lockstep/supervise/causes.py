@@ -58,7 +58,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankPosition:
     """The position of a rank in its sequence of calls: inside a call or after it."""
 
     rank: int
@@ -105,7 +105,7 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
 def first_cause(
     ended: list[Ended],
     noted: list[Cause],
-    stands: Mapping[int, Stand] | None = None,
+    positions: Mapping[int, RankPosition] | None = None,
     caught: Sequence[Cause] = (),
     proof: Divergence | None = None,
 ) -> Ended | Cause | Divergence | None:
@@ -118,7 +118,7 @@ def first_cause(
     Args:
         ended: processes that failed by themselves, ordered by time.
         noted: records of ranks whose exceptions were not caught, ordered by time.
-        stands: positions of the ranks, by rank.
+        positions: positions of the ranks, by rank.
         caught: records of exceptions that ended the newest call of a rank and that its script caught.
         proof: evidence that the ranks' calls did not match. Such calls abort processes and break connections.
     """
@@ -136,7 +136,7 @@ def first_cause(
     if proof is not None:
         return proof
     # Collectives raised all exceptions: a rank had left, or calls did not match.
-    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+    return _gone(noted, positions or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
@@ -147,40 +147,40 @@ def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> End
     return None if is_later else silent
 
 
-def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
+def _gone(lost: list[Cause], positions: Mapping[int, RankPosition]) -> Divergence | None:
     """Return the rank that had left a call before others failed in that call."""
     for cause in lost:
-        for stand in stands.values():
-            if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
-                return left(stand, [cause.rank], f"{cause.doing} ({cause.location})")
+        for position in positions.values():
+            if cause.call and has_left(position, cause.call) and position.at <= cause.at:
+                return left(position, [cause.rank], f"{cause.doing} ({cause.location})")
     return None
 
 
-def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
     """Return True if the script caught the exception that ended its newest call. Lost connections do not count."""
-    stand = stands.get(cause.rank)
-    return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
+    position = positions.get(cause.rank)
+    return position is not None and not cause.lost and position.call == cause.call and not position.inside
 
 
-def went_on(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+def went_on(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
     """Return True if the script caught an exception, made another call, and other ranks are still in the first one."""
-    stand = stands.get(cause.rank)
-    if stand is None or cause.lost or not 0 < cause.call < stand.call:
+    position = positions.get(cause.rank)
+    if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
-    return any(other.inside and other.call == cause.call for other in stands.values())
+    return any(other.inside and other.call == cause.call for other in positions.values())
 
 
-def has_left(stand: Stand, call: int) -> bool:
+def has_left(position: RankPosition, call: int) -> bool:
     """Return True if the rank has left the ``call``, or will never reach it."""
-    return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
+    return position.ended or position.call > call or (position.call == call and not position.inside)
 
 
-def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
+def left(position: RankPosition, waiting: Sequence[int], where: str) -> Divergence:
     """Describe a rank that left a call, or ended, while others wait for it."""
-    did = f"left the call at {stand.location}" if stand.call else "made no call"
-    if stand.ended:
+    did = f"left the call at {position.location}" if position.call else "made no call"
+    if position.ended:
         did += " and came to its end"
-    return Divergence(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
+    return Divergence(f"rank {position.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
 
 
 def mismatch(doings: Mapping[int, str]) -> Divergence | None:
@@ -221,22 +221,22 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
+def strayed(positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
     """Find waiting ranks whose wait can never end. Return None if there are none.
 
     Args:
-        stands: positions of the ranks of this node.
+        positions: positions of the ranks of this node.
         stacks: stacks of the ranks that have been idle at the same place for a while.
         everyone: whether this node runs all ranks.
     """
-    waiting = {rank: stack for rank, stack in stacks.items() if rank in stands and stack.waits}
+    waiting = {rank: stack for rank, stack in stacks.items() if rank in positions and stack.waits}
     for rank, stack in sorted(waiting.items()):
-        for stand in stands.values():
-            if has_left(stand, stands[rank].call):
-                return left(stand, [rank], stack.described(stands[rank].location))
-    calls = {stand.call for stand in stands.values()}
-    if everyone and len(calls) == 1 and waiting.keys() == stands.keys():
-        return mismatch({rank: stack.described(stands[rank].location) for rank, stack in waiting.items()})
+        for position in positions.values():
+            if has_left(position, positions[rank].call):
+                return left(position, [rank], stack.described(positions[rank].location))
+    calls = {position.call for position in positions.values()}
+    if everyone and len(calls) == 1 and waiting.keys() == positions.keys():
+        return mismatch({rank: stack.described(positions[rank].location) for rank, stack in waiting.items()})
     return None
 
 
@@ -258,20 +258,20 @@ class Judgement:
 
 
 def early_cause(
-    failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
+    failed: Sequence[Ended], notes: Sequence[Cause], positions: Mapping[int, RankPosition], left: Collection[int] = ()
 ) -> Cause | Ended | None:
     """Return the first cause as soon as it is certain. Return None while only lost connections are known.
 
     Args:
         failed: processes that failed by themselves, ordered by time.
         notes: records of the ranks' exceptions, ordered by time.
-        stands: positions of the ranks, by rank.
+        positions: positions of the ranks, by rank.
         left: ranks whose scripts ended with an error and whose processes still run.
     """
     lost = {cause.rank for cause in notes if cause.lost}
     gone = {end.rank for end in failed} | set(left)
-    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
-    caught = [cause for cause in notes if cause not in own and was_caught(cause, stands)]
+    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, positions))]
+    caught = [cause for cause in notes if cause not in own and was_caught(cause, positions)]
     silent = _silent_end([end for end in failed if end.rank not in lost], own, own)
     if silent is not None:
         return silent
@@ -283,7 +283,7 @@ def early_cause(
 def final_cause(
     failed: Sequence[Ended],
     notes: Sequence[Cause],
-    stands: Mapping[int, Stand],
+    positions: Mapping[int, RankPosition],
     left: Mapping[int, Cause],
     shown: Collection[int],
     proof: Divergence | None = None,
@@ -292,7 +292,7 @@ def final_cause(
     """Return the first cause after all processes have ended.
 
     Args:
-        failed, notes, stands: as for `early_cause`.
+        failed, notes, positions: as for `early_cause`.
         left: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
         shown: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
         folded: ranks that left their traceback to a rank with the same error.
@@ -303,9 +303,9 @@ def final_cause(
     """
     printed = {end.rank for end in failed} | left.keys() | set(shown)
     noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
-    caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, stands)]
+    caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, positions)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
-    cause = first_cause(list(failed), in_time, stands, caught, proof)
+    cause = first_cause(list(failed), in_time, positions, caught, proof)
     return cause, is_told(cause, printed - set(folded), in_time)
 
 

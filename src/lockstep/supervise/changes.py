@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from lockstep.supervise.causes import Stand
+from lockstep.supervise.causes import RankPosition
 from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
@@ -76,14 +76,14 @@ def plain(snapshot: RankSnapshot) -> dict[str, Any]:
     """Return a snapshot as JSON data."""
     notes, stacks = plain_notes(snapshot.notes), {"stack": snapshot.stack, "worker": snapshot.worker}
     told = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
-    return {**vars(snapshot), "stand": vars(snapshot.stand), "notes": notes, **told}
+    return {**vars(snapshot), "position": vars(snapshot.position), "notes": notes, **told}
 
 
 def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
     """Return the snapshot from the JSON data of `plain`."""
-    stand, notes = Stand(**plain["stand"]), notes_of(plain["notes"])
+    position, notes = RankPosition(**plain["position"]), notes_of(plain["notes"])
     stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
-    return RankSnapshot(**{**plain, "stand": stand, "notes": notes, "stack": stack, "worker": worker})
+    return RankSnapshot(**{**plain, "position": position, "notes": notes, "stack": stack, "worker": worker})
 
 
 def _stack_of(plain: Mapping[str, Any] | None) -> Stack | None:

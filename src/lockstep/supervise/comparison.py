@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.changes import notes_of, plain_notes
 from lockstep.supervise.elsewhere import OtherNodes
-from lockstep.supervise.hang import Position, mismatched, position
+from lockstep.supervise.hang import CollectiveKey, key_of, mismatched
 from lockstep.supervise.traces import Made
 
 ANSWERS = 0.4
@@ -27,7 +27,7 @@ class NotesOfAll:
         own: returns what this node's ranks did as the given collectives.
     """
 
-    def __init__(self, hub: OtherNodes, own: Callable[[Collection[Position]], list[Made]]) -> None:
+    def __init__(self, hub: OtherNodes, own: Callable[[Collection[CollectiveKey]], list[Made]]) -> None:
         self._hub, self._own = hub, own
         self._made: list[Made] = []
         self._answered: set[int] = set()
@@ -38,14 +38,14 @@ class NotesOfAll:
     def ask(self, notes: list[dict[str, Any]]) -> Divergence | None:
         """On node 0, return the mismatch of all ranks in the noted collectives, if any. May wait `ANSWERS` seconds."""
         with self._heard:
-            self._made, self._answered = self._own(_positions(notes)), set()
+            self._made, self._answered = self._own(_keys(notes)), set()
         self._hub.send("compare", {"notes": notes})
         with self._heard:
             self._heard.wait_for(lambda: self._answered.issuperset(self._hub.nodes), ANSWERS)
             return mismatched([(rank, where, note) for ranks, where, note in self._made for rank in ranks])
 
     def _answer(self, node: int, body: Mapping[str, Any]) -> None:
-        made = self._own(_positions(body["notes"]))
+        made = self._own(_keys(body["notes"]))
         told = [{"ranks": ranks, "where": where, "note": plain_notes([note])[0]} for ranks, where, note in made]
         self._hub.send("compared", {"made": told}, to=0)
 
@@ -57,5 +57,5 @@ class NotesOfAll:
             self._heard.notify_all()
 
 
-def _positions(notes: list[dict[str, Any]]) -> set[Position]:
-    return {position(note) for note in notes_of(notes) if note.whole and note.number}
+def _keys(notes: list[dict[str, Any]]) -> set[CollectiveKey]:
+    return {key_of(note) for note in notes_of(notes) if note.whole and note.number}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from lockstep.supervise.causes import Stand
+from lockstep.supervise.causes import RankPosition
 from lockstep.supervise.changes import Changes, later, plain, snapshot_of, taken_in
 from lockstep.supervise.hang import HALTED
 from lockstep.supervise.snapshot import RankSnapshot
@@ -88,7 +88,7 @@ class OtherRanks:
         self._lock = threading.Lock()
         self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
         self.caught: dict[int, str] = {}
-        self.ended: dict[int, Stand] = {}
+        self.ended: dict[int, RankPosition] = {}
         self.caught_at_end = ""
         self._changes = Changes()
         self._was_urgent, self._sent_at = False, -PATIENCE  # state of the last message to node 0
@@ -125,12 +125,12 @@ class OtherRanks:
             self.put(now)
         with self._lock:
             told = [later(each, now - at) for at, ranks in self._heard(now) for each in ranks.values()]
-        return [*own, *told, *(RankSnapshot(stand.rank, now, stand) for stand in [*self.ended.values()])]
+        return [*own, *told, *(RankSnapshot(position.rank, now, position) for position in [*self.ended.values()])]
 
     def _is_urgent(self, snapshot: RankSnapshot, limit: float) -> bool:
         """Return True if a rank may be waiting for something that can never happen."""
         long = max(snapshot.waited, snapshot.still) >= soon(limit, self._size) or snapshot.stopped >= HALTED
-        return snapshot.stand.inside and long
+        return snapshot.position.inside and long
 
     # -- node 0
 
@@ -200,15 +200,15 @@ class OtherRanks:
 
     # -- end
 
-    def last(self, stands: Iterable[Stand], caught: str = "") -> dict[str, Any]:
+    def last(self, positions: Iterable[RankPosition], caught: str = "") -> dict[str, Any]:
         """Return the content of this node's farewell message."""
-        return {"at": time.monotonic(), "stands": [asdict(stand) for stand in stands], "caught": caught}
+        return {"at": time.monotonic(), "positions": [asdict(position) for position in positions], "caught": caught}
 
     def _hear_end(self, node: int, body: Mapping[str, Any] | None) -> None:
         if not body:
             return
         off = time.monotonic() - body["at"]  # difference between the clocks
-        for each in body["stands"]:
-            stand = Stand(**each)
-            self.ended[stand.rank] = replace(stand, at=stand.at + off)
+        for each in body["positions"]:
+            position = RankPosition(**each)
+            self.ended[position.rank] = replace(position, at=position.at + off)
         self.caught_at_end = self.caught_at_end or str(body["caught"])

@@ -20,12 +20,12 @@ HALTED = 1.0
 # -- proofs
 
 
-Position = tuple[str, tuple[int, ...], int]
+CollectiveKey = tuple[str, tuple[int, ...], int]
 """A collective of a group: group name, members, number."""
 
 
-def position(note: Note) -> Position:
-    """Return the position of a note."""
+def key_of(note: Note) -> CollectiveKey:
+    """Return the key_of of a note."""
     return note.group, note.members, note.number
 
 
@@ -34,16 +34,16 @@ Call = tuple[int, str, Note]
 
 
 def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
-    """Return the calls at the first position where ranks did different things, or an empty list.
+    """Return the calls at the first key_of where ranks did different things, or an empty list.
 
     Args:
         made: what the ranks did.
         sizes: whether different sizes count, too, if a rank is still inside. Gloo rejects different sizes.
     """
-    found: dict[Position, list[Call]] = {}
+    found: dict[CollectiveKey, list[Call]] = {}
     for rank, where, note in made:
         if note.whole and note.number:
-            found.setdefault(position(note), []).append((rank, where, note))
+            found.setdefault(key_of(note), []).append((rank, where, note))
     for calls in sorted(found.values(), key=lambda calls: calls[0][2].number):
         first, notes = calls[0][2], [note for _, _, note in calls]
         if any(first.differs(note) for note in notes):
@@ -68,8 +68,8 @@ def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
 def location_of(snapshot: RankSnapshot, note: Note) -> str:
     """Return the line that called a collective. For autograd's threads, use the rank's stack or its own call."""
     if note.location or not note.inside or snapshot.stack is None:
-        return note.location or snapshot.stand.location
-    return snapshot.stack.location(snapshot.stand.location)
+        return note.location or snapshot.position.location
+    return snapshot.stack.location(snapshot.position.location)
 
 
 def parted(calls: Iterable[Call], trace: str = "") -> Divergence:
@@ -115,7 +115,7 @@ def behind_of(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]
 
     A rank may be waiting in another collective instead.
     """
-    awaited = {position(note): note for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
+    awaited = {key_of(note): note for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
     if not awaited:
         return set()
     found = set()

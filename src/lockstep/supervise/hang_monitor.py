@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lockstep.launch.processes import stat_of
-from lockstep.supervise.causes import RULE, Divergence, Stand
+from lockstep.supervise.causes import RULE, Divergence, RankPosition
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
 from lockstep.supervise.hang import HALTED, behind_of, diverged, location_of, overdue, parted, stopped
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
@@ -39,10 +39,10 @@ class WaitLimits:
     kill: float = math.inf
 
     @classmethod
-    def of(cls, stands: Sequence[Stand]) -> WaitLimits:
+    def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
         """Return the first timeout and the first kill limit that any rank has set."""
-        timeouts = (stand.hang_timeout for stand in stands if stand.hang_timeout is not None)
-        kills = (stand.hang_kill for stand in stands if stand.hang_kill is not None)
+        timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
+        kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
 
     @property
@@ -125,10 +125,10 @@ class HangMonitor:
 
     def look(
         self,
-        inside: Mapping[int, Stand],
+        inside: Mapping[int, RankPosition],
         still: Mapping[int, float],
         now: float,
-        outside: Sequence[Stand] = (),
+        outside: Sequence[RankPosition] = (),
         caught: str = "",
         ending: bool = False,
     ) -> Divergence | None:
@@ -149,8 +149,8 @@ class HangMonitor:
         if differing:
             return self._parted(differing)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
-        own = [self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()]
-        everybody = [*own, *(RankSnapshot(stand.rank, now, stand) for stand in outside)]
+        own = [self._snapshot(position, still.get(rank, 0.0), now) for rank, position in inside.items()]
+        everybody = [*own, *(RankSnapshot(position.rank, now, position) for position in outside)]
         self._is_ending = ending
         if self.others is None or ending:
             return self._judged(everybody, own, {self._node}, limits, now)
@@ -175,14 +175,14 @@ class HangMonitor:
             caught: a caught exception that ended a call on this node; "" if there is none.
             now: current time.
         """
-        limits = WaitLimits.of([each.stand for each in own])
+        limits = WaitLimits.of([each.position for each in own])
         everybody = others.exchange(
             known, limits.told, now, lambda wakes: self._answers(own, now, wakes).values(), caught
         )
         if others.is_watched:
             return None
-        inside = [each for each in everybody if each.stand.inside]
-        limits = WaitLimits.of([each.stand for each in inside])
+        inside = [each for each in everybody if each.position.inside]
+        limits = WaitLimits.of([each.position for each in inside])
         found = None if limits.first == math.inf else self._compares.done(lambda: diverged(inside), now)
         found = found or self._judged(everybody, own, others.nodes, limits, now)
         words = [said for said in (caught, *others.caught.values()) if said]
@@ -278,8 +278,8 @@ class HangMonitor:
 
     def _parted(self, differing: Mapping[int, Note]) -> Divergence:
         """Return the mismatch of this node's ranks in one collective, with their stacks."""
-        stands = self.traces.stands
-        ranks = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in differing]
+        positions = self.traces.positions
+        ranks = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
         calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
         return parted(calls, traced(ranks))
 
@@ -292,33 +292,35 @@ class HangMonitor:
 
         A device's backend aborts the waiting ranks at its timeout.
         """
-        stands = self.traces.stands
-        snapshots = [RankSnapshot(rank, 0.0, stand, notes=self.traces.newest(rank)) for rank, stand in stands.items()]
+        positions = self.traces.positions
+        snapshots = [
+            RankSnapshot(rank, 0.0, position, notes=self.traces.newest(rank)) for rank, position in positions.items()
+        ]
         waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
         behind = behind_of(snapshots, waiting)
         waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind]
         if not behind or not waiting:
             return None
-        found = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
+        found = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
         if any(snapshot.state == GONE for snapshot in found):
             return None  # its end explains why it did not arrive
         return Divergence(f"{told(found)}, and others do not come out: {told(waiting)}. {RULE}")
 
     # -- ranks of this node
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        state = _state(stand.process)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        state = _state(position.process)
         halted = 0.0
         if state == STOPPED:
-            halted = now - self._halted.setdefault(stand.rank, now)
+            halted = now - self._halted.setdefault(position.rank, now)
         else:
-            self._halted.pop(stand.rank, None)
-        notes = self.traces.newest(stand.rank)
-        if any(note.queued for note in notes) and not self.traces.is_watched(stand.rank):
+            self._halted.pop(position.rank, None)
+        notes = self.traces.newest(position.rank)
+        if any(note.queued for note in notes) and not self.traces.is_watched(position.rank):
             notes = tuple(replace(note, queued=False) for note in notes)
-        snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
+        snapshot = RankSnapshot(position.rank, now, position, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
-            self._waits.pop(stand.rank, None)
+            self._waits.pop(position.rank, None)
         return self._holding(snapshot)
 
     def _holding(self, snapshot: RankSnapshot) -> RankSnapshot:
@@ -329,7 +331,7 @@ class HangMonitor:
         """Return this node's ranks with their stacks: the stopped ones, which continue afterwards, or all others."""
         if wakes:
             # A stopped rank answers before it continues. The run ends then in any case.
-            halted = [(each, each.stand) for each in own if each.stopped >= HALTED]
+            halted = [(each, each.position) for each in own if each.stopped >= HALTED]
             return {each.rank: replace(each, stack=ask_stopped(at.process, at.answers)) for each, at in halted}
         return {each.rank: self._asked(each, now) for each in own}
 
@@ -337,11 +339,11 @@ class HangMonitor:
         """Return the snapshot with its stack. A process with a runnable thread counts as running."""
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
-        stand = snapshot.stand
-        state = RUNS if _runs(stand.process) else snapshot.state
-        stack, worker = ask(stand.process, stand.answers), None
+        position = snapshot.position
+        state = RUNS if _runs(position.process) else snapshot.state
+        stack, worker = ask(position.process, position.answers), None
         if stack is not None and stack.loads:
-            worker = next((each for each in ask_workers(stand.process, stand.answers) if each.fetches), None)
+            worker = next((each for each in ask_workers(position.process, position.answers) if each.fetches), None)
         snapshot = replace(snapshot, state=state, stack=stack, worker=worker, held=0.0)
         if snapshot.waited:
             self._waits.setdefault(snapshot.rank, now)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
 
-from lockstep.supervise.causes import Cause, Stand
+from lockstep.supervise.causes import Cause, RankPosition
 
 MAILBOX = "LOCKSTEP_MAILBOX"
 """Environment variable with the address of the mailbox."""
@@ -45,7 +45,7 @@ class Mailbox:
         self._closed = False
         self._read = 0
         self._causes: dict[int, Cause] = {}
-        self._stands: dict[int, Stand] = {}
+        self._stands: dict[int, RankPosition] = {}
         self._others: list[dict[str, Any]] = []
 
     @classmethod
@@ -63,7 +63,7 @@ class Mailbox:
             self._take_in()
             return sorted(self._causes.values(), key=lambda cause: cause.at)
 
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Return the latest position of each rank that has made a call, by rank."""
         with self._lock:
             self._take_in()
@@ -75,14 +75,14 @@ class Mailbox:
             self._take_in()
             return [note for note in self._others if key in note]
 
-    def leave(self, note: Cause | Stand | dict[str, Any]) -> None:
+    def leave(self, note: Cause | RankPosition | dict[str, Any]) -> None:
         """Write a note."""
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
         """Return True if the rank has entered a call and not left it."""
-        stand = self.stands().get(rank)
-        return stand is not None and stand.inside
+        position = self.positions().get(rank)
+        return position is not None and position.inside
 
     def has_met(self) -> bool:
         """Return True once some rank has joined the others."""
@@ -92,9 +92,9 @@ class Mailbox:
         """Return True if a failed rank has not left its call yet. It may be saving its state."""
         with self._lock:
             self._take_in()
-            stands = self._stands
+            positions = self._stands
             return any(
-                rank in stands and stands[rank].inside and stands[rank].call == cause.call
+                rank in positions and positions[rank].inside and positions[rank].call == cause.call
                 for rank, cause in self._causes.items()
             )
 
@@ -122,7 +122,7 @@ class Mailbox:
                 if "reason" in note:
                     self._causes[note["rank"]] = Cause(**note)
                 elif "inside" in note:
-                    self._stands[note["rank"]] = Stand(**note)
+                    self._stands[note["rank"]] = RankPosition(**note)
                 else:
                     self._others.append(note)
         self._read += len(whole)
@@ -144,7 +144,7 @@ def file_without_a_name(name: str) -> IO[bytes]:
     return open(descriptor, "w+b", buffering=0)
 
 
-def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:
+def leave_note(address: str, note: Cause | RankPosition | dict[str, Any]) -> None:
     """Write a note to the mailbox at an address. Do nothing if this process did not inherit the file."""
     descriptor, inode = map(int, address.split(":"))
     try:

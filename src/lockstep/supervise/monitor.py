@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught, went_on
+from lockstep.supervise.causes import Cause, Divergence, RankPosition, located, named, was_caught, went_on
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.mailbox import Mailbox
@@ -121,14 +121,14 @@ class RankMonitor:
         self.signal_pipe.close()
         self.hangs.traces.close()
 
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Return the positions of the ranks, even of ended ones and of those on nodes that have ended."""
         others = self.hangs.others
-        return {**self.own_stands(), **({} if others is None else others.ended)}
+        return {**self.own_positions(), **({} if others is None else others.ended)}
 
     def last(self) -> dict[str, Any] | None:
         """Return the content of this node's farewell message."""
-        others, own = self.hangs.others, self.own_stands()
+        others, own = self.hangs.others, self.own_positions()
         return None if others is None else others.last(own.values(), self._told(self._caught(own)))
 
     @property
@@ -136,20 +136,20 @@ class RankMonitor:
         """The caught exception that ended a call on a node that has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
-    def _caught(self, stands: Mapping[int, Stand]) -> Cause | None:
+    def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:
         """Return the caught exception that ended a call on this node, if any."""
-        return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+        return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _told(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
-    def own_stands(self) -> dict[int, Stand]:
+    def own_positions(self) -> dict[int, RankPosition]:
         """Return the positions of this node's ranks, even of ended ones."""
-        stands = self._mailbox.stands()
+        positions = self._mailbox.positions()
         for rank, at in self._ended().items():
-            there = stands.get(rank) or Stand(rank, at, 0, False, "")
-            stands[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
-        return stands
+            there = positions.get(rank) or RankPosition(rank, at, 0, False, "")
+            positions[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
+        return positions
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -169,9 +169,9 @@ class RankMonitor:
         until = time.monotonic() + self._seconds_to_next()
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
-                stands = self._mailbox.stands()
-                self.hangs.traces.open(stands)
-                if stands and self._opens_until == math.inf:
+                positions = self._mailbox.positions()
+                self.hangs.traces.open(positions)
+                if positions and self._opens_until == math.inf:
                     self._opens_until = time.monotonic() + OPENING
                 left = min(left, PERIOD / 10)
             if select.select([self.signal_pipe], [], [], left)[0]:
@@ -185,11 +185,11 @@ class RankMonitor:
         return PERIOD / 4 if begins or self.hangs.has_halted else PERIOD
 
     def _look(self) -> Verdict | None:
-        stands, now = self.own_stands(), time.monotonic()
+        positions, now = self.own_positions(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
-        inside = {rank: stand for rank, stand in stands.items() if stand.inside}
+        inside = {rank: position for rank, position in positions.items() if position.inside}
         if not inside:
-            if stands:  # the call has ended, and the effect of Ctrl-C with it
+            if positions:  # the call has ended, and the effect of Ctrl-C with it
                 self._presses, self.interrupted_at, self._second_at, self._told_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
         if self._presses:
@@ -200,16 +200,16 @@ class RankMonitor:
             # this process was stopped or starved, so its measured times are wrong
             self._stillness.clear()
             self.hangs.forget()
-        self._seconds = {rank: self._seconds_still(stand, now) for rank, stand in inside.items()}
+        self._seconds = {rank: self._seconds_still(position, now) for rank, position in inside.items()}
         return self._failed(inside, now) or self._hung(inside, now) or self._cannot_be_stopped(inside, now)
 
-    def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on ranks whose wait can never end, or takes too long."""
-        others, own = self.hangs.others, self.own_stands()
+        others, own = self.hangs.others, self.own_positions()
         if not inside and (others is None or not own):
             return None
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
-        outside = [stand for stand in own.values() if not stand.inside]
+        outside = [position for position in own.values() if not position.inside]
         caught = self._caught(own) if outside else None
         if caught is None:  # or a script caught what ended a call that others are still in, and continued
             caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
@@ -218,12 +218,12 @@ class RankMonitor:
             return None
         return Verdict(caught if caught is not None and others is None else found, self.interrupted_at is not None)
 
-    def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _pass_on(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         if self.interrupted_at is None:
             self.interrupted_at = now
-        for stand in inside.values():
-            if stand.process != os.getpid() and is_there(stand.answers):
-                signals.pass_on(stand.process)
+        for position in inside.values():
+            if position.process != os.getpid() and is_there(position.answers):
+                signals.pass_on(position.process)
         has_met = self._mailbox.has_met()
         if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
             self._told_at = now
@@ -234,32 +234,32 @@ class RankMonitor:
                 return Verdict(None, interrupted=True)
         return None
 
-    def _tell_of_interrupt(self, stand: Stand) -> None:
+    def _tell_of_interrupt(self, position: RankPosition) -> None:
         """Print what follows from Ctrl-C, if rank 0 has not.
 
         Python runs no handler while the main thread waits for a device or for other ranks.
         """
         heard = self._mailbox.others("heard")
-        if any((note["heard"], note["call"]) == (stand.rank, stand.call) for note in heard):
+        if any((note["heard"], note["call"]) == (position.rank, position.call) for note in heard):
             return
-        found = ask(stand.process, stand.answers)
-        where = stand.location if found is None else found.described(stand.location)
+        found = ask(position.process, position.answers)
+        where = position.location if found is None else found.described(position.location)
         with contextlib.suppress(OSError, ValueError):
             wipe_line()
             print(name_cells(BUSY_RANKS.format(where=where)), file=sys.stderr, flush=True)
 
-    def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on a rank that has failed and is stuck in its call."""
         for cause in self._mailbox.read():
-            stand = inside.get(cause.rank)
-            if stand is None or stand.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
+            position = inside.get(cause.rank)
+            if position is None or position.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
                 continue
-            stack = ask(stand.process, stand.answers)
+            stack = ask(position.process, position.answers)
             if now - cause.at >= LONGEST or stack is None or stack.waits:
                 return Verdict(None if cause.lost else cause)
         return None
 
-    def _cannot_be_stopped(self, inside: Mapping[int, Stand], now: float) -> Verdict | None:
+    def _cannot_be_stopped(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict after Ctrl-C if all ranks wait, so that none can reach a boundary."""
         patience = QUIET if len(inside) >= self._size else LONGEST  # ranks on other nodes may take longer
         if self.interrupted_at is None or now - self.interrupted_at < patience or self.hangs.is_proving:
@@ -275,14 +275,14 @@ class RankMonitor:
             Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
         )
 
-    def _seconds_still(self, stand: Stand, now: float) -> float:
+    def _seconds_still(self, position: RankPosition, now: float) -> float:
         """Return the seconds for which a rank has been idle."""
-        return self._stillness.setdefault(stand.rank, _Stillness()).seconds(stand.process, now)
+        return self._stillness.setdefault(position.rank, _Stillness()).seconds(position.process, now)
 
 
-def _waiting(inside: Mapping[int, Stand]) -> dict[int, Stack]:
+def _waiting(inside: Mapping[int, RankPosition]) -> dict[int, Stack]:
     """Return the stacks of the ranks that wait for others, by rank."""
-    answers = {rank: ask(stand.process, stand.answers) for rank, stand in inside.items()}
+    answers = {rank: ask(position.process, position.answers) for rank, position in inside.items()}
     return {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import Stand, alike, named
+from lockstep.supervise.causes import RankPosition, alike, named
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Stack
 from lockstep.supervise.trace_memory import LAG, Note
 
@@ -25,7 +25,7 @@ class RankSnapshot:
 
     rank: int
     at: float  #: the moment, on the clock of its host's ``time.monotonic``
-    stand: Stand
+    position: RankPosition
     state: str = SLEEPS
     still: float = 0.0  #: seconds without processor time
     stopped: float = 0.0  #: seconds since it was stopped
@@ -80,7 +80,7 @@ class RankSnapshot:
             noted = next(iter(self.notes), None)
         if noted is not None and noted.location:
             return noted.location
-        return self.stand.location if self.stack is None else self.stack.location(self.stand.location)
+        return self.position.location if self.stack is None else self.stack.location(self.position.location)
 
     def described(self) -> str:
         """Return the rank's activity and line: ``"waits in all_reduce #417, train.py:88 (on_train_epoch_end)"``."""

@@ -31,10 +31,10 @@ LONGEST = 60.0
 
 def is_idle(snapshot: RankSnapshot) -> bool:
     """Return True if a rank in a call has been idle for so long that it may be waiting for another."""
-    stand = snapshot.stand
-    connects = stand.hang_timeout is None and stand.hang_kill is None
+    position = snapshot.position
+    connects = position.hang_timeout is None and position.hang_kill is None
     quiet = QUIET_AT_FIRST if connects else QUIET
-    return stand.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
+    return position.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
 
 
 class StackQuestion:
@@ -120,11 +120,11 @@ class StackProof:
         return False
 
     def _is_suspect(self, every: Sequence[RankSnapshot]) -> bool:
-        idle = [each.stand.call for each in every if is_idle(each)]
+        idle = [each.position.call for each in every if is_idle(each)]
         if not idle:
             return False
         first = min(idle)
-        return len(idle) == len(every) >= self._size > 0 or any(has_left(each.stand, first) for each in every)
+        return len(idle) == len(every) >= self._size > 0 or any(has_left(each.position, first) for each in every)
 
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
@@ -133,10 +133,10 @@ class StackProof:
         if not self._is_suspect(every):
             self._before = None
             return None
-        seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items() if is_idle(each)}
+        seen = {rank: (each.position.call, each.stack) for rank, each in answers.items() if is_idle(each)}
         stacks = {rank: stack for rank, (_, stack) in seen.items() if stack is not None}
-        stands = {each.rank: each.stand for each in every}
-        found = strayed(stands, stacks, len(stands) >= self._size > 0)
+        positions = {each.rank: each.position for each in every}
+        found = strayed(positions, stacks, len(positions) >= self._size > 0)
         if found is None:
             is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy
             self._wait = min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)

@@ -18,7 +18,7 @@ from lockstep.ground.errors import RankFailed
 from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
-from lockstep.supervise.causes import Cause, Stand, cause_of
+from lockstep.supervise.causes import Cause, RankPosition, cause_of
 from lockstep.supervise.mailbox import MAILBOX, MET, RANK, Mailbox, leave_note
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
 from lockstep.supervise.signals import by_default, hear
@@ -64,7 +64,7 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     if address or launched:
         hear()
         watch_uncaught()
-        _stand(location, inside=True)
+        _note_position(location, inside=True)
     try:
         yield
     except BaseException as error:
@@ -76,7 +76,7 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
         raise
     finally:
         _rank.location = ""
-        _stand(location, inside=False)
+        _note_position(location, inside=False)
 
 
 def without_ranks() -> None:
@@ -120,7 +120,7 @@ def report_to(address: str) -> None:
     """Leave notes in a mailbox from now on. The rank may be in a call when its supervisor is found."""
     _rank.address = address
     if _rank.location:
-        _stand(_rank.location, inside=True)
+        _note_position(_rank.location, inside=True)
 
 
 def note_early(environ: Mapping[str, str] = os.environ) -> None:
@@ -196,14 +196,14 @@ def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
         hang_kill: seconds until the run is ended; None: no limit.
     """
     _rank.limits = {"hang_timeout": hang_timeout, "hang_kill": hang_kill}
-    _stand(_rank.called, inside=True)
+    _note_position(_rank.called, inside=True)
 
 
-def _stand(location: str, inside: bool) -> None:
+def _note_position(location: str, inside: bool) -> None:
     if _rank.address:
         answers, collectives = stack_request.offer(), offer_trace()
-        stand = Stand(_rank.rank, time.monotonic(), _rank.call, inside, location, os.getpid(), answers)
-        leave_note(_rank.address, replace(stand, collectives=collectives, **_rank.limits))
+        position = RankPosition(_rank.rank, time.monotonic(), _rank.call, inside, location, os.getpid(), answers)
+        leave_note(_rank.address, replace(position, collectives=collectives, **_rank.limits))
 
 
 def watch_uncaught() -> None:

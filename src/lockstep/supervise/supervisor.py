@@ -297,7 +297,7 @@ class Supervisor:
         if not self._is_open():
             return
         found: First | None
-        found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
+        found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.positions(), self._left)
         if _may_be_gloos(found):
             found = self._monitor.hangs.divergence() or found
         elsewhere = self._monitor.caught_elsewhere
@@ -319,9 +319,9 @@ class Supervisor:
         """Answer a node whose rank has lost others, if a rank here left that call, or failed in a caught call."""
         if self._first is not None or self._nodes.decided is not None:
             return
-        stands = self._monitor.own_stands()
-        found: First | None = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
-        gone = [stand for stand in stands.values() if has_left(stand, int(body["call"]))]
+        positions = self._monitor.own_positions()
+        found: First | None = next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
+        gone = [position for position in positions.values() if has_left(position, int(body["call"]))]
         if found is None and gone:
             found = left(gone[0], [int(body["rank"])], str(body["where"]))
         if found is not None:
@@ -351,8 +351,8 @@ class Supervisor:
 
     def _has_exited(self) -> bool:
         """Return True if ``sys.exit()`` ended the newest call of a rank of this node, without any failure so far."""
-        stands = self._monitor.own_stands()
-        return any(note.is_exit and was_caught(note, stands) for note in self._mailbox.read())
+        positions = self._monitor.own_positions()
+        return any(note.is_exit and was_caught(note, positions) for note in self._mailbox.read())
 
     def _is_failing(self) -> bool:
         known = self._verdict or self._first or self._nodes.decided
@@ -517,7 +517,7 @@ class Supervisor:
             printed = {end.rank for end in failed} | self._left.keys() | shown
             return self._verdict.cause, is_told(self._verdict.cause, printed - folded, notes)
         proof = self._monitor.hangs.divergence()
-        cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
+        cause, told = final_cause(failed, notes, self._monitor.positions(), self._left, shown, proof, folded)
         return (self._first if cause is None or isinstance(self._first, Divergence) else cause), told
 
     def _judged(self) -> Judgement:

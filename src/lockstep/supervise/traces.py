@@ -7,8 +7,8 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import Divergence, Stand
-from lockstep.supervise.hang import Position, mismatched, position
+from lockstep.supervise.causes import Divergence, RankPosition
+from lockstep.supervise.hang import CollectiveKey, key_of, mismatched
 from lockstep.supervise.trace_memory import Note, Reading
 
 MOST = 256
@@ -28,7 +28,7 @@ class Histories:
     """History of each collective of each group, compared among ranks as notes arrive."""
 
     def __init__(self) -> None:
-        self._open: dict[Position, dict[int, Note]] = {}
+        self._open: dict[CollectiveKey, dict[int, Note]] = {}
 
     def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
         """Add notes of a rank.
@@ -44,7 +44,7 @@ class Histories:
         for note in notes:
             if not note.whole or not note.number or len(note.members) < 2:
                 continue
-            key = position(note)
+            key = key_of(note)
             made = self._open.setdefault(key, {})
             if any(note.differs(other) for other in made.values()):
                 return {**made, rank: note}
@@ -64,7 +64,7 @@ class _Trace:
         read: the number of the newest note that has been compared.
     """
 
-    stand: Stand
+    position: RankPosition
     reading: Reading
     read: int = 0
 
@@ -76,7 +76,7 @@ class _Trace:
 
     def where(self, note: Note) -> str:
         """Return the line of the user's code that made a collective."""
-        return note.location or self.stand.location
+        return note.location or self.position.location
 
 
 class Traces:
@@ -87,16 +87,16 @@ class Traces:
         self._histories = Histories()
         self._lock = threading.RLock()  # reading changes the cached words
 
-    def open(self, stands: Mapping[int, Stand]) -> None:
+    def open(self, positions: Mapping[int, RankPosition]) -> None:
         """Open the traces of ranks while their processes live."""
         with self._lock:
-            for rank, stand in stands.items():
+            for rank, position in positions.items():
                 known = self._traces.get(rank)
-                if known is not None and known.stand.collectives == stand.collectives:
-                    known.stand = stand
-                elif stand.collectives:
+                if known is not None and known.position.collectives == position.collectives:
+                    known.position = position
+                elif position.collectives:
                     with contextlib.suppress(OSError, ValueError):
-                        self._traces[rank] = _Trace(stand, Reading(stand.collectives))
+                        self._traces[rank] = _Trace(position, Reading(position.collectives))
 
     def close(self) -> None:
         """Close all traces."""
@@ -106,10 +106,10 @@ class Traces:
             self._traces.clear()
 
     @property
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Positions of the ranks with open traces, by rank."""
         with self._lock:
-            return {rank: trace.stand for rank, trace in sorted(self._traces.items())}
+            return {rank: trace.position for rank, trace in sorted(self._traces.items())}
 
     # -- one rank
 
@@ -157,14 +157,14 @@ class Traces:
                 for note in trace.reading.notes(1)
             )
 
-    def made(self, positions: Collection[Position]) -> list[Made]:
+    def made(self, keys: Collection[CollectiveKey]) -> list[Made]:
         """Return what the ranks did in these collectives. Ranks that did the same are grouped."""
         found: dict[tuple[object, ...], Made] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):
                 for note in trace.reading.newest(RECENT):
-                    if position(note) in positions:
+                    if key_of(note) in keys:
                         where = trace.where(note)
-                        same = (position(note), note.operation, note.payload, note.root, note.inside, where)
+                        same = (key_of(note), note.operation, note.payload, note.root, note.inside, where)
                         found.setdefault(same, ([], where, note))[0].append(rank)
         return list(found.values())
