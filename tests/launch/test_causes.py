@@ -173,5 +173,5 @@ def test_ranks_that_may_go_on_have_not_strayed(
 def test_who_waits_for_one_that_left_or_ended_has_strayed() -> None:
     assert "rank 1 left the call" in str(strayed({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
     ended = RankPosition(1, 8.0, 0, False, "", ended=True)
-    assert "rank 1 made no call and came to its end" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
+    assert "rank 1 made no call and ended" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
     assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)

@@ -11,7 +11,8 @@ import pytest
 from lockstep.supervise.causes import RankPosition
 from lockstep.supervise.changes import Changes, taken_in
 from lockstep.supervise.hang import diverged, overdue, stopped
-from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot
+from lockstep.supervise.hang_text import GONE, RUNS, STOPPED, TRACED, describe
+from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 
@@ -135,7 +136,7 @@ def test_who_waits_for_whom_is_told() -> None:
 
 def test_a_worker_of_a_loader_tells_where_it_is() -> None:
     queue = Stack((Frame(f"{TORCH}utils/data/dataloader.py", 2, "_get_data"), Frame("/me/fit.py", 7, "<module>")))
-    assert snapshot(2, stack=queue, worker=LOADING).described() == "is in its data loader, /me/data.py:12"
+    assert describe(snapshot(2, stack=queue, worker=LOADING)) == "is in its data loader, /me/data.py:12"
 
 
 def test_what_has_changed_of_ranks_travels_as_json() -> None:

@@ -144,7 +144,7 @@ def test_a_rank_that_keeps_others_waiting_is_told_once(
     said = capsys.readouterr().err
     assert said.count("lockstep: ") == 1
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #1, /me/train.py:1" in said
-    assert "the run goes on, and ends after hang_kill=1800 s of waiting" in said
+    assert "the run continues, and ends after hang_kill=1800 s of waiting" in said
 
 
 def test_a_rank_that_keeps_others_devices_waiting_is_told(
@@ -166,7 +166,9 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     said = capsys.readouterr().err
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #2 (queued on its device)" in said
     found = str(played.lookout.divergence())  # where the device's backend aborts rank 0
-    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others do not come out: rank 0 waits in a")
+    assert found.startswith(
+        "rank 1 is in its own code, /me/train.py:31, and others cannot continue: rank 0 waits"
+    )
     played.ranks[1].make()
     played.ranks[0].collectives.complete(index)
     assert "all_reduce #3" in str(played.lookout.divergence())
@@ -178,7 +180,7 @@ def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]
     played = scene(3.0, 20.0)
     played.ranks[0].queue()
     played.ranks[0].collectives.watched()
-    assert "hang_kill=20 s are over" in str(played.look(25.0))
+    assert "ended after hang_kill=20 s" in str(played.look(25.0))
 
 
 def test_ranks_whose_stacks_alone_wait_are_told(
@@ -206,7 +208,7 @@ def test_a_run_that_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None
     assert played.look(29.0) is None
     found = played.look(31.0)
     assert "rank 0 waits in all_reduce #1" in str(found)
-    assert str(found).endswith("hang_kill=30 s are over")
+    assert str(found).endswith("ended after hang_kill=30 s of waiting")
 
 
 def test_what_was_rest_before_it_was_a_wait_does_not_count(scene: Callable[..., Scene]) -> None:

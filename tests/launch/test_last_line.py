@@ -116,8 +116,8 @@ def _note(rank: int, reason: str = "ValueError: no", location: str = "train.py:7
 def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
     """Eight ranks that failed alike printed eight tracebacks."""
     notes = [_note(rank) for rank in range(8)]
-    assert also_failed(notes[0], notes) == ["ranks 1-7 failed alike"]
-    assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed alike"]
+    assert also_failed(notes[0], notes) == ["ranks 1-7 failed in the same way"]
+    assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed in the same way"]
     assert is_told(notes[0], [5], notes)
     assert not is_told(notes[0], [5])
     assert also_failed(notes[0], [_note(1, lost=True)]) == []
@@ -190,7 +190,7 @@ def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: st
     assert ("KeyError: 0" if what == "chain" else "DataLoader worker") in lines[-1]
     if devices > 2:
         assert len(lines) <= MOST + 2
-        assert any("failed alike" in line for line in lines)
+        assert any("failed in the same way" in line for line in lines)
 
 
 GATHERS = """

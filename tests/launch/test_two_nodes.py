@@ -15,7 +15,8 @@ from lockstep.supervise.causes import Divergence, RankPosition
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
+from lockstep.supervise.hang_text import RUNS, STOPPED
+from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note
@@ -150,7 +151,7 @@ def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> No
     world.ranks.pop()
     world.ends.pop()
     world.wait(0, REDUCING)
-    assert "rank 1 left the call at /me/fit.py:7 and came to its end, and rank 0 waits for it" in str(world.proves())
+    assert "rank 1 left the call at /me/fit.py:7 and ended, and rank 0 waits for it" in str(world.proves())
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
@@ -210,7 +211,7 @@ def test_hang_kill_ends_a_wait_that_only_a_stack_of_another_node_tells(monkeypat
             break
     assert 20 <= second < 32
     assert "rank 1 waits in reducing gradients in backward" in str(found[0])
-    assert "hang_kill=20 s are over" in str(found[0])
+    assert "ended after hang_kill=20 s" in str(found[0])
 
 
 @pytest.mark.parametrize("halted", [0, 1])

@@ -31,8 +31,9 @@ from lockstep.data.source import Replicas
 from lockstep.supervise import elsewhere, hang_monitor, hub
 from lockstep.supervise.causes import Cause, Divergence, RankPosition
 from lockstep.supervise.hang_monitor import HangMonitor
+from lockstep.supervise.hang_text import RUNS, SLEEPS
 from lockstep.supervise.nodes import Nodes
-from lockstep.supervise.snapshot import RUNS, SLEEPS, RankSnapshot
+from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 

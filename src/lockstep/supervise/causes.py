@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
+from lockstep.supervise.hang_text import different_places, group_ranks, has_left_call, rank_list
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
 from lockstep.supervise.stack import Stack, calling, stack_of
 
@@ -23,7 +24,6 @@ SLACK = 0.5
 
 INTERRUPTED = "KeyboardInterrupt"
 EXIT = "sys.exit("
-RULE = "All ranks must make the same calls."
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,13 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    # Collectives raised all exceptions: a rank had left, or calls did not match.
-    return _gone(noted, positions or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+    # Collectives raised all exceptions: a rank had left the call, or calls did not match.
+    for cause in noted:
+        for position in (positions or {}).values():
+            if cause.call and has_left(position, cause.call) and position.at <= cause.at:
+                return Divergence(has_left_call(position, [cause.rank], f"{cause.doing} ({cause.location})"))
+    places = different_places({cause.rank: f"{cause.doing} ({cause.location})" for cause in noted})
+    return Divergence(places) if places else noted[0]
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
@@ -145,15 +150,6 @@ def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> End
     silent = next((end for end in ended if end.rank not in ranks), None)
     is_later = silent is not None and bool(own) and own[0].at < silent.at - SLACK
     return None if is_later else silent
-
-
-def _gone(lost: list[Cause], positions: Mapping[int, RankPosition]) -> Divergence | None:
-    """Return the rank that had left a call before others failed in that call."""
-    for cause in lost:
-        for position in positions.values():
-            if cause.call and has_left(position, cause.call) and position.at <= cause.at:
-                return left(position, [cause.rank], f"{cause.doing} ({cause.location})")
-    return None
 
 
 def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
@@ -175,52 +171,6 @@ def has_left(position: RankPosition, call: int) -> bool:
     return position.ended or position.call > call or (position.call == call and not position.inside)
 
 
-def left(position: RankPosition, waiting: Sequence[int], where: str) -> Divergence:
-    """Describe a rank that left a call, or ended, while others wait for it."""
-    did = f"left the call at {position.location}" if position.call else "made no call"
-    if position.ended:
-        did += " and came to its end"
-    return Divergence(f"rank {position.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
-
-
-def mismatch(doings: Mapping[int, str]) -> Divergence | None:
-    """Describe ranks that wait for each other at different places. Return None if the place is the same.
-
-    Args:
-        doings: what each rank does and where, by rank.
-    """
-    groups = alike(sorted(doings.items()))
-    if len(groups) < 2:
-        return None
-    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first(groups)]
-    return Divergence(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
-
-
-def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """Group ranks by the same words. Return each text once, with its ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank, words in said:
-        groups.setdefault(words, []).append(rank)
-    return list(groups.items())
-
-
-def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Sort groups by size, the smallest first."""
-    return sorted(groups, key=lambda group: len(group[1]))
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
-
-
 def strayed(positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
     """Find waiting ranks whose wait can never end. Return None if there are none.
 
@@ -233,10 +183,12 @@ def strayed(positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], 
     for rank, stack in sorted(waiting.items()):
         for position in positions.values():
             if has_left(position, positions[rank].call):
-                return left(position, [rank], stack.described(positions[rank].location))
+                return Divergence(has_left_call(position, [rank], stack.described(positions[rank].location)))
     calls = {position.call for position in positions.values()}
     if everyone and len(calls) == 1 and waiting.keys() == positions.keys():
-        return mismatch({rank: stack.described(positions[rank].location) for rank, stack in waiting.items()})
+        places = {rank: stack.described(positions[rank].location) for rank, stack in waiting.items()}
+        text = different_places(places)
+        return Divergence(text) if text else None
     return None
 
 
@@ -339,11 +291,11 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
     own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
     like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
     where = f" on {host}" if host else ""
-    lines = [f"{named(like)}{where} failed alike"] if like else []
-    ways = alike((each.rank, f"at {each.location}: {each.reason}") for each in own if each.rank not in like)
-    lines += [f"{named(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
+    lines = [f"{rank_list(like)}{where} failed in the same way"] if like else []
+    ways = group_ranks((each.rank, f"at {each.location}: {each.reason}") for each in own if each.rank not in like)
+    lines += [f"{rank_list(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
     rest = sorted(rank for _, ranks in ways[OTHERS:] for rank in ranks)
-    return [*lines, f"{named(rest)}{where} failed in other ways"] if rest else lines
+    return [*lines, f"{rank_list(rest)}{where} failed in other ways"] if rest else lines
 
 
 def judgement(

@@ -13,11 +13,23 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lockstep.launch.processes import stat_of
-from lockstep.supervise.causes import RULE, Divergence, RankPosition
+from lockstep.supervise.causes import Divergence, RankPosition
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
-from lockstep.supervise.hang import HALTED, behind_of, diverged, location_of, overdue, parted, stopped
+from lockstep.supervise.hang import HALTED, diverged, late_ranks, location_of, overdue, stopped
+from lockstep.supervise.hang_text import (
+    GONE,
+    RUNS,
+    SLEEPS,
+    STOPPED,
+    TRACED,
+    continues,
+    different_calls,
+    ended_by_limit,
+    missing_ranks,
+    stacks_of,
+)
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
-from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told, traced
+from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack_proof import StackProof, StackQuestion
 from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers
 from lockstep.supervise.trace_memory import Note
@@ -257,7 +269,7 @@ class HangMonitor:
         if not any(limits.are_over(each) for each in asked):
             return None
         final = overdue(asked, limits.first)
-        return None if final is None else replace(final, text=f"{final}; hang_kill={limits.kill:g} s are over")
+        return None if final is None else replace(final, text=ended_by_limit(final, limits.kill))
 
     def _is_new(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
         """Return True for a wait that was not reported: at a new place, or for a rank that was not late before.
@@ -281,7 +293,7 @@ class HangMonitor:
         positions = self.traces.positions
         ranks = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
         calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
-        return parted(calls, traced(ranks))
+        return Divergence(different_calls(calls), stacks_of(ranks))
 
     def divergence(self) -> Divergence | None:
         """Return what all traces prove, even those of ended ranks. Slow: call it once."""
@@ -297,14 +309,14 @@ class HangMonitor:
             RankSnapshot(rank, 0.0, position, notes=self.traces.newest(rank)) for rank, position in positions.items()
         ]
         waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
-        behind = behind_of(snapshots, waiting)
-        waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind]
-        if not behind or not waiting:
+        late = late_ranks(snapshots, waiting)
+        waiting = [snapshot for snapshot in waiting if snapshot.rank not in late]
+        if not late or not waiting:
             return None
-        found = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
+        found = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
         if any(snapshot.state == GONE for snapshot in found):
             return None  # its end explains why it did not arrive
-        return Divergence(f"{told(found)}, and others do not come out: {told(waiting)}. {RULE}")
+        return Divergence(missing_ranks(found, waiting))
 
     # -- ranks of this node
 
@@ -373,8 +385,7 @@ def _runs(process: int) -> bool:
 
 def _say(found: Divergence, kill: float) -> None:
     """Print the warning that the run continues."""
-    then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
         wipe_line()
-        text = f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}"
+        text = f"{found.trace}\nlockstep: {continues(one_line(str(found), None), kill)}"
         print(name_cells(text), file=sys.stderr, flush=True)

@@ -16,9 +16,10 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, RankPosition, located, named, was_caught, went_on
+from lockstep.supervise.causes import Cause, Divergence, RankPosition, located, was_caught, went_on
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
+from lockstep.supervise.hang_text import after_ctrl_c, cannot_stop
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.screen_text import name_cells, wipe_line
 from lockstep.supervise.signals import SignalPipe
@@ -43,11 +44,6 @@ AT_ONCE = 3.0
 
 UNHEARD = 1.0
 """Seconds after a Ctrl-C in which rank 0's own handler should have reported it."""
-
-BUSY_RANKS = (
-    "lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends them "
-    "at once."
-)
 
 
 @dataclass(frozen=True)
@@ -246,7 +242,7 @@ class RankMonitor:
         where = position.location if found is None else found.described(position.location)
         with contextlib.suppress(OSError, ValueError):
             wipe_line()
-            print(name_cells(BUSY_RANKS.format(where=where)), file=sys.stderr, flush=True)
+            print(name_cells(after_ctrl_c(where)), file=sys.stderr, flush=True)
 
     def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on a rank that has failed and is stuck in its call."""
@@ -271,9 +267,7 @@ class RankMonitor:
             return None
         rank, stack = next(iter(waiting.items()))
         where = stack.described(inside[rank].location)
-        return Verdict(
-            Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
-        )
+        return Verdict(Divergence(cannot_stop(sorted(waiting), where)), interrupted=True)
 
     def _seconds_still(self, position: RankPosition, now: float) -> float:
         """Return the seconds for which a rank has been idle."""

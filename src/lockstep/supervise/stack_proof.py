@@ -7,7 +7,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from lockstep.supervise.causes import Divergence, has_left, strayed
-from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
+from lockstep.supervise.hang_text import SLEEPS
+from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import Stack
 
 QUIET = 2.0

@@ -37,13 +37,13 @@ from lockstep.supervise.causes import (
     has_left,
     is_told,
     judgement,
-    left,
     located,
     was_caught,
 )
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.hang_text import has_left_call
 from lockstep.supervise.mailbox import RANK, Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.nodes import Decision, Nodes
@@ -323,7 +323,7 @@ class Supervisor:
         found: First | None = next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
         gone = [position for position in positions.values() if has_left(position, int(body["call"]))]
         if found is None and gone:
-            found = left(gone[0], [int(body["rank"])], str(body["where"]))
+            found = Divergence(has_left_call(gone[0], [int(body["rank"])], str(body["where"])))
         if found is not None:
             self._publish(found)
             self._thread(self._processes.wind_up, time.monotonic())

@@ -120,7 +120,7 @@ class Note:
         return self.left is None
 
     @property
-    def named(self) -> str:
+    def name(self) -> str:
         """Name and number, such as ``"all_reduce #417"``."""
         return f"{self.operation} #{self.number}" if self.number else self.operation
 
