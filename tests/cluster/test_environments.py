@@ -127,7 +127,7 @@ def test_sruns_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", [SLURMEnvironment, LSFEnvironment, MPIEnvironment, KubeflowEnvironment])
 def test_out_of_their_place_they_say_so(kind: type[ClusterEnvironment]) -> None:
     assert not kind.detect()
-    with pytest.raises(MisconfigurationException, match="did not start this process, which needs"):
+    with pytest.raises(MisconfigurationException, match="did not start this process"):
         kind().world_size()
 
 
@@ -140,7 +140,7 @@ def test_settings_of_a_slurm_job_are_no_wish_for_one() -> None:
 def test_a_strategy_takes_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*choose 'TorchElastic', 'SLURM'"):
         quiet(strategy=DDPStrategy(cluster_environment="slrum"))
-    with pytest.raises(MisconfigurationException, match="'slurm': srun did not start this process"):
+    with pytest.raises(MisconfigurationException, match="'slurm', but srun did not start this process"):
         quiet(strategy=DDPStrategy(cluster_environment="SLURM"))
     put(monkeypatch, SLURM)
     trainer = quiet(strategy=DDPStrategy(cluster_environment="SLURM"))

@@ -76,7 +76,7 @@ def test_gloo_is_told_an_interface_by_which_others_can_call(
     with caplog.at_level(logging.INFO, "lockstep"):
         let_others_call(ELSEWHERE)
     assert os.environ[INTERFACE] == "eth7"
-    assert "by its name, node0, which is 127.0.1.1 here (/etc/hosts): GLOO_SOCKET_IFNAME=eth7 is set" in caplog.text
+    assert "by its name node0, which is 127.0.1.1 here (/etc/hosts): GLOO_SOCKET_IFNAME=eth7 is set" in caplog.text
     monkeypatch.setenv(INTERFACE, "mine")
     let_others_call(ELSEWHERE)
     assert os.environ[INTERFACE] == "mine"

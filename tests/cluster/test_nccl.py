@@ -48,7 +48,7 @@ def test_the_shell_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = NcclVariables(ASKED)
     told = variables.set()
     assert os.environ["NCCL_MIN_NCHANNELS"] == "16"
-    assert "NCCL_MIN_NCHANNELS=16 (from the environment; asked: 8)" in told
+    assert "NCCL_MIN_NCHANNELS=16 (from the environment; requested: 8)" in told
     variables.restore()
     assert in_force() == {"NCCL_MIN_NCHANNELS": "16", "NCCL_DEBUG": "WARN"}
 
@@ -59,7 +59,7 @@ def test_the_clusters_file_goes_before(tmp_path: Path) -> None:
     variables = NcclVariables(ASKED)
     told = variables.set()
     assert in_force() == {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
-    assert f"NCCL_MIN_NCHANNELS=32 (from {tmp_path / 'nccl.conf'}; asked: 8)" in told
+    assert f"NCCL_MIN_NCHANNELS=32 (from {tmp_path / 'nccl.conf'}; requested: 8)" in told
     variables.restore()
 
 
@@ -73,7 +73,12 @@ def test_the_users_file_goes_before_the_clusters(tmp_path: Path, monkeypatch: py
 
 
 def test_names_with_the_prefix_and_values_of_each_kind() -> None:
-    asked: dict[str, Any] = {"NCCL_SOCKET_IFNAME": "eth0", "IB_DISABLE": True, "P2P_DISABLE": False, "NTHREADS": 256}
+    asked: dict[str, Any] = {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "IB_DISABLE": True,
+        "P2P_DISABLE": False,
+        "NTHREADS": 256,
+    }
     assert NcclVariables(asked).wanted == {
         "NCCL_SOCKET_IFNAME": "eth0",
         "NCCL_IB_DISABLE": "1",
@@ -83,7 +88,7 @@ def test_names_with_the_prefix_and_values_of_each_kind() -> None:
 
 
 def test_it_is_said_by_the_trainer_before_anything_starts() -> None:
-    with pytest.raises(MisconfigurationException, match=r"process_group_backend='nccl': NCCL works between GPUs"):
+    with pytest.raises(MisconfigurationException, match=r"process_group_backend='nccl': NCCL needs GPUs"):
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
     Trainer(accelerator="cpu", devices=1, strategy=DDPStrategy(process_group_backend="gloo"))
 

@@ -35,7 +35,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rank": 4}, "rank 4 with a world size of 4: ranks are counted from 0 to 3"),
+        ({"rank": 4}, "rank 4 with a world size of 4: it has to be from 0 to 3"),
         ({"local_rank": 2}, "local rank 2 with a number of ranks on the node of 2"),
         ({"local_size": 5}, "world size of 4 with 2 node"),
         ({"port": 70000}, "port 70000"),
@@ -119,7 +119,7 @@ def test_several_nodes_with_a_variable_missing(name: str) -> None:
 
 
 def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(MisconfigurationException, match="variable NODE_RANK is 'two': it has to be an integer"):
+    with pytest.raises(MisconfigurationException, match="variable NODE_RANK is 'two': set it to an integer"):
         detect({**BY_HAND, "NODE_RANK": "two"}, 2, 2)
     assert read_number({}, "NODE_RANK", default=3) == 3
 

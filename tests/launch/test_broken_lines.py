@@ -77,7 +77,7 @@ def test_messages_without_sense_of_a_node_change_nothing(
         one.hub._pass("x", json.dumps({"topic": value, "to": 0}).encode() + b"\n", 0)
         one.hub._pass("x", json.dumps({"node": value, "topic": "news", "to": 0}).encode() + b"\n", 0)
     is_served(nodes, 3)
-    assert capfd.readouterr().err.count("makes no sense") == 1
+    assert capfd.readouterr().err.count("could not be read") == 1
     assert zero.hub.nodes[:1] == [1]
 
 

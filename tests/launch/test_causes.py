@@ -9,8 +9,9 @@ import pytest
 from lockstep.checkpoint.sharded import OnRank
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
-from lockstep.supervise.causes import Cause, Divergence, RankPosition, cause_of, first_cause, strayed
+from lockstep.supervise.causes import Cause, Divergence, cause_of, first_cause, strayed
 from lockstep.supervise.mailbox import Mailbox, leave_note
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 
 

@@ -131,14 +131,14 @@ def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
     def listen() -> None:
         press()
         while not heard or not heard[-1]:
-            heard.append(ear.heard())
+            heard.append(ear.presses())
 
     listener = threading.Thread(target=listen)
     try:
         with interruptible(loop.ask, loop.end), ear.listening():
             listener.start()
             listener.join(20)
-            assert ear.heard() == 0
+            assert ear.presses() == 0
         press_in_silence(ear)
     finally:
         ear.close()
@@ -149,7 +149,7 @@ def press_in_silence(ear: SignalPipe) -> None:
     """After listening, nothing is heard."""
     with interruptible(lambda: None, lambda: None):
         press()
-    assert ear.heard() == 0
+    assert ear.presses() == 0
 
 
 def test_an_ear_leaves_another_listener_alone() -> None:

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.supervise import collective_trace
 from lockstep.supervise.collective_trace import install_trace, take_down
 from lockstep.supervise.hang import diverged, overdue
-from lockstep.supervise.hang_text import RUNS
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import LAG, Reading
 from tests.launch.test_hang import past, snapshot

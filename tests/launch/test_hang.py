@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise.causes import RankPosition
-from lockstep.supervise.changes import Changes, taken_in
+from lockstep.supervise.changes import Changes, apply
 from lockstep.supervise.hang import diverged, overdue, stopped
-from lockstep.supervise.hang_text import GONE, RUNS, STOPPED, TRACED, describe
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.hang_text import describe
+from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankPosition, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 
@@ -147,7 +146,7 @@ def test_what_has_changed_of_ranks_travels_as_json() -> None:
     for told in ([one, other], later, later):
         message = json.dumps(changes.of(told, told[0].at))
         changes.keep()
-        there = taken_in(there, json.loads(message))
+        there = apply(there, json.loads(message))
         sizes.append(len(message))
     assert there == {1: later[0], 2: later[1]}
     assert sizes[2] < 60 < sizes[1] < sizes[0]
@@ -170,7 +169,7 @@ def test_a_rank_that_goes_on_as_it_did_is_not_told_again() -> None:
         ]
         message = changes.of(now, 100.0 + second)
         changes.keep()
-        there = taken_in(there, message)
+        there = apply(there, message)
         told.append(([each["rank"] for each in message["ranks"]], message["gone"]))
         assert there.keys() == {each.rank for each in now}
         for each in now:

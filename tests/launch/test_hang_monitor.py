@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import hang_monitor
-from lockstep.supervise.causes import Divergence, RankPosition
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 from lockstep.supervise.traces import MOST
@@ -166,9 +167,7 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     said = capsys.readouterr().err
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #2 (queued on its device)" in said
     found = str(played.lookout.divergence())  # where the device's backend aborts rank 0
-    assert found.startswith(
-        "rank 1 is in its own code, /me/train.py:31, and others cannot continue: rank 0 waits"
-    )
+    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others cannot continue: rank 0 waits")
     played.ranks[1].make()
     played.ranks[0].collectives.complete(index)
     assert "all_reduce #3" in str(played.lookout.divergence())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.causes import Cause, also_failed, cause_of, is_told, judgement
+from lockstep.supervise.causes import Cause, also_failed, cause_of, is_printed, judgement
 from lockstep.supervise.screen_text import MOST, REASON, one_line, printable, reason_of
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
@@ -118,8 +118,8 @@ def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
     notes = [_note(rank) for rank in range(8)]
     assert also_failed(notes[0], notes) == ["ranks 1-7 failed in the same way"]
     assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed in the same way"]
-    assert is_told(notes[0], [5], notes)
-    assert not is_told(notes[0], [5])
+    assert is_printed(notes[0], [5], notes)
+    assert not is_printed(notes[0], [5])
     assert also_failed(notes[0], [_note(1, lost=True)]) == []
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import hang_monitor, monitor, stack_proof, stack_request
-from lockstep.supervise.causes import Cause, Divergence, RankPosition
+from lockstep.supervise.causes import Cause, Divergence
 from lockstep.supervise.mailbox import MET, Mailbox, leave_note
 from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 
 IN_BARRIER = Stack(
@@ -41,9 +42,9 @@ class Scene:
         monkeypatch.setattr(hang_monitor, "_state", lambda process: "sleeps")
         monkeypatch.setattr(hang_monitor, "_runs", lambda process: process not in self.still)
         monkeypatch.setattr(
-            self.watch, "_seconds_still", lambda position, now: 5.0 if position.rank in self.still else 0.0
+            monitor._Stillness, "seconds", lambda stillness, process, now: 5.0 if process in self.still else 0.0
         )
-        for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE", "UNHEARD"):
+        for name in ("PERIOD", "QUIET", "LEAVE_TIMEOUT", "AT_ONCE", "REPORT_TIMEOUT"):
             monkeypatch.setattr(monitor, name, 0.05)
         monkeypatch.setattr(stack_proof, "AGAIN", 0.05)
 

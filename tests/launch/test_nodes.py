@@ -52,7 +52,7 @@ def test_what_one_says_reaches_all_others(nodes: list[Node]) -> None:
 def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -> None:
     nodes[1].hub.close()
     nodes[2].hub._connections[0].socket.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
-    assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without a word")
+    assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without reporting why")
     assert nodes[0].lost.empty()
 
 
@@ -124,13 +124,13 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
     assert second.hub is not None
     second.hub.host = "another"
     second._call(*place)
-    told = "lockstep: another calls itself node 1, and host1 is that: each node needs a number of its own"
+    told = "lockstep: another connected as node 1, which is host1 already: the run continues with that node"
     said, end = capfd.readouterr().err, time.monotonic() + SECONDS
     while told not in said and time.monotonic() < end:  # node 0 says it in a thread of its own
         time.sleep(0.01)
         said += capfd.readouterr().err
     assert told in said
-    assert "is not the first with this number" in said
+    assert "another node has this number" in said
     second.close()
     nodes[1].hub.send("news", "still there", to=0)
     assert nodes[0].heard.get(timeout=SECONDS) == (1, "still there")

@@ -56,7 +56,7 @@ def test_a_trial_that_is_submitted_anew_goes_on_as_another_job(tmp_path: Path) -
     again.enter()
     assert again.newest(1) == str(tmp_path / "a.ckpt")
     assert again.checkpoint(1) == str(trial / "lockstep-trial-fit-1.ckpt")
-    with pytest.raises(Superseded, match=r"the trial in .*trial_0000 has been started anew \(starts before this one=1"):
+    with pytest.raises(Superseded, match=r"the trial in .*trial_0000 has been restarted \(starts before this one=1"):
         first.check()
     requeued = job(tmp_path, 2, SLURM_JOB_ID="9", LOCKSTEP_TRIAL=str(trial), LOCKSTEP_TRIAL_STARTS="1")
     assert requeued.attempt == 3
@@ -87,7 +87,7 @@ def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
     end(second)  # and it stays so when the second has come to its end
     for touch in (first.check, first.enter, lambda: first.saved("a", 1)):
         with pytest.raises(
-            Superseded, match=r"SLURM job 7 has been started anew \(SLURM_RESTART_COUNT=1; here it is 0"
+            Superseded, match=r"SLURM job 7 has been restarted \(SLURM_RESTART_COUNT=1; this process belongs to 0"
         ):
             touch()
     second.check()

@@ -195,7 +195,9 @@ def test_errors_name_the_strategy_that_the_user_gave(kind: str, asked: Any, name
 
 
 def test_what_cannot_travel_is_refused_before_anything_starts() -> None:
-    with pytest.raises(MisconfigurationException, match=r"strategy='ddp_spawn'.*cannot travel .*lock.*strategy='ddp'"):
+    with pytest.raises(
+        MisconfigurationException, match=r"strategy='ddp_spawn'.*cannot be pickled .*lock.*strategy='ddp'"
+    ):
         SpawnLauncher(TWO).launch(print, threading.Lock())
-    with pytest.raises(MisconfigurationException, match=r"strategy='ddp_notebook'.*cannot travel"):
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp_notebook'.*cannot be pickled"):
         SpawnLauncher(TWO, "ddp_notebook").launch(print, threading.Lock())

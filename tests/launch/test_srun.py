@@ -67,8 +67,8 @@ def test_processors_of_a_task_are_handed_on() -> None:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 with SLURM_NTASKS=4, and srun.* is not on PATH"),
-        ({**BATCH, STARTED: "7"}, "still no task of it.*start the script by srun yourself"),
+        ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 has SLURM_NTASKS=4, but srun.* is not on PATH"),
+        ({**BATCH, STARTED: "7"}, "is not one of its tasks.*start the script by srun yourself"),
     ],
 )
 def test_where_srun_cannot_be_started(environ: dict[str, str], says: str) -> None:

@@ -21,11 +21,12 @@ from lockstep.ground.errors import RankFailed
 from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
-from lockstep.supervise.causes import Cause, RankPosition, early_cause, final_cause, judgement
+from lockstep.supervise.causes import Cause, early_cause, final_cause, judgement
 from lockstep.supervise.channel import door
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
+from lockstep.supervise.snapshot import RankPosition
 from tests.launch.sessions import members
 from tests.tools.fresh import PYTHONPATH
 
@@ -160,7 +161,7 @@ def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
         os.kill(run.parents[1], signal.SIGKILL)
         code, errors = run.end()
         assert code == 1
-        assert errors[-1].endswith("was killed by signal 9, and they with it")
+        assert errors[-1].endswith("was killed by signal 9, so that all ranks were ended")
         assert not run.is_left()
 
 
@@ -309,13 +310,13 @@ def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.Monkey
     """Whoever had the name first handed out a mailbox of its own."""
     world = World(1, 2, 1, 2, 0, 1, "127.0.0.1", free_port())
     monkeypatch.setattr(client, "caller", lambda connection: 0)
-    entrance = door(client.meeting_name(world))
+    entrance = door(client.socket_name(world))
     assert entrance is not None
     found = client.FoundSupervisor(world)
-    client._leaving.remove(found._finish)
-    found._seek.join(20)
+    client._at_exit.remove(found._finish)
+    found._search.join(20)
     entrance.close()
-    assert (found.address, found._seek.is_alive()) == ("", False)
+    assert (found.address, found._search.is_alive()) == ("", False)
 
 
 @pytest.mark.parametrize(("codes", "code"), [([-9], 1), ([None], 1), ([7, -9], 7), ([], 1)])
@@ -356,7 +357,7 @@ def test_the_line_with_the_first_cause_stays_the_last(
     first: list[dict[str, object]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
-    monkeypatch.setattr(status, "PATIENCE", 0.05)
+    monkeypatch.setattr(status, "CAUSE_TIMEOUT", 0.05)
     notes = Mailbox()
     for note in first:
         notes.leave(note)

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.supervise import elsewhere, hang_monitor
-from lockstep.supervise.causes import Divergence, RankPosition
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.changes import plain_notes
-from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.elsewhere import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.hang_text import RUNS, STOPPED
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import RUNS, STOPPED, RankPosition, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note

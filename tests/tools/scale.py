@@ -29,11 +29,10 @@ from lockstep.cluster.world import World
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.supervise import elsewhere, hang_monitor, hub
-from lockstep.supervise.causes import Cause, Divergence, RankPosition
+from lockstep.supervise.causes import Cause, Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.hang_text import RUNS, SLEEPS
 from lockstep.supervise.nodes import Nodes
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import RUNS, SLEEPS, RankPosition, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
@@ -263,7 +262,7 @@ class SimulatedRun:
         raise_limit()
         for watches in (hang_monitor, elsewhere):
             self._patches.enter_context(mock.patch.object(watches, "time", self.clock))
-        self._patches.enter_context(mock.patch.object(hang_monitor, "_say", self._say))
+        self._patches.enter_context(mock.patch.object(hang_monitor, "_print", self._say))
         self._patches.enter_context(mock.patch.object(hub, "_Connection", CountingConnection))
         return self
 

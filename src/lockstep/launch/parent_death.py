@@ -56,7 +56,8 @@ def bound() -> Callable[[], None]:
 
     def begin() -> None:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process may write to its terminal
+        # a background process may write to its terminal
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         _end_with_starter(found, parent)
 
     return begin

@@ -11,6 +11,7 @@ from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
 from lockstep.supervise.hang_text import different_places, group_ranks, has_left_call, rank_list
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import Stack, calling, stack_of
 
 # -- causes --------------------------------------------------------------------------------------------------
@@ -58,23 +59,6 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class RankPosition:
-    """The position of a rank in its sequence of calls: inside a call or after it."""
-
-    rank: int
-    at: float  #: when it got there, on the clock of ``time.monotonic``
-    call: int  #: which call, counted from 1
-    inside: bool  #: whether the rank is inside the call; False: the call has returned or raised
-    location: str  #: the line of the user's code that called
-    process: int = 0  #: id of the rank's process
-    answers: str = ""  #: address at which the rank answers requests for its stack
-    ended: bool = False  #: whether its process has ended
-    collectives: str = ""  #: path of its trace of collectives
-    hang_timeout: float | None = None  #: seconds of waiting until the wait is reported; None: never
-    hang_kill: float | None = None  #: seconds of waiting until the run is ended; None: never
-
-
-@dataclass(frozen=True)
 class Divergence:
     """Ranks that took different paths, so that each would wait for another forever."""
 
@@ -95,7 +79,8 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
         called: the line of the user's code that made the call.
     """
     stack = stack_of(error)
-    stack = Stack(stack.frames + calling().frames)  # a traceback starts at the frame that caught the exception
+    # a traceback starts at the frame that caught the exception
+    stack = Stack(stack.frames + calling().frames)
     # torch raises RuntimeError for failed collectives; RankFailed is raised here for another rank's error
     lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
@@ -125,7 +110,8 @@ def first_cause(
     own = [cause for cause in noted if not cause.lost]
     silent = _silent_end(ended, noted, own)
     if silent is not None:
-        aborted = silent.code in (None, -signal.SIGABRT)  # None: the exit code could not be read
+        # None: the exit code could not be read
+        aborted = silent.code in (None, -signal.SIGABRT)
         return proof if proof is not None and aborted else silent
     if own:
         return own[0]
@@ -258,10 +244,10 @@ def final_cause(
     caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, positions)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
     cause = first_cause(list(failed), in_time, positions, caught, proof)
-    return cause, is_told(cause, printed - set(folded), in_time)
+    return cause, is_printed(cause, printed - set(folded), in_time)
 
 
-def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
+def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
     """Return True if the traceback of the cause, or one like it, is on the terminal.
 
     Args:
@@ -300,7 +286,7 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
 
 def judgement(
     cause: First | None,
-    told: bool,
+    printed: bool,
     interrupted: bool,
     codes: Sequence[int | None],
     host: str = "",
@@ -310,14 +296,14 @@ def judgement(
 
     Args:
         cause: the first cause; None where Ctrl-C ended the run before anything failed.
-        told: whether its traceback is already on the terminal.
+        printed: whether its traceback is already on the terminal.
         interrupted: whether Ctrl-C was pressed.
         codes: exit codes of the processes that failed.
         host: name of this machine; "" if there is only one.
         also: lines to print before the last one.
     """
     by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
-    trace = "" if told or by_hand else getattr(cause, "trace", "")
+    trace = "" if printed or by_hand else getattr(cause, "trace", "")
     if by_hand:
         words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Divergence) else "")
         return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)

@@ -59,7 +59,8 @@ _SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "barrier", *RENAME
 _ROOTS = ("src", "dst")
 _REDUCTIONS = dist.ReduceOp.RedOpType.__members__
 SUM = dist.ReduceOp.SUM
-_LOOPS = tuple(f"{LOCKSTEP}loop/{name}.py" for name in ("fit", "evaluate", "session"))  # user code calls none of them
+# user code calls none of them
+_LOOPS = tuple(f"{LOCKSTEP}loop/{name}.py" for name in ("fit", "evaluate", "session"))
 _OTHERS, _USERS, _OUTERMOST = 0, 1, 2
 _PENDING = 4096
 
@@ -209,7 +210,8 @@ class CollectiveTrace:
             else:
                 number, flags = 0, MESSAGE
             thread = get_ident()
-            if thread != main and thread in threads:  # a Python thread; autograd's threads are not in the table
+            # autograd's threads are not in this table: their collectives are the training thread's
+            if thread != main and thread in threads:
                 flags |= ASIDE
             return enter(number, shape, location_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
 
@@ -228,7 +230,8 @@ class CollectiveTrace:
             try:
                 found = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
                 return describe(tensor, reduction) if found is None else found
-            except (AttributeError, TypeError, RuntimeError):  # not a tensor: the call itself raises the error
+            except (AttributeError, TypeError, RuntimeError):
+                # not a tensor: the call itself raises the error
                 return 0
 
         return payload_of
@@ -240,9 +243,11 @@ class CollectiveTrace:
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
             if nests:
                 busy.discard(get_ident())
-                if known.counts:  # the number of collectives it made is known only afterwards
+                # the number of collectives it made is known only afterwards
+                if known.counts:
                     known.sequence = known.sequence_of(group)
-            complete = not returned or work is None or work.__class__ is int  # an int: the source of a received message
+            # recv returns an int: the source of the message
+            complete = not returned or work is None or work.__class__ is int
             if not returned:
                 known.whole = False  # whether the collective started is unknown
             leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
@@ -260,7 +265,8 @@ class CollectiveTrace:
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
-            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:  # a backend written in Python
+            # a backend written in Python has a class of works with a wait of its own
+            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:
                 _set(kind, "wait", self.waited(kind.wait))
         self._pending[id(work)] = index
         if queue:
@@ -276,7 +282,8 @@ class CollectiveTrace:
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
-        if found and name is not None:  # other reductions may be freed, and their ids reused
+        # only built-in reductions: others may be freed, and their ids reused
+        if found and name is not None:
             self._payloads[tensor.shape, tensor.dtype, id(reduction)] = found
         return found
 

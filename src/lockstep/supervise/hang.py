@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lockstep.supervise.causes import Divergence
-from lockstep.supervise.hang_text import RUNS, SLEEPS, STOPPED, different_calls, long_wait, stacks_of, stopped_ranks
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.hang_text import different_calls, long_wait, stacks_of, stopped_ranks
+from lockstep.supervise.snapshot import RUNS, SLEEPS, STOPPED, RankSnapshot
 from lockstep.supervise.trace_memory import Note
 
 HALTED = 1.0

@@ -13,26 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lockstep.launch.processes import stat_of
-from lockstep.supervise.causes import Divergence, RankPosition
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
 from lockstep.supervise.hang import HALTED, diverged, late_ranks, location_of, overdue, stopped
-from lockstep.supervise.hang_text import (
-    GONE,
-    RUNS,
-    SLEEPS,
-    STOPPED,
-    TRACED,
-    continues,
-    different_calls,
-    ended_by_limit,
-    missing_ranks,
-    stacks_of,
-)
+from lockstep.supervise.hang_text import continues, different_calls, ended_by_limit, missing_ranks, stacks_of
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankPosition, RankSnapshot
 from lockstep.supervise.stack_proof import StackProof, StackQuestion
 from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers
-from lockstep.supervise.trace_memory import Note
 from lockstep.supervise.traces import Traces
 
 PERIOD = 1.0
@@ -47,7 +35,7 @@ STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 class WaitLimits:
     """Seconds that ranks may wait for others: until the wait is reported, and until the run is ended."""
 
-    told: float = math.inf
+    report: float = math.inf
     kill: float = math.inf
 
     @classmethod
@@ -60,7 +48,7 @@ class WaitLimits:
     @property
     def first(self) -> float:
         """The shorter of both limits; infinite if neither is set."""
-        return min(self.told, self.kill)
+        return min(self.report, self.kill)
 
     def are_over(self, snapshot: RankSnapshot) -> bool:
         """Return True if the run has to end because the rank has waited too long.
@@ -77,13 +65,13 @@ class Ration:
     def __init__(self) -> None:
         self._next_at = 0.0
 
-    def done(self, what: Callable[[], T], now: float) -> T | None:
+    def run(self, what: Callable[[], T], now: float) -> T | None:
         """Run the task and return its result. Return None if it is too early."""
         if now < self._next_at:
             return None
-        began = time.thread_time()
+        start = time.thread_time()
         found = what()
-        self._next_at = now + (time.thread_time() - began) / PART
+        self._next_at = now + (time.thread_time() - start) / PART
         return found
 
 
@@ -107,12 +95,16 @@ class HangMonitor:
         self.others = None if hub is None else OtherRanks(hub, self._question, size, wake)
         self._node, self._size = 0 if hub is None else hub.node, size
         self._compares, self._counts = Ration(), Ration()
-        self._halted: dict[int, float] = {}  # stopped ranks, and when that was first seen
-        self._waits: dict[int, float] = {}  # ranks whose stacks wait, and when that was first seen
-        self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks idle or waiting for long, and whether they wait
+        # stopped ranks, and when that was first seen
+        self._halted: dict[int, float] = {}
+        # ranks whose stacks wait, and when that was first seen
+        self._waits: dict[int, float] = {}
+        # ranks idle or waiting for long, and whether they wait
+        self._long: frozenset[tuple[int, bool]] = frozenset()
         self._ask_again = 0.0
         self._is_ending = False
-        self._said: list[tuple[set[str], set[int]]] = []  # for each reported wait: its places, and the late ranks
+        # for each reported wait: its places, and the late ranks
+        self._reported: list[tuple[set[str], set[int]]] = []
 
     @property
     def is_proving(self) -> bool:
@@ -159,46 +151,30 @@ class HangMonitor:
         limits = WaitLimits() if ending else WaitLimits.of([*inside.values()])
         differing = self.traces.differing() if limits.first < math.inf else {}
         if differing:
-            return self._parted(differing)
+            positions = self.traces.positions
+            ranks = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
+            calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
+            return Divergence(different_calls(calls), stacks_of(ranks))
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         own = [self._snapshot(position, still.get(rank, 0.0), now) for rank, position in inside.items()]
         everybody = [*own, *(RankSnapshot(position.rank, now, position) for position in outside)]
         self._is_ending = ending
         if self.others is None or ending:
             return self._judged(everybody, own, {self._node}, limits, now)
-        return self._judged_with(self.others, everybody, own, caught, now)
-
-    # -- ranks of all nodes
-
-    def _judged_with(
-        self,
-        others: OtherRanks,
-        known: Sequence[RankSnapshot],
-        own: Sequence[RankSnapshot],
-        caught: str,
-        now: float,
-    ) -> Divergence | None:
-        """Return why the run has to end, or None, where other nodes have ranks.
-
-        Args:
-            others: ranks of other nodes.
-            known: this node's ranks.
-            own: this node's ranks in a call.
-            caught: a caught exception that ended a call on this node; "" if there is none.
-            now: current time.
-        """
+        others = self.others
         limits = WaitLimits.of([each.position for each in own])
         everybody = others.exchange(
-            known, limits.told, now, lambda wakes: self._answers(own, now, wakes).values(), caught
+            everybody, limits.report, now, lambda wakes: self._answers(own, now, wakes).values(), caught
         )
-        if others.is_watched:
+        if others.is_watched:  # node 0 judges for all
             return None
         inside = [each for each in everybody if each.position.inside]
         limits = WaitLimits.of([each.position for each in inside])
-        found = None if limits.first == math.inf else self._compares.done(lambda: diverged(inside), now)
+        found = None if limits.first == math.inf else self._compares.run(lambda: diverged(inside), now)
         found = found or self._judged(everybody, own, others.nodes, limits, now)
-        words = [said for said in (caught, *others.caught.values()) if said]
-        return Divergence(words[0]) if found is not None and words else found
+        # an exception that a script caught explains why others wait
+        errors = [text for text in (caught, *others.caught.values()) if text]
+        return Divergence(errors[0]) if found is not None and errors else found
 
     def _judged(
         self,
@@ -230,7 +206,18 @@ class HangMonitor:
                 answers = self._question.answers(nodes, now)
         if answers is None or limits.first == math.inf:
             return None
-        return stopped([*answers.values()]) or self._overdue([*answers.values()], limits)
+        asked = [*answers.values()]
+        found = stopped(asked)
+        if found is not None:
+            return found
+        # one of the ranks may have been stopped for a moment only
+        late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.report)
+        if late is not None and self._is_first_report(asked, limits.report):
+            _print(late, limits.kill)
+        if not any(limits.are_over(each) for each in asked):
+            return None
+        final = overdue(asked, limits.first)
+        return None if final is None else replace(final, text=ended_by_limit(final, limits.kill))
 
     def _is_due(self, everybody: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Return True if it is time to request the ranks' stacks."""
@@ -240,12 +227,13 @@ class HangMonitor:
             return False
         if any(each.stopped >= HALTED for each in everybody):
             return now - self._question.put_at >= HALTED
-        return bool(self._counts.done(lambda: self._stands_long(everybody, limits, now), now))
+        return bool(self._counts.run(lambda: self._is_wait_due(everybody, limits, now), now))
 
-    def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
+    def _is_wait_due(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Return True if a rank has been idle or waiting for so long that the wait has to be reported."""
         limit = limits.first
-        long = frozenset(  # a wait on a device is recorded only a while after the rank became idle
+        # a wait on a device is recorded only a while after the rank became idle
+        long = frozenset(
             (each.rank, each.waited >= limit) for each in snapshots if max(each.waited, each.still) >= limit
         )
         is_new, self._long = bool(long - self._long), long
@@ -261,17 +249,7 @@ class HangMonitor:
             self.others.put(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
-    def _overdue(self, asked: Sequence[RankSnapshot], limits: WaitLimits) -> Divergence | None:
-        """Report long waits. Return why the run has to end, or None."""
-        late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.told)
-        if late is not None and self._is_new(asked, limits.told):
-            _say(late, limits.kill)
-        if not any(limits.are_over(each) for each in asked):
-            return None
-        final = overdue(asked, limits.first)
-        return None if final is None else replace(final, text=ended_by_limit(final, limits.kill))
-
-    def _is_new(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
+    def _is_first_report(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
         """Return True for a wait that was not reported: at a new place, or for a rank that was not late before.
 
         Ranks that join the waiting ones, or whose report arrived later, do not count. If no rank is late any more, that
@@ -280,30 +258,19 @@ class HangMonitor:
         waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
         late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
         lacks_some = len(snapshots) < self._size
-        for places, ranks in self._said:
+        for places, ranks in self._reported:
             if waiting <= places and late <= ranks and (late or not ranks or lacks_some):
                 return False
-        self._said.append((waiting, late))
+        self._reported.append((waiting, late))
         return True
-
-    # -- proofs from traces alone
-
-    def _parted(self, differing: Mapping[int, Note]) -> Divergence:
-        """Return the mismatch of this node's ranks in one collective, with their stacks."""
-        positions = self.traces.positions
-        ranks = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
-        calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
-        return Divergence(different_calls(calls), stacks_of(ranks))
 
     def divergence(self) -> Divergence | None:
         """Return what all traces prove, even those of ended ranks. Slow: call it once."""
-        return self.traces.mismatch() or self._unreached()
-
-    def _unreached(self) -> Divergence | None:
-        """Return the failure of ranks that did not reach a collective that others have queued on their devices.
-
-        A device's backend aborts the waiting ranks at its timeout.
-        """
+        found = self.traces.mismatch()
+        if found is not None:
+            return found
+        # A device's backend aborts ranks that wait in its queue at its timeout. The ranks that did not reach that
+        # collective are the cause.
         positions = self.traces.positions
         snapshots = [
             RankSnapshot(rank, 0.0, position, notes=self.traces.newest(rank)) for rank, position in positions.items()
@@ -313,10 +280,10 @@ class HangMonitor:
         waiting = [snapshot for snapshot in waiting if snapshot.rank not in late]
         if not late or not waiting:
             return None
-        found = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
-        if any(snapshot.state == GONE for snapshot in found):
+        missing = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
+        if any(snapshot.state == GONE for snapshot in missing):
             return None  # its end explains why it did not arrive
-        return Divergence(missing_ranks(found, waiting))
+        return Divergence(missing_ranks(missing, waiting))
 
     # -- ranks of this node
 
@@ -383,7 +350,7 @@ def _runs(process: int) -> bool:
     return False
 
 
-def _say(found: Divergence, kill: float) -> None:
+def _print(found: Divergence, kill: float) -> None:
     """Print the warning that the run continues."""
     with contextlib.suppress(OSError, ValueError):
         wipe_line()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from lockstep.supervise.snapshot import GONE, STOPPED, RankPosition, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Stack
-
-if TYPE_CHECKING:
-    from lockstep.supervise.causes import RankPosition
-    from lockstep.supervise.snapshot import RankSnapshot
-    from lockstep.supervise.trace_memory import Note
+from lockstep.supervise.trace_memory import Note
 
 RULE = "All ranks must make the same calls."
-
-RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
-"""States of a process, as they are printed."""
 
 SHORT = 6
 """Maximum number of printed frames of a stack."""
@@ -111,7 +104,8 @@ def describe_all(snapshots: Iterable[RankSnapshot]) -> str:
     for text, ranks in group_ranks((snapshot.rank, describe(snapshot)) for snapshot in ordered):
         if len(ranks) > 1:
             verb, _, rest = text.partition(" ")
-            comma = "," if verb.endswith(",") else ""  # a state alone, such as "sleeps, train.py:7"
+            # a state alone, such as "sleeps, train.py:7"
+            comma = "," if verb.endswith(",") else ""
             verb = verb.rstrip(",")
             plural = {"is": "are", "waits": "wait", "runs": "run", "sleeps": "sleep"}.get(verb, verb)
             text = f"{plural}{comma} {rest}".replace(" its ", " their ", 1)

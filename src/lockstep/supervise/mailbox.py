@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
 
-from lockstep.supervise.causes import Cause, RankPosition
+from lockstep.supervise.causes import Cause
+from lockstep.supervise.snapshot import RankPosition
 
 MAILBOX = "LOCKSTEP_MAILBOX"
 """Environment variable with the address of the mailbox."""
@@ -117,7 +118,8 @@ class Mailbox:
         text = os.pread(self.descriptor, size - self._read, self._read)
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.split(b"\n"):
-            with suppress(ValueError, TypeError, RecursionError):  # a truncated note from a full disk is skipped
+            # a truncated note from a full disk is skipped
+            with suppress(ValueError, TypeError, RecursionError):
                 note = json.loads(line)
                 if "reason" in note:
                     self._causes[note["rank"]] = Cause(**note)

@@ -13,27 +13,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.launch.processes import FAREWELL as LONGEST
-from lockstep.launch.processes import stat_of
+from lockstep.launch.processes import SAVE_TIMEOUT, stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, RankPosition, located, was_caught, went_on
+from lockstep.supervise.causes import Cause, Divergence, located, was_caught, went_on
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.hang_text import after_ctrl_c, cannot_stop
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.screen_text import name_cells, wipe_line
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.stack import Stack
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack_proof import QUIET
 from lockstep.supervise.stack_request import ask, is_there
 
 BUSY = 0.05
 """Fraction of a second of processor time per second above which a rank counts as working."""
 
-FAREWELL = 5.0
+LEAVE_TIMEOUT = 5.0
 """Seconds that a failed rank has to leave its call before its stack is requested."""
 
-LATE = 5.0
+STALLED = 5.0
 """Seconds between two checks after which this process must have been stopped itself."""
 
 OPENING = 30.0
@@ -42,7 +41,7 @@ OPENING = 30.0
 AT_ONCE = 3.0
 """Seconds that ranks have to end after a second Ctrl-C, or after the first one before they have joined."""
 
-UNHEARD = 1.0
+REPORT_TIMEOUT = 1.0
 """Seconds after a Ctrl-C in which rank 0's own handler should have reported it."""
 
 
@@ -90,7 +89,7 @@ class RankMonitor:
         self._ended = ended
         self._presses = 0
         self._second_at = 0.0
-        self._told_at = 0.0
+        self._printed_at = 0.0
         self._stopping = threading.Event()
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has been idle
@@ -125,7 +124,7 @@ class RankMonitor:
     def last(self) -> dict[str, Any] | None:
         """Return the content of this node's farewell message."""
         others, own = self.hangs.others, self.own_positions()
-        return None if others is None else others.last(own.values(), self._told(self._caught(own)))
+        return None if others is None else others.last(own.values(), self._text_of(self._caught(own)))
 
     @property
     def caught_elsewhere(self) -> str:
@@ -136,7 +135,7 @@ class RankMonitor:
         """Return the caught exception that ended a call on this node, if any."""
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
-    def _told(self, caught: Cause | None) -> str:
+    def _text_of(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
     def own_positions(self) -> dict[int, RankPosition]:
@@ -151,7 +150,7 @@ class RankMonitor:
         while not self._stopping.is_set():
             self._await_period()
             self._on_look()
-            self._presses += self.signal_pipe.heard()
+            self._presses += self.signal_pipe.presses()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
@@ -162,7 +161,12 @@ class RankMonitor:
 
         Traces are opened as soon as ranks announce them: the trace of a rank that dies early is lost unless it is open.
         """
-        until = time.monotonic() + self._seconds_to_next()
+        seconds = PERIOD
+        if self.hangs.is_proving:
+            seconds = PERIOD / 10
+        elif self.hangs.has_halted or any(PERIOD <= still < 2 * QUIET for still in self._seconds.values()):
+            seconds = PERIOD / 4  # a rank is stopped, or has just become idle
+        until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
                 positions = self._mailbox.positions()
@@ -173,31 +177,27 @@ class RankMonitor:
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
-    def _seconds_to_next(self) -> float:
-        """Return the seconds to the next check: fewer during a proof, if a rank is stopped, or has just become idle."""
-        if self.hangs.is_proving:
-            return PERIOD / 10
-        begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
-        return PERIOD / 4 if begins or self.hangs.has_halted else PERIOD
-
     def _look(self) -> Verdict | None:
         positions, now = self.own_positions(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: position for rank, position in positions.items() if position.inside}
         if not inside:
             if positions:  # the call has ended, and the effect of Ctrl-C with it
-                self._presses, self.interrupted_at, self._second_at, self._told_at = 0, None, 0.0, 0.0
+                self._presses, self.interrupted_at, self._second_at, self._printed_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
         if self._presses:
             verdict = self._pass_on(inside, now)
             if verdict is not None:
                 return verdict
-        if since > max(3 * PERIOD, LATE):
+        if since > max(3 * PERIOD, STALLED):
             # this process was stopped or starved, so its measured times are wrong
             self._stillness.clear()
             self.hangs.forget()
-        self._seconds = {rank: self._seconds_still(position, now) for rank, position in inside.items()}
-        return self._failed(inside, now) or self._hung(inside, now) or self._cannot_be_stopped(inside, now)
+        self._seconds = {
+            rank: self._stillness.setdefault(rank, _Stillness()).seconds(position.process, now)
+            for rank, position in inside.items()
+        }
+        return self._failed(inside, now) or self._hung(inside, now) or self._stuck_after_ctrl_c(inside, now)
 
     def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on ranks whose wait can never end, or takes too long."""
@@ -207,9 +207,10 @@ class RankMonitor:
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
         outside = [position for position in own.values() if not position.inside]
         caught = self._caught(own) if outside else None
-        if caught is None:  # or a script caught what ended a call that others are still in, and continued
+        # a script may also have caught the error and continued, while others are still in that call
+        if caught is None:
             caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
-        found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
+        found = self.hangs.look(inside, self._seconds, now, outside, self._text_of(caught), ending)
         if found is None:
             return None
         return Verdict(caught if caught is not None and others is None else found, self.interrupted_at is not None)
@@ -221,63 +222,49 @@ class RankMonitor:
             if position.process != os.getpid() and is_there(position.answers):
                 signals.pass_on(position.process)
         has_met = self._mailbox.has_met()
-        if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
-            self._told_at = now
-            self._tell_of_interrupt(inside[0])
-        if self._presses > 1 or not has_met:  # nothing to save: the first press counts like a second
+        if has_met and 0 in inside and now - self.interrupted_at >= REPORT_TIMEOUT and not self._printed_at:
+            self._printed_at = now
+            # Python runs no handler of rank 0 while its main thread waits for a device or for other ranks
+            position, reports = inside[0], self._mailbox.others("heard")
+            if not any((note["heard"], note["call"]) == (position.rank, position.call) for note in reports):
+                found = ask(position.process, position.answers)
+                where = position.location if found is None else found.described(position.location)
+                with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                    wipe_line()
+                    print(name_cells(after_ctrl_c(where)), file=sys.stderr, flush=True)
+        # nothing to save: the first press counts like a second
+        if self._presses > 1 or not has_met:
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)
         return None
 
-    def _tell_of_interrupt(self, position: RankPosition) -> None:
-        """Print what follows from Ctrl-C, if rank 0 has not.
-
-        Python runs no handler while the main thread waits for a device or for other ranks.
-        """
-        heard = self._mailbox.others("heard")
-        if any((note["heard"], note["call"]) == (position.rank, position.call) for note in heard):
-            return
-        found = ask(position.process, position.answers)
-        where = position.location if found is None else found.described(position.location)
-        with contextlib.suppress(OSError, ValueError):
-            wipe_line()
-            print(name_cells(after_ctrl_c(where)), file=sys.stderr, flush=True)
-
     def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on a rank that has failed and is stuck in its call."""
         for cause in self._mailbox.read():
             position = inside.get(cause.rank)
-            if position is None or position.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
+            if position is None or position.call != cause.call or now - cause.at < LEAVE_TIMEOUT or cause.is_interrupt:
                 continue
             stack = ask(position.process, position.answers)
-            if now - cause.at >= LONGEST or stack is None or stack.waits:
+            if now - cause.at >= SAVE_TIMEOUT or stack is None or stack.waits:
                 return Verdict(None if cause.lost else cause)
         return None
 
-    def _cannot_be_stopped(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
+    def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict after Ctrl-C if all ranks wait, so that none can reach a boundary."""
-        patience = QUIET if len(inside) >= self._size else LONGEST  # ranks on other nodes may take longer
-        if self.interrupted_at is None or now - self.interrupted_at < patience or self.hangs.is_proving:
+        # ranks on other nodes, which are not seen here, may take longer
+        seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
+        if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:
             return None
         if any(self._seconds[rank] < QUIET for rank in inside):
             return None
-        waiting = _waiting(inside)
+        answers = {rank: ask(position.process, position.answers) for rank, position in inside.items()}
+        waiting = {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
         if waiting.keys() != inside.keys():
             return None
         rank, stack = next(iter(waiting.items()))
         where = stack.described(inside[rank].location)
         return Verdict(Divergence(cannot_stop(sorted(waiting), where)), interrupted=True)
-
-    def _seconds_still(self, position: RankPosition, now: float) -> float:
-        """Return the seconds for which a rank has been idle."""
-        return self._stillness.setdefault(position.rank, _Stillness()).seconds(position.process, now)
-
-
-def _waiting(inside: Mapping[int, RankPosition]) -> dict[int, Stack]:
-    """Return the stacks of the ranks that wait for others, by rank."""
-    answers = {rank: ask(position.process, position.answers) for rank, position in inside.items()}
-    return {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
 
 
 class _Stillness:

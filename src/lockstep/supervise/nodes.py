@@ -16,13 +16,13 @@ from lockstep.supervise.screen_text import say
 if TYPE_CHECKING:
     from lockstep.supervise.hub import Hub
 
-MEETING = 60.0
+JOIN_TIMEOUT = 60.0
 """Seconds for which a node tries to connect to the hub."""
 
-LEAVING = 15.0
+LEAVE_TIMEOUT = 15.0
 """Seconds for which a node whose ranks left a call waits for others to notice. A proof takes 5 s."""
 
-UNTOLD = "failures of other nodes are not told here"
+NOT_REPORTED = "failures of other nodes are not reported here"
 """Consequence for a node that cannot reach the others."""
 
 
@@ -94,18 +94,19 @@ class Nodes:
         thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # thread limit reached: the run works without the connection
-            say(f"node {self._node} ({self.host}) may start no more threads (`ulimit -u`): {UNTOLD}")
+        except RuntimeError:
+            # thread limit reached: the run works without the connection
+            say(f"node {self._node} ({self.host}) cannot start more threads: {NOT_REPORTED}. Raise `ulimit -u`")
 
     def _call(self, address: str, port: int, token: str) -> None:
         assert self.hub is not None
-        until = time.monotonic() + MEETING
+        until = time.monotonic() + JOIN_TIMEOUT
         while not self.hub.join(address, port, token):
             if self.hub.is_refused:
                 return
             if time.monotonic() >= until:
-                told = f"node {self._node} ({self.host}) could not reach the supervisor of node 0 at {address}:{port}"
-                say(f"{told}: {UNTOLD}")
+                node = f"node {self._node} ({self.host})"
+                say(f"{node} could not reach the supervisor of node 0 at {address}:{port}: {NOT_REPORTED}")
                 return
             time.sleep(1.0)
 
@@ -132,15 +133,16 @@ class Nodes:
     def misses(self) -> bool:
         """Return True while others may wait for this node's ranks, which left a call by ``sys.exit()``.
 
-        This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVING` seconds.
+        This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVE_TIMEOUT`.
         """
         if self.hub is None:
             return False
         if not self._leaves_until:
-            self._leaves_until = time.monotonic() + LEAVING
+            self._leaves_until = time.monotonic() + LEAVE_TIMEOUT
             self.hub.send("leaves", None)
         there = set(self.hub.nodes)
-        if self._node == 0:  # other nodes cannot see who is connected; they follow when this one ends
+        # other nodes cannot see who is connected; they follow when this one ends
+        if self._node == 0:
             there -= self._leaving
         return bool(there) and time.monotonic() < self._leaves_until
 

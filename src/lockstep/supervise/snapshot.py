@@ -1,13 +1,31 @@
-"""Snapshots of ranks as seen from outside."""
+"""The position of a rank in its calls, and snapshots of ranks as seen from outside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import RankPosition
-from lockstep.supervise.hang_text import GONE, SLEEPS, STOPPED
 from lockstep.supervise.stack import Stack
 from lockstep.supervise.trace_memory import LAG, Note
+
+RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
+"""States of a process, as they are printed."""
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The position of a rank in its sequence of calls: inside a call or after it."""
+
+    rank: int
+    at: float  #: when it got there, on the clock of ``time.monotonic``
+    call: int  #: which call, counted from 1
+    inside: bool  #: whether the rank is inside the call; False: the call has returned or raised
+    location: str  #: the line of the user's code that called
+    process: int = 0  #: id of the rank's process
+    answers: str = ""  #: address at which the rank answers requests for its stack
+    ended: bool = False  #: whether its process has ended
+    collectives: str = ""  #: path of its trace of collectives
+    hang_timeout: float | None = None  #: seconds of waiting until the wait is reported; None: never
+    hang_kill: float | None = None  #: seconds of waiting until the run is ended; None: never
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,8 @@ class RankSnapshot:
     @property
     def inside(self) -> Note | None:
         """The collective that the training thread is in; None if it is in none."""
-        for note in self.notes:  # a plain loop for speed: it runs each second for thousands of ranks
+        # a plain loop for speed: it runs each second for thousands of ranks
+        for note in self.notes:
             if note.left is None and not note.aside:
                 return note
         return None

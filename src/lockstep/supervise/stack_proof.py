@@ -7,8 +7,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from lockstep.supervise.causes import Divergence, has_left, strayed
-from lockstep.supervise.hang_text import SLEEPS
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
 from lockstep.supervise.stack import Stack
 
 QUIET = 2.0
@@ -20,13 +19,13 @@ QUIET_AT_FIRST = 3.0
 AGAIN = 0.3
 """Seconds from the answers to one question until the next question."""
 
-SOON = 1.0
+MIN_PAUSE = 1.0
 """Minimum seconds until the next question, if an idle rank could not answer."""
 
 UNANSWERED = 5.0
 """Seconds for which a question waits for nodes that do not answer."""
 
-LONGEST = 60.0
+MAX_PAUSE = 60.0
 """Maximum seconds between failed proofs."""
 
 
@@ -139,8 +138,9 @@ class StackProof:
         positions = {each.rank: each.position for each in every}
         found = strayed(positions, stacks, len(positions) >= self._size > 0)
         if found is None:
-            is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy
-            self._wait = min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
+            # a rank that has not answered was busy
+            is_whole = all(each.rank in stacks for each in every if is_idle(each))
+            self._wait = min(MAX_PAUSE, 2 * self._wait + 1) if is_whole else max(self._wait, MIN_PAUSE)
             self._before, self._next_at = None, now + self._wait
         elif self._before != seen:
             self._before, self._next_at = seen, now + AGAIN

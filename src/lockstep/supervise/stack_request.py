@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import IO, Any, TypeAlias
 
@@ -48,9 +47,25 @@ def offer() -> str:
     if ASK is None:
         return ""
     if _file is None:
-        _file = file_without_a_name("lockstep-stack")  # stays open until this process ends
-        STACK.install(_register)
-    if _bell[0] != os.getpid():  # a forked process inherits the descriptors, but not the thread
+        # stays open until this process ends
+        _file = file_without_a_name("lockstep-stack")
+        number, file = ASK, _file
+
+        def register() -> Callable[[], object]:
+            # At exit, faulthandler restores the previous handler. A request that arrives then must not end the process.
+            before = _change_handler(number, signal.SIG_IGN)
+            faulthandler.register(number, file=file, all_threads=False, chain=False)
+
+            def unregister() -> None:
+                faulthandler.unregister(number)
+                if before is not None:
+                    _change_handler(number, before)
+
+            return unregister
+
+        STACK.install(register)
+    # a forked process inherits the descriptors, but not the thread
+    if _bell[0] != os.getpid():
         ear, mouth = os.pipe()
         _bell = os.getpid(), mouth
         threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
@@ -59,21 +74,6 @@ def offer() -> str:
     return (
         f"{path}/{locations[0]}:{os.fstat(locations[0]).st_ino}:{path}/{locations[1]}:{os.fstat(locations[1]).st_ino}"
     )
-
-
-def _register() -> Callable[[], object]:
-    assert ASK is not None
-    assert _file is not None
-    # At exit, faulthandler restores the previous handler. A request that arrives then must not end the process.
-    before = _change_handler(ASK, signal.SIG_IGN)
-    faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
-    return partial(_unregister, ASK, before)
-
-
-def _unregister(number: int, before: Handler) -> None:
-    faulthandler.unregister(number)
-    if before is not None:
-        _change_handler(number, before)
 
 
 def _change_handler(number: int, handler: Handler) -> Handler:
@@ -148,8 +148,13 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
 
 def ask_workers(process: int, answers: str) -> list[Stack]:
     """Return the stacks of the children that a process forked after its :func:`offer`: workers of a loader."""
+    children: list[int] = []
+    with suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
     found = []
-    for child in _children(process):
+    for child in children:
         if ASK is not None and _handles(child, ASK):
             stack = ask(child, answers, by_signal=True)
             if stack is not None:
@@ -199,15 +204,6 @@ def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
         yield lambda seconds=SECONDS: _answer(file, seconds)
 
 
-def _children(process: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
-
-
 def _handles(process: int, number: int) -> bool:
     """Return True if a process handles a signal, which would end it otherwise."""
     with suppress(OSError, StopIteration), open(f"/proc/{process}/status") as file:
@@ -222,7 +218,8 @@ def _answer(file: IO[bytes], seconds: float) -> Stack | None:
         time.sleep(0.02)
         more = file.read()
         if text and not more:
-            answers = text.decode(errors="replace").split(HEADER)  # a signal also wakes the thread
+            # a signal also wakes the thread
+            answers = text.decode(errors="replace").split(HEADER)
             return dumped(next((each for each in answers if each.strip()), ""))
         text += more
     return None

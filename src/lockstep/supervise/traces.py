@@ -7,8 +7,9 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import Divergence, RankPosition
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.hang import CollectiveKey, key_of, mismatched
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.trace_memory import Note, Reading
 
 MOST = 256
@@ -137,12 +138,13 @@ class Traces:
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.take(rank, trace.new(), len(self._traces))
-                if found and all(self._is_so(rank, note) for rank, note in found.items()):
+                if found and all(self._is_confirmed(rank, note) for rank, note in found.items()):
                     return found
         return {}
 
-    def _is_so(self, rank: int, note: Note) -> bool:
+    def _is_confirmed(self, rank: int, note: Note) -> bool:
         """Return True if a second reading gives the same. An overwritten note counts as first read."""
+        # the rank may have been writing the note during the first reading, and a proof ends the run
         for again in self._traces[rank].reading.notes(note.index):
             if again.index == note.index:
                 return (again.operation, again.payload, again.number) == (note.operation, note.payload, note.number)
