@@ -89,6 +89,7 @@ class Run:
         ("shape", "ddp", False, r"rank 0 .*float32 \(2,\) SUM, SHAPE .*; rank 1 .*float32 \(1002,\) SUM, SHAPE"),
         ("stopped", "ddp", True, r"rank 1 is stopped, STOPPED \(SIGSTOP\), and rank 0 waits in reducing gradients"),
         ("caught", "ddp", True, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
+        ("raise", "ddp", False, r"rank 1 on \S+ failed first, at RAISE: ValueError: no such label"),
         ("left", "fsdp", False, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
         ("gone", "ddp", True, r"rank 0 on \S+ failed first, at GONE: sys.exit\(0\) in the middle of the run"),
     ],
@@ -101,6 +102,7 @@ def test_both_screens_end_with_the_first_cause(
     for lines in run.lines:
         assert re.search(says.replace(what.upper(), place), lines[-1]), "\n".join(lines)
     assert 0 not in run.codes
+    assert what != "raise" or not any("closed by peer" in line for line in run.lines[0])
 
 
 @pytest.mark.slow

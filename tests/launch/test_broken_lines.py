@@ -13,7 +13,6 @@ import pytest
 from lockstep.supervise.hub import Hub
 
 SECONDS = 20
-EVERY_DAY, ALL = 500, 10_000
 VALUES: list[Any] = [
     *("", "é", "\ud800", "\x1b[2J", "x" * 5000, "\0", "node", 0, 1, -1, 1.5, 10**30, float("nan"), float("inf"), True),
     *(None, [], {}, ["a"], {"a": {}}, [[[[[]]]]], [None, {}]),

@@ -18,7 +18,8 @@ from lockstep.supervise.hang import diverged, overdue
 from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import LAG, Reading
-from tests.launch.test_hang import past, snapshot
+from tests.launch.played import past
+from tests.launch.test_hang import snapshot
 from tests.tools.pool import RankPool
 
 # -- counting

@@ -13,14 +13,10 @@ import pytest
 from lockstep.supervise import hang_monitor
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.snapshot import RankPosition
-from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 from lockstep.supervise.traces import MOST
-from tests.launch.ends import End
-
-REDUCING = Stack((Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
-WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
+from tests.launch.played import REDUCING, WORKING, End, position
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -35,10 +31,9 @@ class Rank:
         self.number = 0
         self.stack = WORKING
         self.still = 0.0
-        self.position = RankPosition(
-            rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), collectives=self.collectives.address
-        )
-        self.position = RankPosition(**{**vars(self.position), "hang_timeout": timeout, "hang_kill": kill})
+        address = self.collectives.address
+        limits = {"hang_timeout": timeout, "hang_kill": kill}
+        self.position = position(rank, process=os.getpid(), answers=str(rank), collectives=address, **limits)
 
     def enter(self, operation: str = "all_reduce") -> int:
         self.number += 1

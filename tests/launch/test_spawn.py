@@ -7,7 +7,6 @@ import random
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,34 +71,6 @@ def test_an_unguarded_script_with_loader_workers(tmp_path: Path) -> None:
     done = python("train.py", "x", folder=tmp_path, seconds=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True 40"]
-
-
-def fail_on_one(reason: str) -> None:
-    if os.environ["LOCAL_RANK"] == "1":
-        if reason == "killed":
-            os.kill(os.getpid(), 9)
-        raise KeyError("no such column")
-    time.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("reason", "says"),
-    [  # every day in copies, whose failures are told by the same code: tests/launch/test_fork.py
-        pytest.param(
-            "raised",
-            r"(?s)Traceback.*in fail_on_one.*ddp_spawn': rank 1 failed first, at .*KeyError: 'no such column'$",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("killed", r"rank 1 \(process \d+\) was killed by SIGKILL", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_fails(reason: str, says: str) -> None:
-    before = dict(os.environ)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match=says):
-        SpawnLauncher(TWO).launch(fail_on_one, reason)
-    assert time.monotonic() - began < 45
-    assert dict(os.environ) == before
 
 
 def surroundings() -> list[Any]:

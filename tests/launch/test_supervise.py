@@ -28,7 +28,6 @@ from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.snapshot import RankPosition
 from tests.launch.sessions import members
-from tests.tools.fresh import PYTHONPATH
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
 
@@ -51,7 +50,6 @@ def train():
     os.write(1, f"trains {launcher.world.rank} {os.getpid()} {os.getppid()}\\n".encode())
     if launcher.world.rank == who:
         time.sleep(float(sys.argv[3]))
-        if what == "raise": raise ValueError("no such label")
         if what == "exit": os._exit(5)
         if what == "leave": return
     time.sleep(100)
@@ -94,11 +92,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *words: str, command: tuple[str, ...] = (), session: bool = True) -> Iterator[Run]:
+def running(folder: Path, *words: str, session: bool = True) -> Iterator[Run]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     with subprocess.Popen(
-        [sys.executable, *command, str(script), *words],
+        [sys.executable, str(script), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -189,57 +187,6 @@ def test_ctrl_z_stops_all_and_is_no_failure(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGCONT)
         code, errors = run.end()
         assert (code, len(errors)) == (5, 1)
-
-
-@LINUX
-@pytest.mark.slow
-def test_ranks_of_torchrun_have_a_supervisor_too(tmp_path: Path) -> None:
-    """The agent's summary says who ended first, and not why."""
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    with running(tmp_path, "raise", "1", "3", command=agent) as run:
-        code, errors = run.end()
-        told = f"lockstep: rank 1 failed first, at {tmp_path}/train.py:16: ValueError: no such label"
-        assert code == 1
-        assert errors.count(told) == 1
-        assert errors.index(told) < next(at for at, line in enumerate(errors) if "train.py FAILED" in line)
-        assert not run.is_left()
-
-
-@LINUX
-@pytest.mark.slow
-def test_a_failure_on_one_node_is_told_on_each(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(NODES)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    meeting["PYTHONPATH"] = PYTHONPATH
-    both = [
-        subprocess.Popen(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "NODE_RANK": str(node)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in (0, 1)
-    ]
-    screens = [process.communicate(timeout=100)[1].splitlines() for process in both]
-    location = f"{tmp_path}/train.py:7"
-    told = f"lockstep: rank 1 on {socket.gethostname()} failed first, at {location}: ValueError: no such label"
-    assert [screen[-1] for screen in screens] == [told, told]
-    assert [process.returncode for process in both] == [1, 1]
-    assert not any("closed by peer" in line for line in screens[0])
-
-
-NODES = """
-from tests.loop.pieces import Slope, numbers, quiet
-
-class Net(Slope):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 2:
-            raise ValueError("no such label")
-        return super().training_step(batch, batch_idx)
-
-quiet(max_epochs=1, devices=1, num_nodes=2).fit(Net(lr=0.01), numbers(8))
-"""
 
 
 def test_it_starts_without_torch() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,19 +17,10 @@ from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.elsewhere import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.snapshot import RUNS, STOPPED, RankPosition, RankSnapshot
-from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note
-from tests.launch.ends import End
-
-FIT = Frame("/me/fit.py", 7, "<module>")
-REDUCING = Stack(
-    (Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/train.py", 31, "training_step"), FIT)
-)
-IN_BARRIER = Stack(
-    (Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "barrier"), Frame("/me/train.py", 40, "go"), FIT)
-)
-WORKING = Stack((Frame("/me/train.py", 50, "training_step"), FIT))
+from tests.launch.played import IN_BARRIER, REDUCING, WORKING, End, note, position
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -53,12 +45,8 @@ class World:
     def __init__(self, nodes: int = 2, limit: float = 60.0) -> None:
         self.ends: list[End] = []
         self.limit = limit
-        self.ranks = [
-            RankSnapshot(
-                rank, 0.0, RankPosition(rank, 0.0, 1, True, "/me/fit.py:7", hang_timeout=limit, hang_kill=1800.0)
-            )
-            for rank in range(nodes)
-        ]
+        limits = {"hang_timeout": limit, "hang_kill": 1800.0}
+        self.ranks = [RankSnapshot(rank, 0.0, position(rank, **limits)) for rank in range(nodes)]
         self.stacks: list[Stack | None] = [WORKING] * nodes
         self.monitors = [PlayedMonitor(self) for _ in range(nodes)]
         self.now = time.monotonic()
@@ -95,8 +83,8 @@ def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to(world: W
     world.wait(0, IN_BARRIER)
     world.wait(1, REDUCING)
     assert str(world.proves()) == (
-        "the ranks wait for one another at different places: rank 0 in barrier (/me/train.py:40); "
-        "rank 1 in reducing gradients in backward (/me/train.py:31). All ranks must make the same calls."
+        "the ranks wait for one another at different places: rank 0 in barrier (/me/fit.py:7); "
+        "rank 1 in reducing gradients in backward (/me/fit.py:7). All ranks must make the same calls."
     )
 
 
@@ -154,7 +142,7 @@ def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> No
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
-    question, one = StackQuestion(), RankSnapshot(1, 0.0, RankPosition(1, 0.0, 1, True, "/me/fit.py:7"))
+    question, one = StackQuestion(), RankSnapshot(1, 0.0, position(1))
     question.put(10.0)
     question.take(0, 1, {})
     assert question.answers({0, 1}, 12.0) is None
@@ -177,10 +165,8 @@ class Lookouts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ends: list[End] = []
         self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
-        self.positions = [
-            RankPosition(rank, 0.0, 1, True, "/me/fit.py:7", rank + 1, str(rank), hang_timeout=3.0, hang_kill=20.0)
-            for rank in range(2)
-        ]
+        limits = {"hang_timeout": 3.0, "hang_kill": 20.0}
+        self.positions = [position(rank, process=rank + 1, answers=str(rank), **limits) for rank in range(2)]
         self.states = {1: "sleeps", 2: "sleeps"}
         self.stacks = {1: REDUCING, 2: WORKING}
         self.still = {0: 0.0, 1: 0.0}
@@ -220,22 +206,20 @@ def test_a_stopped_rank_is_named_with_its_line_by_its_own_node(monkeypatch: pyte
     played.states[halted + 1] = STOPPED
     played.still[1 - halted] = 3.0
     found = next(each for _ in range(20) for each in played.look(0.25) if each is not None)
-    assert f"rank {halted} is stopped, /me/train.py:50 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
+    assert f"rank {halted} is stopped, /me/train.py:31 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
 
 
 # -- sizes
 
 
-def note(elements: int, inside: bool = True, operation: str = "all_reduce", number: int = 7) -> Note:
-    payload = f"float32 ({elements},) SUM"
-    where = ("/me/train.py:88", "training_step", "training_step", 5, -1, 1.0, None if inside else 2.0, None, True)
-    return Note(number, number, operation, "0", (0, 1, 2), payload, elements, *where)
+def of(elements: int, **changed: Any) -> Note:
+    return note(7, payload=f"float32 ({elements},) SUM", elements=elements, location="/me/train.py:88", **changed)
 
 
 def test_other_sizes_on_another_node_are_found_where_gloo_has_ended_a_rank() -> None:
     """It was told as "is gone: it was killed, or ended by os._exit"."""
     ends: list[End] = []
-    made = {0: note(3), 1: note(5), 2: note(3, inside=False)}
+    made = {0: of(3), 1: of(5), 2: of(3, left=41.0)}
     nodes = [NotesOfAll(End(ends), lambda _, rank=rank: [([rank], made[rank].location, made[rank])]) for rank in made]
     found = str(nodes[0].ask(plain_notes([made[1]])))
     assert found.startswith(
@@ -243,5 +227,5 @@ def test_other_sizes_on_another_node_are_found_where_gloo_has_ended_a_rank() -> 
     )
     assert "; rank 1 waits in all_reduce #7 of float32 (5,) SUM, /me/train.py:88" in found
     assert "; rank 2 called all_reduce #7 of float32 (3,) SUM, /me/train.py:88" in found
-    made[1] = note(3)
+    made[1] = of(3)
     assert nodes[0].ask(plain_notes([made[1]])) is None
