@@ -9,7 +9,7 @@ import pytest
 from lockstep.checkpoint.sharded import OnRank
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
-from lockstep.supervise.causes import Cause, Divergence, cause_of, first_cause, strayed
+from lockstep.supervise.causes import Cause, Divergence, cause_of, endless_wait, first_cause
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
@@ -151,7 +151,7 @@ def test_what_another_ranks_error_makes_of_a_rank_is_never_the_first_cause() -> 
 
 
 def test_ranks_that_wait_at_different_places_have_strayed() -> None:
-    found = strayed(inside(1, 1, 1), {0: BACKWARD, 1: BACKWARD, 2: BARRIER}, everyone=True)
+    found = endless_wait(inside(1, 1, 1), {0: BACKWARD, 1: BACKWARD, 2: BARRIER}, everyone=True)
     assert re.search("rank 2 in strategy.barrier .*; ranks 0, 1 in reducing gradients", str(found))
 
 
@@ -168,11 +168,11 @@ def test_ranks_that_wait_at_different_places_have_strayed() -> None:
 def test_ranks_that_may_go_on_have_not_strayed(
     positions: dict[int, RankPosition], stacks: dict[int, Stack], everyone: bool
 ) -> None:
-    assert strayed(positions, stacks, everyone) is None
+    assert endless_wait(positions, stacks, everyone) is None
 
 
 def test_who_waits_for_one_that_left_or_ended_has_strayed() -> None:
-    assert "rank 1 left the call" in str(strayed({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
+    assert "rank 1 left the call" in str(endless_wait({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
     ended = RankPosition(1, 8.0, 0, False, "", ended=True)
-    assert "rank 1 made no call and ended" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
-    assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)
+    assert "rank 1 made no call and ended" in str(endless_wait({**inside(1), 1: ended}, {0: BARRIER}, True))
+    assert isinstance(endless_wait({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import stack, status
-from lockstep.supervise.signals import PASS, SignalPipe, ending_at_once, hear, interruptible, pass_on
+from lockstep.supervise.signals import PASS, SignalPipe, accept_ctrl_c, ending_at_once, interruptible, pass_on
 
 
 class Loop:
@@ -104,7 +104,7 @@ def test_one_that_is_passed_on_between_calls_has_no_effect() -> None:
     assert PASS is not None
     before = signal.getsignal(PASS)
     try:
-        hear()
+        accept_ctrl_c()
         pass_on(os.getpid())
     finally:
         signal.signal(PASS, before)
@@ -179,7 +179,7 @@ def test_an_interrupt_does_not_tell_of_others_that_were_interrupted_a_moment_ear
             finally:
                 raise KeyboardInterrupt
         except KeyboardInterrupt as error:
-            status._leave_out_lost(error)
+            status._drop_lost(error)
             return error
 
     assert interrupted(made["recv"]).__context__ is None

@@ -264,6 +264,6 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_does_not_loo
     one.look(4.5)
     assert capfd.readouterr().err == ""
     assert one.lookout.others is not None
-    one.lookout.others._wanted_at -= 60.0
+    one.lookout.others._requested_at -= 60.0
     one.look(20.0)
     assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err

@@ -90,7 +90,7 @@ def test_the_hub_of_nodes_that_are_one_host_listens_there_alone(address: str, ho
     hub = Hub(0, "alpha", lambda *lost: None)
     hub.open(address)
     try:
-        assert hub._door is not None
-        assert hub._door.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
+        assert hub._server is not None
+        assert hub._server.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
     finally:
         hub.close()

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.supervise import hang_monitor, monitor, stack_proof, stack_request
 from lockstep.supervise.causes import Cause, Divergence
-from lockstep.supervise.mailbox import MET, Mailbox, leave_note
+from lockstep.supervise.mailbox import JOINED, Mailbox, leave_note
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
@@ -65,7 +65,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(monitor.signals, "pass_on", lambda process: None)
     made.position(0)
     made.position(1)
-    made.notes.leave({MET: 0})
+    made.notes.leave({JOINED: 0})
     made.watch.start()
     yield made
     made.watch.stop()
@@ -106,7 +106,7 @@ def test_ctrl_c_before_the_ranks_have_met_ends_them(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that had died while it started never came, and a second Ctrl-C was not heeded."""
-    monkeypatch.setattr(scene.notes, "has_met", lambda: False)
+    monkeypatch.setattr(scene.notes, "has_joined", lambda: False)
     scene.watch.interrupt()
     assert scene.verdict() == Verdict(None, interrupted=True)
     assert capfd.readouterr().err == ""

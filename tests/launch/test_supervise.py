@@ -22,7 +22,7 @@ from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, early_cause, final_cause, judgement
-from lockstep.supervise.channel import door
+from lockstep.supervise.channel import listen_at
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
@@ -220,15 +220,15 @@ def test_what_is_certain_and_what_is_not() -> None:
     assert early_cause([dead], [note(0, lost=True)], positions) is None  # another one knows why
     assert early_cause([dead], [note(0, lost=True), note(1)], positions) == note(1)
     assert early_cause([dead], [], positions) == dead
-    assert early_cause([], [note(1)], {}, left=[1]) == note(1)
+    assert early_cause([], [note(1)], {}, exiting=[1]) == note(1)
 
 
 def test_a_traceback_is_shown_once() -> None:
     ended = Ended(1, 100, 1, 2.0)
-    cause, told = final_cause([ended], [note(1)], {}, {}, shown=[])
+    cause, told = final_cause([ended], [note(1)], {}, {}, printing=[])
     assert (cause, told) == (note(1), True)
     # a rank that was ended after it had printed
-    cause, told = final_cause([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, shown=[1])
+    cause, told = final_cause([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, printing=[1])
     assert (cause, told) == (note(1), True)
     last = "lockstep: rank 1 failed first, at train.py:3: ValueError: no"
     assert judgement(cause, True, False, [1]).text == last
@@ -256,8 +256,8 @@ def test_a_supervisor_that_starts_hears_signals_once_it_can_heed_them() -> None:
 def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had the name first handed out a mailbox of its own."""
     world = World(1, 2, 1, 2, 0, 1, "127.0.0.1", free_port())
-    monkeypatch.setattr(client, "caller", lambda connection: 0)
-    entrance = door(client.socket_name(world))
+    monkeypatch.setattr(client, "peer_process", lambda connection: 0)
+    entrance = listen_at(client.socket_name(world))
     assert entrance is not None
     found = client.FoundSupervisor(world)
     client._at_exit.remove(found._finish)

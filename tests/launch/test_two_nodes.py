@@ -35,7 +35,7 @@ class PlayedMonitor(HangMonitor):
     def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
         return replace(self.world.ranks[position.rank], at=now)
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         return replace(snapshot, stack=self.world.stacks[snapshot.rank])
 
 
@@ -221,11 +221,11 @@ def test_other_sizes_on_another_node_are_found_where_gloo_has_ended_a_rank() -> 
     ends: list[End] = []
     made = {0: of(3), 1: of(5), 2: of(3, left=41.0)}
     nodes = [NotesOfAll(End(ends), lambda _, rank=rank: [([rank], made[rank].location, made[rank])]) for rank in made]
-    found = str(nodes[0].ask(plain_notes([made[1]])))
+    found = str(nodes[0].compare(plain_notes([made[1]])))
     assert found.startswith(
         "the ranks' calls do not match: rank 0 waits in all_reduce #7 of float32 (3,) SUM, /me/train."
     )
     assert "; rank 1 waits in all_reduce #7 of float32 (5,) SUM, /me/train.py:88" in found
     assert "; rank 2 called all_reduce #7 of float32 (3,) SUM, /me/train.py:88" in found
     made[1] = of(3)
-    assert nodes[0].ask(plain_notes([made[1]])) is None
+    assert nodes[0].compare(plain_notes([made[1]])) is None

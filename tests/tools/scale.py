@@ -153,21 +153,21 @@ class CountingHub(hub.Hub):
         super()._run()
         self._worked = time.thread_time()
 
-    def _meet(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
+    def _identify(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
         self._hellos += 1
         self._size_of_hellos += len(hub.line_of(hello or {}))
-        return super()._meet(opened, hello)
+        return super()._identify(opened, hello)
 
     async def _serve(self, connection: hub._Connection) -> None:
         assert isinstance(connection, CountingConnection)
         self.served.append(connection)
         await super()._serve(connection)
 
-    def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
+    def _dispatch(self, connection: hub._Connection, message: dict[str, Any]) -> None:
         assert isinstance(connection, CountingConnection)
         connection.messages += 1
         connection.size += len(hub.line_of(message))
-        super()._hear(connection, message)
+        super()._dispatch(connection, message)
         connection.heard += 1
 
 
@@ -181,7 +181,7 @@ class SimulatedMonitor(HangMonitor):
     def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
         return replace(self._ranks(position), stack=None)
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         return self._ranks(snapshot.position)
 
 
@@ -309,11 +309,11 @@ class SimulatedRun:
         """A rank fails; then all other nodes, which have not heard of it yet, claim that their connections broke."""
         first = rank // self._local
         with self._measured("failure") as found:
-            self._nodes[first].nodes.say(self._cause(rank, "ValueError: made up"))
+            self._nodes[first].nodes.claim(self._cause(rank, "ValueError: made up"))
             self._until(lambda: bool(self.decided[0]), "the first cause on node 0")
             for number, node in enumerate(self._nodes):
                 if number != first:
-                    node.nodes.say(self._cause(number * self._local, "RuntimeError: Connection closed by peer"))
+                    node.nodes.claim(self._cause(number * self._local, "RuntimeError: Connection closed by peer"))
             self._until(lambda: all(self.decided), "the first cause on all nodes")
         return found[0]
 
@@ -343,9 +343,9 @@ class SimulatedRun:
             if event == "claim":
                 found.nodes.claimed(what)
             elif event == "first":
-                found.nodes.heard(what)
+                found.nodes.accept(what)
             elif event == "lost":
-                found.nodes.lost(what)
+                found.nodes.handle_loss(what)
 
         with mock.patch("lockstep.supervise.hub.Hub", CountingHub):
             nodes = Nodes(number, self._count, put, lambda first: None)

@@ -52,7 +52,7 @@ NAMES = {
     "openmpi": "mpi",
 }
 """Valid values of ``cluster_environment=``, in lower case."""
-SPELLED = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
+CHOICES = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
 
 
 def cluster_named(name: str) -> str:
@@ -69,7 +69,7 @@ def cluster_named(name: str) -> str:
     if plain in NAMES:
         return NAMES[plain]
     raise MisconfigurationException(
-        f"cluster_environment={name!r} is unknown: choose {SPELLED}, or pass a ClusterEnvironment object."
+        f"cluster_environment={name!r} is unknown: choose {CHOICES}, or pass a ClusterEnvironment object."
     )
 
 
@@ -113,18 +113,18 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
     Raises:
         MisconfigurationException: the flags do not match. The message names matching ones.
     """
-    who = _who(cluster, environ)
+    launcher = _launcher_name(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use num_nodes={given.num_nodes}"
+                f"num_nodes={num_nodes}, but {launcher} started {given.num_nodes}: use num_nodes={given.num_nodes}"
             )
         return
     if devices * num_nodes != given.size:
         count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
         raise MisconfigurationException(
-            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
+            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {launcher} "
             f"started {given.size} ({count}{given.size}): use {fits}"
         )
     if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
@@ -154,7 +154,7 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> 
     )
 
 
-def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
+def _launcher_name(cluster: Cluster, environ: Mapping[str, str]) -> str:
     words = environ.get(STARTED) if cluster.name == "torchelastic" else None
     return cluster.started if words is None else f"`lockstep run {words}`"
 

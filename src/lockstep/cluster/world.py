@@ -182,13 +182,13 @@ def first_host(text: str) -> str:
 
 def _parts(text: str) -> Iterator[str]:
     """Split the text at commas and spaces outside of brackets."""
-    begin, depth = 0, 0
+    start, depth = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign == "[") - (sign == "]")
         if sign in ", \n\t" and not depth:
-            if text[begin:at]:
-                yield text[begin:at]
-            begin = at + 1
+            if text[start:at]:
+                yield text[start:at]
+            start = at + 1
         if depth not in (0, 1):
             break
     if depth:

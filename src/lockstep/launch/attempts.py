@@ -58,7 +58,7 @@ class Attempts(ABC):
         """Return the name of the run and the attempt, for messages."""
 
     @abstractmethod
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         """Return the message for a rank that the attempt ``newest`` has replaced."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Attempts(ABC):
         known = read(self.path) if self.path else {}
         newest = known.get("attempt", 0)
         if newest > self.attempt:
-            raise Superseded(self.told(newest))
+            raise Superseded(self.superseded_by(newest))
         return known
 
     def saved(self, path: str, call: int) -> None:
@@ -193,7 +193,7 @@ class Job(Attempts):
     def __str__(self) -> str:
         return f"SLURM job {self.number}, attempt {self.attempt + 1}"
 
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         what, counted = f"SLURM job {self.number}", "SLURM_RESTART_COUNT"
         if self._trial is not None:
             what, counted = f"the trial in {self._trial}", "starts before this one"
@@ -226,11 +226,11 @@ class Job(Attempts):
             return
         with contextlib.suppress(Superseded):
             known = self.check()
-            left = {key: path for key, path in known.get("saved", {}).items() if key != str(call)}
+            remaining = {key: path for key, path in known.get("saved", {}).items() if key != str(call)}
             if storage.exists(self.checkpoint(call)):
                 storage.remove(self.checkpoint(call))
-            if left or self.attempt:
-                self.write({"attempt": self.attempt, "saved": left})
+            if remaining or self.attempt:
+                self.write({"attempt": self.attempt, "saved": remaining})
             elif known:
                 storage.remove(self.path)
 
@@ -261,8 +261,8 @@ def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = o
     """
     if not slurm.is_task(environ) and not slurm.is_only_task(environ):
         return None
-    asked = getattr(cluster, "requeue_signal", None)
-    asks = (signal.SIGUSR1, signal.SIGUSR2) if asked is None or cluster is None else (asked,)
+    requested = getattr(cluster, "requeue_signal", None)
+    asks = (signal.SIGUSR1, signal.SIGUSR2) if requested is None or cluster is None else (requested,)
     return Job(folder, getattr(cluster, "auto_requeue", True), tuple(int(number) for number in asks), environ)
 
 
@@ -318,7 +318,7 @@ class Run(Attempts):
     def __str__(self) -> str:
         return f"lockstep run, attempt {self.attempt}"
 
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         return (
             f"this run has been restarted ({self.path} is at attempt {newest}; this process belongs to attempt "
             f"{self.attempt}): this process may no longer write or remove its checkpoints"

@@ -134,10 +134,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._result is None:
-            say("a node has joined or left, or restarts its ranks: all ranks are restarted")
+            print_line("a node has joined or left, or restarts its ranks: all ranks are restarted")
         else:
             left = self._remaining_restarts
-            say(f"{self.cause()}; all ranks are restarted ({left or 'no'} restart{'s' * (left != 1)} left)")
+            print_line(f"{self.cause()}; all ranks are restarted ({left or 'no'} restart{'s' * (left != 1)} left)")
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -180,7 +180,7 @@ def _first(failures: Mapping[int, ProcessFailure]) -> str:
     return f"rank {rank} failed first: {one_line(failure.message)}"
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr."""
     wipe_line()
     with contextlib.suppress(OSError, ValueError):
@@ -205,18 +205,18 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     clear_away(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
-    held = _take(folder)
+    lock = _lock(folder)
     try:
         environ.update(_variables(plan, folder, environ))
         agent = _agent(plan, hosts, folder)
         return _run(agent, folder)
     except RendezvousError as error:
-        say(_not_met(plan, error))
+        print_line(_rendezvous_failure(plan, error))
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
@@ -240,21 +240,21 @@ def clear_away(temporary: Path) -> None:
             status = folder.stat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < FRESH:
                 continue
-            held = _take(folder)
-            if held is not None:
+            lock = _lock(folder)
+            if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                os.close(held)
+                os.close(lock)
 
 
-def _take(folder: Path) -> int | None:
+def _lock(folder: Path) -> int | None:
     """Lock a folder until this process ends. Return None if another process holds it, or locks are unsupported."""
-    held = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(held)
+        os.close(lock)
         return None
-    return held
+    return lock
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
@@ -276,15 +276,15 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
 
 def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the ranks."""
-    told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
-    told |= names_variables(environ) if plan.lightning else site_variable(environ)
+    found = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
+    found |= names_variables(environ) if plan.lightning else site_variable(environ)
     if plan.max_restarts or plan.resume:
         # an attempt at a job that SLURM has restarted belongs to the same run
         job = environ.get("SLURM_JOB_ID")
         of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"
         own = uuid.uuid4().hex[:12] if job is None else of_slurm
-        told |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
-    return told
+        found |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
+    return found
 
 
 def _hosts(plan: LaunchPlan) -> bool:
@@ -358,7 +358,7 @@ def _run(agent: Agent, folder: Path) -> int:
     except (KeyboardInterrupt, SignalException) as ended:
         # torch handles Ctrl-C only later
         number = getattr(ended, "sigval", signal.SIGINT)
-        say("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
+        print_line("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
         return int(128 + number)
     finally:
         with contextlib.suppress(OSError):
@@ -367,15 +367,15 @@ def _run(agent: Agent, folder: Path) -> int:
     if done:
         return 0
     if result is None:
-        say(ENDED_ELSEWHERE)
+        print_line(ENDED_ELSEWHERE)
         return 1
-    say(agent.cause())
+    print_line(agent.cause())
     codes = [failure.exitcode for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
     code = next(iter(codes), 1)
     return int(code if code > 0 else 128 - code)
 
 
-def _not_met(plan: LaunchPlan, error: BaseException) -> str:
+def _rendezvous_failure(plan: LaunchPlan, error: BaseException) -> str:
     """Return the message about a failed rendezvous of the nodes."""
     few = plan.nodes[0]
     place = f"--master-addr {plan.address} --master-port {plan.port}"
@@ -407,11 +407,11 @@ class OneNode(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        held = HeldPort()
+        lock = HeldPort()
         self._store = TCPStore(
-            HERE, held.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, held.number)
+            HERE, lock.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, lock.number)
         )
-        held.close()
+        lock.close()
         self._round = 0
         self._closed = False
 

@@ -68,7 +68,7 @@ class ScriptLauncher:
         """
         if not self._launched:
             if self.world.size > 1 and not is_started(os.environ) and not _sides:
-                _sides.append(_begin(self.world))
+                _sides.append(_start_supervisor(self.world))
             self.world = detect(os.environ, self.world.local_size, self.world.num_nodes, LOCAL).world
         check_not_nested(self.world)
         check_first_call()
@@ -161,11 +161,11 @@ def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Seq
 _sides: list[Side] = []
 """This process' connection to its supervisor: one or none."""
 
-_held: list[HeldPort] = []
+_held_ports: list[HeldPort] = []
 """The reserved port of the rendezvous, if this process chose it."""
 
 
-def _begin(world: World) -> Supervised:
+def _start_supervisor(world: World) -> Supervised:
     """Start the supervisor, which starts the other ranks of the node."""
     import __main__
 
@@ -177,8 +177,8 @@ def _begin(world: World) -> Supervised:
         )
     if not world.port:
         # reserved until this process ends: other ranks connect at any time
-        _held.append(HeldPort())
-        world = replace(world, port=_held[0].number)
+        _held_ports.append(HeldPort())
+        world = replace(world, port=_held_ports[0].number)
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
         if world.num_nodes == 1:

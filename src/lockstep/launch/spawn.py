@@ -138,14 +138,14 @@ class SpawnLauncher:
             is_busy=mailbox.is_inside,
             is_someone_ending=mailbox.is_someone_ending,
             failed_at=mailbox.failed_at,
-            on_end=lambda rank: tell(rank),
+            on_end=lambda rank: report(rank),
         )
 
         def stop(verdict: Verdict) -> None:
             verdicts.append(verdict)
             processes.stop(GRACE / 4)
 
-        def tell(rank: int) -> None:
+        def report(rank: int) -> None:
             """Report the first cause to the other ranks, whose collectives raise now."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
@@ -166,7 +166,7 @@ class SpawnLauncher:
                 processes.wait()
             except KeyboardInterrupt:
                 # nothing can be lost yet, and some ranks may be gone
-                if not mailbox.has_met():
+                if not mailbox.has_joined():
                     raise
                 # a rank that stops its training in order still has a result; a second Ctrl-C ends all
                 monitor.interrupt()

@@ -157,7 +157,9 @@ def has_left(position: RankPosition, call: int) -> bool:
     return position.ended or position.call > call or (position.call == call and not position.inside)
 
 
-def strayed(positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
+def endless_wait(
+    positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool
+) -> Divergence | None:
     """Find waiting ranks whose wait can never end. Return None if there are none.
 
     Args:
@@ -196,7 +198,10 @@ class Judgement:
 
 
 def early_cause(
-    failed: Sequence[Ended], notes: Sequence[Cause], positions: Mapping[int, RankPosition], left: Collection[int] = ()
+    failed: Sequence[Ended],
+    notes: Sequence[Cause],
+    positions: Mapping[int, RankPosition],
+    exiting: Collection[int] = (),
 ) -> Cause | Ended | None:
     """Return the first cause as soon as it is certain. Return None while only lost connections are known.
 
@@ -204,10 +209,10 @@ def early_cause(
         failed: processes that failed by themselves, ordered by time.
         notes: records of the ranks' exceptions, ordered by time.
         positions: positions of the ranks, by rank.
-        left: ranks whose scripts ended with an error and whose processes still run.
+        exiting: ranks whose scripts ended with an error and whose processes still run.
     """
     lost = {cause.rank for cause in notes if cause.lost}
-    gone = {end.rank for end in failed} | set(left)
+    gone = {end.rank for end in failed} | set(exiting)
     own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, positions))]
     caught = [cause for cause in notes if cause not in own and was_caught(cause, positions)]
     silent = _silent_end([end for end in failed if end.rank not in lost], own, own)
@@ -222,8 +227,8 @@ def final_cause(
     failed: Sequence[Ended],
     notes: Sequence[Cause],
     positions: Mapping[int, RankPosition],
-    left: Mapping[int, Cause],
-    shown: Collection[int],
+    exiting: Mapping[int, Cause],
+    printing: Collection[int],
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
@@ -231,16 +236,16 @@ def final_cause(
 
     Args:
         failed, notes, positions: as for `early_cause`.
-        left: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
-        shown: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
+        exiting: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
+        printing: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
         folded: ranks that left their traceback to a rank with the same error.
         proof: evidence that ranks were in different collectives, if there is any.
 
     Returns:
         the cause, and whether its traceback is already on the terminal.
     """
-    printed = {end.rank for end in failed} | left.keys() | set(shown)
-    noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
+    printed = {end.rank for end in failed} | exiting.keys() | set(printing)
+    noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(exiting)
     caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, positions)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
     cause = first_cause(list(failed), in_time, positions, caught, proof)

@@ -125,22 +125,22 @@ def message_in(line: bytes) -> Message | None:
     return found if isinstance(found, dict) else None
 
 
-def door(name: str) -> socket.socket | None:
+def listen_at(name: str) -> socket.socket | None:
     """Open the socket where the ranks of this machine find a supervisor. Its name is abstract, not a file.
 
     Returns:
         the listening socket; None on systems other than Linux, and where the name is taken.
     """
     try:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        made.bind("\0" + name)
-        made.listen(1024)
-        return made
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + name)
+        listener.listen(1024)
+        return listener
     except OSError:
         return None
 
 
-def caller(connection: socket.socket) -> int:
+def peer_process(connection: socket.socket) -> int:
     """Return the process id of the other end, or 0 if it belongs to another user."""
     # the kernel fills them in, so that the other end cannot forge them
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -25,7 +25,7 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
-from lockstep.supervise.channel import Channel, Message, caller
+from lockstep.supervise.channel import Channel, Message, peer_process
 from lockstep.supervise.mailbox import MAILBOX, Mailbox, leave_note
 from lockstep.supervise.signals import HANDLED, SignalPipe
 
@@ -263,7 +263,7 @@ class FoundSupervisor:
                 time.sleep(0.05)
                 continue
             # another user has taken the name and would send a mailbox of their own
-            if not caller(connection):
+            if not peer_process(connection):
                 connection.close()
                 return
             self._channel = Channel(connection)

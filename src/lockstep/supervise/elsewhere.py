@@ -17,7 +17,7 @@ from lockstep.supervise.changes import Changes, apply, later, notes_of, plain, p
 from lockstep.supervise.hang import HALTED, CollectiveKey, key_of, mismatched
 from lockstep.supervise.snapshot import RankPosition, RankSnapshot
 from lockstep.supervise.stack_proof import StackQuestion
-from lockstep.supervise.traces import Made
+from lockstep.supervise.traces import RankCalls
 
 REPORT_AGE = 5.0
 """Maximum age of a report from another node in seconds."""
@@ -53,7 +53,7 @@ class OtherNodes(Protocol):
         ...
 
 
-Ask = Callable[[bool], Iterable[RankSnapshot]]
+AnswerQuestion = Callable[[bool], Iterable[RankSnapshot]]
 """Returns this node's ranks with their stacks: the stopped ranks if True, all others if False."""
 
 
@@ -85,7 +85,7 @@ class OtherRanks:
     def __init__(
         self, hub: OtherNodes, question: StackQuestion, size: int = 0, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._hub, self._question, self._size, self._wake = hub, question, size, wake
+        self._hub, self._question, self._size, self._check_soon = hub, question, size, wake
         self._lock = threading.Lock()
         self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
         self.caught: dict[int, str] = {}
@@ -93,8 +93,8 @@ class OtherRanks:
         self.caught_at_end = ""
         self._changes = Changes()
         self._was_urgent, self._sent_at = False, -REPORT_AGE  # state of the last message to node 0
-        self._wanted_at = self._urged_at = -REPORT_AGE
-        self._asked, self._answered = (0, False), 0  # the newest question, and the newest answer sent
+        self._requested_at = self._urgent_at = -REPORT_AGE
+        self._question_sent, self._answered = (0, False), 0  # the newest question, and the newest answer sent
         hub.listen("snapshots", self._take_report)
         hub.listen("wanted", self._take_request)
         hub.listen("farewell", self._take_farewell)
@@ -105,7 +105,7 @@ class OtherRanks:
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
-        self, own: Sequence[RankSnapshot], limit: float, now: float, ask: Ask, caught: str
+        self, own: Sequence[RankSnapshot], limit: float, now: float, ask: AnswerQuestion, caught: str
     ) -> list[RankSnapshot]:
         """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, even those that are in no call.
 
@@ -122,11 +122,11 @@ class OtherRanks:
             for each in own
         )
         if self._hub.node:
-            answer = self._answer(ask, caught) if self.is_asked else {}
-            if answer or urgent or now - self._wanted_at < REPORT_AGE:
+            answer = self._answer(ask, caught) if self.has_question else {}
+            if answer or urgent or now - self._requested_at < REPORT_AGE:
                 self._report(own, urgent, now, answer)
             return list(own)
-        if (urgent or now - self._urged_at < 2 * STEADY) and now - self._wanted_at >= STEADY:
+        if (urgent or now - self._urgent_at < 2 * STEADY) and now - self._requested_at >= STEADY:
             self.put(now)
         with self._lock:
             reports = [(at, ranks) for at, ranks in self._elsewhere.values() if now - at < REPORT_AGE]
@@ -143,7 +143,7 @@ class OtherRanks:
             is_new: whether the question is new. If not, the message is dropped while the previous one still waits.
         """
         if self._hub.node == 0:
-            self._wanted_at = now
+            self._requested_at = now
             body = {"question": self._question.number, "wakes": self._question.wakes}
             self._hub.send("wanted", body, newest=not is_new)
 
@@ -154,26 +154,26 @@ class OtherRanks:
             before = self._elsewhere.get(node, (0.0, {}))[1]
             self._elsewhere[node] = now, apply(before, body)
         if body["urgent"]:
-            self._urged_at = now
-            if now - self._wanted_at >= STEADY:
-                self._wake()
+            self._urgent_at = now
+            if now - self._requested_at >= STEADY:
+                self._check_soon()
         if "question" in body:
             self.caught[node] = str(body["caught"])
             self._question.take(node, body["question"], {each["rank"]: snapshot_of(each) for each in body["asked"]})
             if self._question.is_answered(self.nodes):
-                self._wake()
+                self._check_soon()
 
     # -- other nodes
 
     @property
     def is_watched(self) -> bool:
         """True if node 0 also watches this node's ranks."""
-        return self._hub.node > 0 and time.monotonic() - self._wanted_at < REPORT_AGE and 0 in self._hub.nodes
+        return self._hub.node > 0 and time.monotonic() - self._requested_at < REPORT_AGE and 0 in self._hub.nodes
 
     @property
-    def is_asked(self) -> bool:
+    def has_question(self) -> bool:
         """True if node 0 waits for an answer from this node."""
-        return self._hub.node > 0 and self._asked[0] > self._answered
+        return self._hub.node > 0 and self._question_sent[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
         body = {"urgent": urgent, **self._changes.of(own, now), **answer}
@@ -187,14 +187,14 @@ class OtherRanks:
 
     def _take_request(self, node: int, body: Mapping[str, Any]) -> None:
         """Receive a request of node 0. The next check answers it."""
-        self._wanted_at = time.monotonic()
-        if body["question"] > self._asked[0]:
-            self._asked = int(body["question"]), bool(body["wakes"])
-            self._wake()
+        self._requested_at = time.monotonic()
+        if body["question"] > self._question_sent[0]:
+            self._question_sent = int(body["question"]), bool(body["wakes"])
+            self._check_soon()
 
-    def _answer(self, ask: Ask, caught: str) -> dict[str, Any]:
+    def _answer(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
         """Return the answer to node 0's question."""
-        self._answered, wakes = self._asked
+        self._answered, wakes = self._question_sent
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
     # -- end
@@ -232,22 +232,22 @@ class NotesOfAll:
         own: returns what this node's ranks did as the given collectives.
     """
 
-    def __init__(self, hub: OtherNodes, own: Callable[[Collection[CollectiveKey]], list[Made]]) -> None:
+    def __init__(self, hub: OtherNodes, own: Callable[[Collection[CollectiveKey]], list[RankCalls]]) -> None:
         self._hub, self._own = hub, own
-        self._made: list[Made] = []
+        self._calls: list[RankCalls] = []
         self._answered: set[int] = set()
         self._has_answers = threading.Condition()
         hub.listen("compare", self._answer)
         hub.listen("compared", self._take)
 
-    def ask(self, notes: list[dict[str, Any]]) -> Divergence | None:
+    def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
         """On node 0, return the mismatch of all ranks in the noted collectives, if any. May block for a moment."""
         with self._has_answers:
-            self._made, self._answered = self._own(_complete(notes)), set()
+            self._calls, self._answered = self._own(_complete(notes)), set()
         self._hub.send("compare", {"notes": notes})
         with self._has_answers:
             self._has_answers.wait_for(lambda: self._answered.issuperset(self._hub.nodes), COMPARE_TIMEOUT)
-            return mismatched([(rank, where, note) for ranks, where, note in self._made for rank in ranks])
+            return mismatched([(rank, where, note) for ranks, where, note in self._calls for rank in ranks])
 
     def _answer(self, node: int, body: Mapping[str, Any]) -> None:
         made = self._own(_complete(body["notes"]))
@@ -257,7 +257,7 @@ class NotesOfAll:
     def _take(self, node: int, body: Mapping[str, Any]) -> None:
         made = [(list(each["ranks"]), str(each["where"]), notes_of([each["note"]])[0]) for each in body["made"]]
         with self._has_answers:
-            self._made += made
+            self._calls += made
             self._answered.add(node)
             self._has_answers.notify_all()
 

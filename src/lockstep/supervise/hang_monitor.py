@@ -94,7 +94,7 @@ class HangMonitor:
         self._proof = StackProof(size)
         self.others = None if hub is None else OtherRanks(hub, self._question, size, wake)
         self._node, self._size = 0 if hub is None else hub.node, size
-        self._compares, self._counts = Ration(), Ration()
+        self._compare_ration, self._wait_ration = Ration(), Ration()
         # stopped ranks, and when that was first seen
         self._halted: dict[int, float] = {}
         # ranks whose stacks wait, and when that was first seen
@@ -109,8 +109,8 @@ class HangMonitor:
     @property
     def is_proving(self) -> bool:
         """True while answers are pending, so that the next check should follow at once."""
-        asked = self.others is not None and self.others.is_asked and not self._is_ending
-        return asked or self._question.is_open or self._proof.is_pending
+        answered = self.others is not None and self.others.has_question and not self._is_ending
+        return answered or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
@@ -152,7 +152,7 @@ class HangMonitor:
         differing = self.traces.differing() if limits.first < math.inf else {}
         if differing:
             positions = self.traces.positions
-            ranks = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
+            ranks = [self._with_stack(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
             calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
             return Divergence(different_calls(calls), stacks_of(ranks))
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
@@ -168,9 +168,9 @@ class HangMonitor:
         )
         if others.is_watched:  # node 0 judges for all
             return None
-        inside = [each for each in everybody if each.position.inside]
-        limits = WaitLimits.of([each.position for each in inside])
-        found = None if limits.first == math.inf else self._compares.run(lambda: diverged(inside), now)
+        in_call = [each for each in everybody if each.position.inside]
+        limits = WaitLimits.of([each.position for each in in_call])
+        found = None if limits.first == math.inf else self._compare_ration.run(lambda: diverged(in_call), now)
         found = found or self._judged(everybody, own, others.nodes, limits, now)
         # an exception that a script caught explains why others wait
         errors = [text for text in (caught, *others.caught.values()) if text]
@@ -206,17 +206,17 @@ class HangMonitor:
                 answers = self._question.answers(nodes, now)
         if answers is None or limits.first == math.inf:
             return None
-        asked = [*answers.values()]
-        found = stopped(asked)
+        answered = [*answers.values()]
+        found = stopped(answered)
         if found is not None:
             return found
         # one of the ranks may have been stopped for a moment only
-        late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.report)
-        if late is not None and self._is_first_report(asked, limits.report):
+        late = None if any(each.state == STOPPED for each in answered) else overdue(answered, limits.report)
+        if late is not None and self._is_first_report(answered, limits.report):
             _print(late, limits.kill)
-        if not any(limits.are_over(each) for each in asked):
+        if not any(limits.are_over(each) for each in answered):
             return None
-        final = overdue(asked, limits.first)
+        final = overdue(answered, limits.first)
         return None if final is None else replace(final, text=ended_by_limit(final, limits.kill))
 
     def _is_due(self, everybody: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
@@ -227,7 +227,7 @@ class HangMonitor:
             return False
         if any(each.stopped >= HALTED for each in everybody):
             return now - self._question.put_at >= HALTED
-        return bool(self._counts.run(lambda: self._is_wait_due(everybody, limits, now), now))
+        return bool(self._wait_ration.run(lambda: self._is_wait_due(everybody, limits, now), now))
 
     def _is_wait_due(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Return True if a rank has been idle or waiting for so long that the wait has to be reported."""
@@ -280,7 +280,7 @@ class HangMonitor:
         waiting = [snapshot for snapshot in waiting if snapshot.rank not in late]
         if not late or not waiting:
             return None
-        missing = [self._asked(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
+        missing = [self._with_stack(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
         if any(snapshot.state == GONE for snapshot in missing):
             return None  # its end explains why it did not arrive
         return Divergence(missing_ranks(missing, waiting))
@@ -312,9 +312,9 @@ class HangMonitor:
             # A stopped rank answers before it continues. The run ends then in any case.
             halted = [(each, each.position) for each in own if each.stopped >= HALTED]
             return {each.rank: replace(each, stack=ask_stopped(at.process, at.answers)) for each, at in halted}
-        return {each.rank: self._asked(each, now) for each in own}
+        return {each.rank: self._with_stack(each, now) for each in own}
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         """Return the snapshot with its stack. A process with a runnable thread counts as running."""
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot

@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
 from lockstep.supervise.channel import MAX_MESSAGE, Message, line_of, message_in
-from lockstep.supervise.screen_text import one_line, reason_of, say
+from lockstep.supervise.screen_text import one_line, print_line, reason_of
 
 PROBE_AFTER, PROBE_PERIOD, PROBES = 10, 5, 4
 """Seconds without a message until a node is probed, seconds between probes, and number of probes."""
@@ -59,7 +59,7 @@ ONE_NUMBER_EACH = "the run continues with that node. Give each node its own numb
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
-Heard = Callable[[int, Any], None]
+Listener = Callable[[int, Any], None]
 
 
 class _Connection:
@@ -126,10 +126,10 @@ class Hub:
         self.is_refused = False
         self._name = secrets.token_hex(8)  # recognizes a node that connects again
         self._on_lost = on_lost
-        self._listeners: dict[str, Heard] = {}
+        self._listeners: dict[str, Listener] = {}
         self._connections: dict[int, _Connection] = {}
         self._lock = threading.RLock()
-        self._door: socket.socket | None = None
+        self._server: socket.socket | None = None
         self._token = ""
         self._has_warned = self._is_ending = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,9 +143,9 @@ class Hub:
         with self._lock:
             return sorted(self._connections)
 
-    def listen(self, topic: str, heard: Heard) -> None:
-        """Call ``heard(node, body)`` for each message on a topic."""
-        self._listeners[topic] = heard
+    def listen(self, topic: str, listener: Listener) -> None:
+        """Call ``listener(node, body)`` for each message on a topic."""
+        self._listeners[topic] = listener
 
     def open(self, address: str = "") -> tuple[int, str]:
         """Start to listen, as the hub.
@@ -161,10 +161,10 @@ class Hub:
         host = loopback_of(address) if is_own(address) else ""
         everywhere = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
-        self._door.setblocking(False)
-        self._start(self._accept_nodes(self._door))
-        return int(self._door.getsockname()[1]), self._token
+        self._server = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
+        self._server.setblocking(False)
+        self._start(self._accept_nodes(self._server))
+        return int(self._server.getsockname()[1]), self._token
 
     def join(self, address: str, port: int, token: str) -> bool:
         """Connect to the hub and wait for admission. Return True if admitted."""
@@ -179,7 +179,7 @@ class Hub:
         except OSError:
             welcome = b""
         if self.is_refused:
-            say(f"node {self.node} ({self.host}): another node has this number, and {ONE_NUMBER_EACH}")
+            print_line(f"node {self.node} ({self.host}): another node has this number, and {ONE_NUMBER_EACH}")
         if welcome != WELCOME:
             opened.close()
             return False
@@ -262,20 +262,20 @@ class Hub:
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
                 self._loop = None
-        if self._door is not None:
-            self._door.close()
+        if self._server is not None:
+            self._server.close()
 
     # -- sending
 
-    def _pass(self, topic: str, text: bytes, to: int | None, but: int | None = None, newest: bool = False) -> bool:
+    def _pass(self, topic: str, text: bytes, to: int | None, excluded: int | None = None, newest: bool = False) -> bool:
         """Buffer a message for a node, or for all nodes but one. Return True if buffered anywhere."""
         with self._lock:
-            wanted = [node for node in self._connections if (to is None or node == to) and node != but]
-            told = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
-            if told:
+            wanted = [node for node in self._connections if (to is None or node == to) and node != excluded]
+            receivers = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
+            if receivers:
                 assert self._loop is not None
-                self._loop.call_soon_threadsafe(_wake, told)
-        return bool(told)
+                self._loop.call_soon_threadsafe(_signal, receivers)
+        return bool(receivers)
 
     async def _write(self, connection: _Connection, writer: asyncio.StreamWriter) -> None:
         """Send buffered messages, one after another."""
@@ -311,7 +311,7 @@ class Hub:
         connection = None
         try:
             hello = _message(await asyncio.wait_for(_first_line(opened), CONNECT_TIMEOUT))
-            connection = self._meet(opened, hello)
+            connection = self._identify(opened, hello)
         except Exception:  # malformed messages
             pass
         finally:
@@ -320,7 +320,7 @@ class Hub:
         if connection is not None:
             await self._serve(connection)
 
-    def _meet(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
+    def _identify(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
         """Admit a node by its first message. Return None if it is rejected.
 
         A node that connects again replaces its previous connection. A second node with the number of a connected one is
@@ -345,7 +345,7 @@ class Hub:
                 return connection
         with contextlib.suppress(OSError):
             opened.send(TAKEN)
-        say(f"{host} connected as node {node}, which is {before.host} already: {ONE_NUMBER_EACH}")
+        print_line(f"{host} connected as node {node}, which is {before.host} already: {ONE_NUMBER_EACH}")
         return None
 
     # -- receiving
@@ -371,18 +371,20 @@ class Hub:
         except ValueError:  # the message is too long
             pass
         finally:
-            self._lose(connection, reason)
+            self._remove(connection, reason)
 
     def _take(self, connection: _Connection, message: Message) -> None:
         """Handle a message of a node. Drop a malformed one, and keep the connection."""
         try:
-            self._hear(connection, message)
+            self._dispatch(connection, message)
         except Exception as error:  # for instance from another version
             if not self._has_warned:
                 self._has_warned = True
-                say(f"a message of node {connection.node} ({connection.host}) could not be read: {reason_of(error)}")
+                print_line(
+                    f"a message of node {connection.node} ({connection.host}) could not be read: {reason_of(error)}"
+                )
 
-    def _hear(self, connection: _Connection, message: Message) -> None:
+    def _dispatch(self, connection: _Connection, message: Message) -> None:
         # node 0 forwards messages, so they name their sender; node 0 itself relies on the connection
         node = connection.node if self.node == 0 else int(message["node"])
         if message.get("farewell"):
@@ -392,12 +394,12 @@ class Hub:
             return
         topic = str(message.get("topic"))
         if self.node == 0 and "to" not in message:
-            self._pass(topic, line_of(message), None, but=connection.node)
-        heard = self._listeners.get(topic)
-        if heard is not None:
-            heard(node, message["body"])
+            self._pass(topic, line_of(message), None, excluded=connection.node)
+        listener = self._listeners.get(topic)
+        if listener is not None:
+            listener(node, message["body"])
 
-    def _lose(self, connection: _Connection, reason: str) -> None:
+    def _remove(self, connection: _Connection, reason: str) -> None:
         """Remove a connection that has ended, and report the loss of its node."""
         with self._lock:
             own = self._connections.get(connection.node) is connection
@@ -419,7 +421,7 @@ async def _first_line(opened: socket.socket) -> bytes:
     return text
 
 
-def _wake(connections: list[_Connection]) -> None:
+def _signal(connections: list[_Connection]) -> None:
     """Signal that there is something to send, in the event loop."""
     for connection in connections:
         connection.filled.set()

@@ -20,7 +20,7 @@ MAILBOX = "LOCKSTEP_MAILBOX"
 RANK = "LOCKSTEP_RANK"
 """Environment variable with the global rank of a started process, for notes before its Trainer exists."""
 
-MET = "met"
+JOINED = "met"
 """Key of the note by which a rank reports that it has joined the process group."""
 
 
@@ -46,7 +46,7 @@ class Mailbox:
         self._closed = False
         self._read = 0
         self._causes: dict[int, Cause] = {}
-        self._stands: dict[int, RankPosition] = {}
+        self._positions: dict[int, RankPosition] = {}
         self._others: list[dict[str, Any]] = []
 
     @classmethod
@@ -61,19 +61,19 @@ class Mailbox:
     def read(self) -> list[Cause]:
         """Return the latest exception of each rank, ordered by time."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             return sorted(self._causes.values(), key=lambda cause: cause.at)
 
     def positions(self) -> dict[int, RankPosition]:
         """Return the latest position of each rank that has made a call, by rank."""
         with self._lock:
-            self._take_in()
-            return dict(self._stands)
+            self._read_new()
+            return dict(self._positions)
 
     def others(self, key: str) -> list[dict[str, Any]]:
         """Return the other notes with a key, in the order in which they were written."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             return [note for note in self._others if key in note]
 
     def leave(self, note: Cause | RankPosition | dict[str, Any]) -> None:
@@ -85,15 +85,15 @@ class Mailbox:
         position = self.positions().get(rank)
         return position is not None and position.inside
 
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Return True once some rank has joined the others."""
-        return bool(self.others(MET))
+        return bool(self.others(JOINED))
 
     def is_someone_ending(self) -> bool:
         """Return True if a failed rank has not left its call yet. It may be saving its state."""
         with self._lock:
-            self._take_in()
-            positions = self._stands
+            self._read_new()
+            positions = self._positions
             return any(
                 rank in positions and positions[rank].inside and positions[rank].call == cause.call
                 for rank, cause in self._causes.items()
@@ -106,12 +106,12 @@ class Mailbox:
     def close(self) -> None:
         """Close the file. Notes read so far remain available."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             self._closed = True
             if self._file is not None:
                 self._file.close()
 
-    def _take_in(self) -> None:
+    def _read_new(self) -> None:
         size = 0 if self._closed else os.fstat(self.descriptor).st_size
         if size <= self._read:
             return
@@ -124,7 +124,7 @@ class Mailbox:
                 if "reason" in note:
                     self._causes[note["rank"]] = Cause(**note)
                 elif "inside" in note:
-                    self._stands[note["rank"]] = RankPosition(**note)
+                    self._positions[note["rank"]] = RankPosition(**note)
                 else:
                     self._others.append(note)
         self._read += len(whole)

@@ -221,8 +221,8 @@ class RankMonitor:
         for position in inside.values():
             if position.process != os.getpid() and is_there(position.answers):
                 signals.pass_on(position.process)
-        has_met = self._mailbox.has_met()
-        if has_met and 0 in inside and now - self.interrupted_at >= REPORT_TIMEOUT and not self._printed_at:
+        has_joined = self._mailbox.has_joined()
+        if has_joined and 0 in inside and now - self.interrupted_at >= REPORT_TIMEOUT and not self._printed_at:
             self._printed_at = now
             # Python runs no handler of rank 0 while its main thread waits for a device or for other ranks
             position, reports = inside[0], self._mailbox.others("heard")
@@ -233,7 +233,7 @@ class RankMonitor:
                     wipe_line()
                     print(name_cells(after_ctrl_c(where)), file=sys.stderr, flush=True)
         # nothing to save: the first press counts like a second
-        if self._presses > 1 or not has_met:
+        if self._presses > 1 or not has_joined:
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)

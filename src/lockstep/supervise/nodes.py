@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.supervise.causes import Divergence, First, located
-from lockstep.supervise.screen_text import say
+from lockstep.supervise.screen_text import print_line
 
 if TYPE_CHECKING:
     from lockstep.supervise.hub import Hub
@@ -42,7 +42,7 @@ class Nodes:
     Args:
         node: number of this node.
         count: number of nodes.
-        put: called in threads with the name and the argument of an event, for `claimed`, `heard` and `lost`.
+        put: called in threads with the name and the argument of an event, for `claimed`, `accept` and `handle_loss`.
         follow: called when the first cause of all nodes is known.
         scheduled: whether a scheduler handles nodes that do not answer. It may restart the run elsewhere, but not if
             the run ended by itself.
@@ -74,7 +74,7 @@ class Nodes:
             # importing asyncio takes 0.1 s, which a single node does not need
             from lockstep.supervise.hub import Hub
 
-            self.hub = Hub(node, self.host, self._lose)
+            self.hub = Hub(node, self.host, self._report_loss)
             self.hub.listen("asked", lambda node, body: put("asked", body))
             self.hub.listen("leaves", lambda node, body: self._leaving.add(node))
         self.decided: Decision | None = None
@@ -96,7 +96,7 @@ class Nodes:
             thread.start()
         except RuntimeError:
             # thread limit reached: the run works without the connection
-            say(f"node {self._node} ({self.host}) cannot start more threads: {NOT_REPORTED}. Raise `ulimit -u`")
+            print_line(f"node {self._node} ({self.host}) cannot start more threads: {NOT_REPORTED}. Raise `ulimit -u`")
 
     def _call(self, address: str, port: int, token: str) -> None:
         assert self.hub is not None
@@ -106,11 +106,11 @@ class Nodes:
                 return
             if time.monotonic() >= until:
                 node = f"node {self._node} ({self.host})"
-                say(f"{node} could not reach the supervisor of node 0 at {address}:{port}: {NOT_REPORTED}")
+                print_line(f"{node} could not reach the supervisor of node 0 at {address}:{port}: {NOT_REPORTED}")
                 return
             time.sleep(1.0)
 
-    def say(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
+    def claim(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
         """Send the first cause of this node to the others.
 
         Args:
@@ -125,7 +125,7 @@ class Nodes:
         else:
             self.hub.send("claim", body, to=0)
 
-    def ask(self, body: dict[str, Any]) -> None:
+    def query(self, body: dict[str, Any]) -> None:
         """Ask all other nodes which of their ranks failed or left the call in which a rank of this node lost them."""
         if self.hub is not None:
             self.hub.send("asked", body)
@@ -186,7 +186,7 @@ class Nodes:
             self.hub.send("first", asdict(decision))
             self._decide(decision)
 
-    def heard(self, body: dict[str, Any]) -> None:
+    def accept(self, body: dict[str, Any]) -> None:
         """Accept the decision of the first node, on another node."""
         if self.decided is None:
             self._decide(Decision(**body))
@@ -195,7 +195,7 @@ class Nodes:
         self.decided = decision
         self._follow(decision)
 
-    def lost(self, what: tuple[int, str]) -> None:
+    def handle_loss(self, what: tuple[int, str]) -> None:
         """Handle the loss of a node's supervisor that sent no farewell."""
         node, words = what
         if node:
@@ -203,7 +203,7 @@ class Nodes:
         elif self.decided is None:  # the deciding node is gone
             self._decide(Decision(words, node))
 
-    def _lose(self, node: int, host: str, reason: str) -> None:
+    def _report_loss(self, node: int, host: str, reason: str) -> None:
         from lockstep.supervise.hub import SILENT
 
         words = f"node {node} ({host}) {reason}"

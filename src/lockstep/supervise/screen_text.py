@@ -65,10 +65,10 @@ def wipe_line() -> None:
 
     Another rank may have progress bars there. It draws them again, if it still runs.
     """
-    begin = wiping()
-    if begin:
+    start = wiping()
+    if start:
         with contextlib.suppress(OSError):  # stderr is closed
-            os.write(2, begin.encode())
+            os.write(2, start.encode())
 
 
 def wiping() -> str:
@@ -82,7 +82,7 @@ def wiping() -> str:
         return ""
 
 
-def say(words: str) -> None:
+def print_line(words: str) -> None:
     """Print a line on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"lockstep: {words}.\n".encode())

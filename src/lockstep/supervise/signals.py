@@ -63,8 +63,8 @@ def handling(
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
     users = {number for number in beside if callable(before.get(number)) and before[number] is not signal.SIG_IGN}
-    taken = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
-    for number in taken:
+    replaced = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
+    for number in replaced:
         signal.signal(number, handle)
     if gives_way:
         _giving_way.append(handle)
@@ -74,7 +74,7 @@ def handling(
     finally:
         if gives_way:
             _giving_way.remove(handle)
-        for number, handler in taken.items():
+        for number, handler in replaced.items():
             if signal.getsignal(number) is handle:
                 signal.signal(number, handler)
 
@@ -131,7 +131,7 @@ PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux")
 """Signal that passes on a Ctrl-C. With SIGINT, a rank that also gets it from the terminal would count two."""
 
 
-def hear() -> None:
+def accept_ctrl_c() -> None:
     """Accept a passed-on Ctrl-C from now on. It has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
         number = PASS
@@ -145,7 +145,7 @@ def hear() -> None:
 
 
 def pass_on(process: int) -> None:
-    """Pass a Ctrl-C on to a process that has called :func:`hear`. Repeated calls count once."""
+    """Pass a Ctrl-C on to a process that has called :func:`accept_ctrl_c`. Repeated calls count once."""
     if PASS is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, PASS)

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from lockstep.supervise.causes import Divergence, has_left, strayed
+from lockstep.supervise.causes import Divergence, endless_wait, has_left
 from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
 from lockstep.supervise.stack import Stack
 
@@ -84,7 +84,7 @@ class StackQuestion:
             return None
         with self._lock:
             self.is_open = False
-            return {**self._kept, **{rank: each for told in self._answers.values() for rank, each in told.items()}}
+            return {**self._kept, **{rank: each for given in self._answers.values() for rank, each in given.items()}}
 
 
 class StackProof:
@@ -136,7 +136,7 @@ class StackProof:
         seen = {rank: (each.position.call, each.stack) for rank, each in answers.items() if is_idle(each)}
         stacks = {rank: stack for rank, (_, stack) in seen.items() if stack is not None}
         positions = {each.rank: each.position for each in every}
-        found = strayed(positions, stacks, len(positions) >= self._size > 0)
+        found = endless_wait(positions, stacks, len(positions) >= self._size > 0)
         if found is None:
             # a rank that has not answered was busy
             is_whole = all(each.rank in stacks for each in every if is_idle(each))

@@ -33,7 +33,7 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Hand
 
 _file: IO[bytes] | None = None
 _where: Callable[[], tuple[str, int]] | None = None
-_bell: tuple[int, int] = (0, -1)
+_wake_pipe: tuple[int, int] = (0, -1)
 """The process that has an answering thread, and the writing end of the pipe that wakes it."""
 
 
@@ -43,7 +43,7 @@ def offer() -> str:
     Returns:
         the address for :func:`ask`: the file of the answers, and the pipe. "" on systems without support.
     """
-    global _file, _bell
+    global _file, _wake_pipe
     if ASK is None:
         return ""
     if _file is None:
@@ -65,11 +65,11 @@ def offer() -> str:
 
         STACK.install(register)
     # a forked process inherits the descriptors, but not the thread
-    if _bell[0] != os.getpid():
-        ear, mouth = os.pipe()
-        _bell = os.getpid(), mouth
-        threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
-    locations = (_file.fileno(), _bell[1])
+    if _wake_pipe[0] != os.getpid():
+        read_end, write_end = os.pipe()
+        _wake_pipe = os.getpid(), write_end
+        threading.Thread(target=_answer_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
+    locations = (_file.fileno(), _wake_pipe[1])
     path = f"/proc/{os.getpid()}/fd"
     return (
         f"{path}/{locations[0]}:{os.fstat(locations[0]).st_ino}:{path}/{locations[1]}:{os.fstat(locations[1]).st_ino}"
@@ -83,10 +83,10 @@ def _change_handler(number: int, handler: Handler) -> Handler:
     return None
 
 
-def _attend(ear: int, file: IO[bytes]) -> None:
+def _answer_requests(read_end: int, file: IO[bytes]) -> None:
     """Write the main thread's stack at each request, in a thread."""
     main = threading.main_thread().ident
-    while os.read(ear, 4096):
+    while os.read(read_end, 4096):
         frame = None if main is None else sys._current_frames().get(main)
         lines = [HEADER, _batch()]
         while frame is not None:
@@ -136,7 +136,7 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
         return None
     try:
         with _answering(answers) as answer:
-            if not by_signal and _ring(*answers.split(":")[2:]):
+            if not by_signal and _wake_thread(*answers.split(":")[2:]):
                 found = answer(PROMPT)
                 if found is not None:
                     return found
@@ -180,20 +180,20 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
         return None
 
 
-def _ring(path: str = "", inode: str = "") -> bool:
+def _wake_thread(path: str = "", inode: str = "") -> bool:
     """Wake the answering thread. Return False if it cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:
-        bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return os.write(bell, b"?") == 1
+        return os.write(pipe, b"?") == 1
     except OSError:  # the pipe is full: earlier requests were not read
         return False
     finally:
-        os.close(bell)
+        os.close(pipe)
 
 
 @contextmanager

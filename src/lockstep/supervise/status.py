@@ -19,9 +19,9 @@ from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
 from lockstep.supervise.causes import Cause, cause_of
-from lockstep.supervise.mailbox import MAILBOX, MET, RANK, Mailbox, leave_note
+from lockstep.supervise.mailbox import JOINED, MAILBOX, RANK, Mailbox, leave_note
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
-from lockstep.supervise.signals import by_default, hear
+from lockstep.supervise.signals import accept_ctrl_c, by_default
 from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import calling, is_through_lockstep
 from lockstep.supervise.trace_memory import offer as offer_trace
@@ -63,7 +63,7 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     location = _rank.called = called or calling().location()
     _rank.location = location
     if address or launched:
-        hear()
+        accept_ctrl_c()
         watch_uncaught()
         _note_position(location, inside=True)
     try:
@@ -114,7 +114,7 @@ def heard_ctrl_c() -> None:
 def met() -> None:
     """Record that this rank has joined the others. From now on, Ctrl-C ends them in an orderly way."""
     if _rank.address:
-        leave_note(_rank.address, {MET: _rank.rank})
+        leave_note(_rank.address, {JOINED: _rank.rank})
 
 
 def report_to(address: str) -> None:
@@ -278,7 +278,7 @@ class _Hook:
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's traceback is enough
-                _leave_out_lost(error)
+                _drop_lost(error)
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
             self._print(kind, error, trace, MOST)
@@ -289,7 +289,7 @@ class _Hook:
     def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, most: int) -> None:
         failure = ""
         # torch's own hook, which prefixes each line with the rank once a group exists, is left out
-        innermost = self.before
+        innermost: Callable[..., object] | None = self.before
         while innermost is not None:
             if isinstance(innermost, _Hook) and innermost.is_removed:
                 innermost = innermost.before
@@ -309,7 +309,7 @@ class _Hook:
         print(bar + failure + shortened(error, most), end="", file=sys.stderr, flush=True)
 
 
-def _leave_out_lost(error: BaseException) -> None:
+def _drop_lost(error: BaseException) -> None:
     """Drop lost connections from an interrupt's context: the other ranks were interrupted, too, a moment earlier."""
     each: BaseException | None = error
     while each is not None:
@@ -325,5 +325,5 @@ def _is_first_to(what: str) -> bool:
         return True
     if not any(note[what] == _rank.rank for note in notes.others(what)):
         notes.leave({what: _rank.rank})
-    said = notes.others(what)
-    return not said or bool(said[0][what] == _rank.rank)
+    reports = notes.others(what)
+    return not reports or bool(reports[0][what] == _rank.rank)

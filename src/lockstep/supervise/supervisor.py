@@ -41,7 +41,7 @@ from lockstep.supervise.causes import (
     was_caught,
 )
 from lockstep.supervise.changes import plain_notes
-from lockstep.supervise.channel import Channel, Message, caller, door
+from lockstep.supervise.channel import Channel, Message, listen_at, peer_process
 from lockstep.supervise.elsewhere import NotesOfAll
 from lockstep.supervise.hang_text import has_left_call
 from lockstep.supervise.mailbox import RANK, Mailbox
@@ -107,7 +107,7 @@ class Supervisor:
             self._processes.memory_kills.look,
         )
         if self._nodes.hub is not None:
-            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
+            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).compare
         self._rank_zero = Foreign(order["process"], lambda: self._reported_code(self._rank))
         self._channels: list[Channel] = []
         self._exit_causes: dict[int, Cause] = {}  # errors of ended scripts, whose ranks wait for permission to exit
@@ -117,14 +117,14 @@ class Supervisor:
         self._signalled = {number: threading.Event() for number in numbers}  # that reached rank 0 or this process
         self._verdict: Verdict | None = None
         self._first: First | None = None
-        self._has_printed = self._has_asked = self._is_over = False
+        self._has_printed = self._has_queried = self._is_over = False
         # all ranks have ended, and those of other nodes may still wait for one that left a call
         self._waits_for_nodes = False
         self._deciding: Handlers = {
             "claim": self._nodes.claimed,
             "compared": self._nodes.compared,
-            "first": self._nodes.heard,
-            "lost": self._nodes.lost,
+            "first": self._nodes.accept,
+            "lost": self._nodes.handle_loss,
         }
 
     def _put(self, event: str, what: object = None) -> None:
@@ -146,7 +146,7 @@ class Supervisor:
                     self._rank + local_rank, order["command"], environ, handed, order["folder"], first
                 )
         elif order["name"]:
-            self._thread(self._admit, door(order["name"]))
+            self._thread(self._admit, listen_at(order["name"]))
         self._processes.watch()
         self._monitor.start()
         self._thread(self._receive, self._channel, self._rank)
@@ -175,7 +175,7 @@ class Supervisor:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Identify a rank, and receive its messages, in a thread of its own."""
-        process, channel = caller(connection), Channel(connection)
+        process, channel = peer_process(connection), Channel(connection)
         if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
             channel.close()
             return
@@ -208,11 +208,11 @@ class Supervisor:
         while True:
             poll.poll()
             with contextlib.suppress(BlockingIOError):
-                heard = os.read(self._signal_pipe, 4096)
-                if not heard:  # rank 0 and all its forked processes have ended
+                received = os.read(self._signal_pipe, 4096)
+                if not received:  # rank 0 and all its forked processes have ended
                     return
-                self._note_signals(heard)
-                for _ in range(heard.count(signal.SIGINT)):
+                self._note_signals(received)
+                for _ in range(received.count(signal.SIGINT)):
                     self._monitor.interrupt()
 
     def _reported_code(self, rank: int) -> int | None:
@@ -233,7 +233,7 @@ class Supervisor:
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
         """Return True if a signal arrived that ends a process with this code; any code before the ranks have joined."""
-        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_met())
+        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_joined())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
         for number, event in self._signalled.items():
@@ -267,7 +267,7 @@ class Supervisor:
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
             **self._deciding,
-            "asked": self._on_asked,
+            "asked": self._on_question,
             "running": lambda _: self._channel.send({"do": "running", "ranks": self._processes.running}),
             # the scheduler restarts the run only if this process does not end it
             "silent": lambda words: self._write(
@@ -311,22 +311,24 @@ class Supervisor:
             found = Divergence(elsewhere)
         if found is not None:
             self._publish(found)
-        elif not self._has_asked:
-            self._has_asked = True
+        elif not self._has_queried:
+            self._has_queried = True
             # the ranks that this node's ranks have lost may be another node's
             for each in self._mailbox.read():
                 if each.lost and each.call:
-                    self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
+                    self._nodes.query(
+                        {"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"}
+                    )
 
-    def _on_asked(self, body: Message) -> None:
+    def _on_question(self, body: Message) -> None:
         """Answer a node whose rank has lost others, if a rank here left that call, or failed in a caught call."""
         if self._first is not None or self._nodes.decided is not None:
             return
         positions = self._monitor.own_positions()
         found: First | None = next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
-        gone = [position for position in positions.values() if has_left(position, int(body["call"]))]
-        if found is None and gone:
-            found = Divergence(has_left_call(gone[0], [int(body["rank"])], str(body["where"])))
+        departed = [position for position in positions.values() if has_left(position, int(body["call"]))]
+        if found is None and departed:
+            found = Divergence(has_left_call(departed[0], [int(body["rank"])], str(body["where"])))
         if found is not None:
             self._publish(found)
             self._thread(self._processes.wind_up, time.monotonic())
@@ -432,7 +434,7 @@ class Supervisor:
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
-        self._nodes.say(cause, plain_notes(notes))
+        self._nodes.claim(cause, plain_notes(notes))
         if self._nodes.hub is None and not self._starts_ranks:
             self._print_early()
 
@@ -443,10 +445,10 @@ class Supervisor:
 
         The first cause is not decided meanwhile: events of other nodes are handled later.
         """
-        began, later = time.monotonic(), list[tuple[str, Any]]()
+        start, later = time.monotonic(), list[tuple[str, Any]]()
 
         def is_over() -> bool:
-            waited = time.monotonic() - began
+            waited = time.monotonic() - start
             return waited >= seconds and (waited >= SAVE_TIMEOUT or not self._mailbox.is_someone_ending())
 
         def keep(name: str) -> Callable[[Any], None]:
@@ -502,26 +504,28 @@ class Supervisor:
             and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
         )
 
-    def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
+    def _cause(self, printed: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
         """Return the first cause as known on this node, and whether its traceback was printed.
 
         Args:
-            shown: ranks that have printed their tracebacks.
+            printed: ranks that have printed their tracebacks.
             folded: ranks that have omitted theirs.
             notes: records of the ranks' exceptions.
         """
         failed = self._processes.failed
         if self._verdict is not None:
-            printed = {end.rank for end in failed} | self._exit_causes.keys() | shown
+            printed = {end.rank for end in failed} | self._exit_causes.keys() | printed
             return self._verdict.cause, is_printed(self._verdict.cause, printed - folded, notes)
         proof = self._monitor.hangs.divergence()
-        cause, told = final_cause(failed, notes, self._monitor.positions(), self._exit_causes, shown, proof, folded)
-        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), told
+        cause, is_shown = final_cause(
+            failed, notes, self._monitor.positions(), self._exit_causes, printed, proof, folded
+        )
+        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), is_shown
 
     def _judged(self) -> Judgement:
-        failed, verdict, shown = self._processes.failed, self._verdict, self._ranks_that("printed")
+        failed, verdict, printed = self._processes.failed, self._verdict, self._ranks_that("printed")
         folded, notes = self._ranks_that("folded"), self._mailbox.read()
-        cause, told = self._cause(shown, folded, notes)
+        cause, is_shown = self._cause(printed, folded, notes)
         interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -534,7 +538,7 @@ class Supervisor:
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
                 return judgement(Divergence(self._nodes.decided.words), True, False, codes)
         also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
-        return judgement(cause, told, interrupted, codes, self._nodes.host, also)
+        return judgement(cause, is_shown, interrupted, codes, self._nodes.host, also)
 
     def _ranks_that(self, did: str) -> set[int]:
         """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
@@ -573,8 +577,8 @@ class Supervisor:
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided.words), True, False, []))
         elif self._first is not None:
-            told = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
-            self._print(judgement(self._first, told, False, [], nodes.host))
+            is_shown = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
+            self._print(judgement(self._first, is_shown, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
         self._has_printed = True

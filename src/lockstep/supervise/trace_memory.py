@@ -134,8 +134,8 @@ class Note:
 
         Gloo then aborts the process (SIGABRT). Other backends may support uneven sizes, so this is no proof by itself.
         """
-        alike = self.operation == other.operation and self.operation in _OF_ONE_SIZE
-        return alike and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
+        same = self.operation == other.operation and self.operation in _OF_ONE_SIZE
+        return same and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
 
     @property
     def _bytes(self) -> int | None:
@@ -150,14 +150,14 @@ class Note:
         operation: str | None = rest.rpartition(") ")[2] if self.operation in _REDUCING else None
         if operation in ("", "?"):
             operation = None
-        elements = None if self.elements < 0 or self.operation not in _ALIKE else self.elements
+        elements = None if self.elements < 0 or self.operation not in _EQUAL_SIZES else self.elements
         dtype_too = dtype if self.operation in _REDUCING and dtype else None
         root = None if self.root < 0 else self.root
         return self.operation, elements, dtype_too, operation, root
 
 
 _REDUCING = ("all_reduce", "reduce")
-_ALIKE = ("all_reduce", "reduce", "broadcast")
+_EQUAL_SIZES = ("all_reduce", "reduce", "broadcast")
 _OF_ONE_SIZE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter")
 _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
@@ -207,8 +207,8 @@ class TraceMemory:
             if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
                 self._full.add(kind)
                 return 0
-            begin = _SIZE - WORDS + length
-            self._memory[begin : begin + len(line)] = line
+            start = _SIZE - WORDS + length
+            self._memory[start : start + len(line)] = line
             self._longs[_LENGTH] = length + len(line)
             number = self._counts[kind] = self._numbers[line] = self._counts[kind] + 1
             return number
@@ -378,8 +378,8 @@ class Reading:
         if number > len(words):
             # read what was added since the last call
             length = self._long(_LENGTH)
-            begin = _SIZE - WORDS
-            for line in self._memory[begin + self._length : begin + length].splitlines():
+            start = _SIZE - WORDS
+            for line in self._memory[start + self._length : start + length].splitlines():
                 its_kind, *value = json.loads(line)
                 self._words[its_kind].append(value)
             self._length = length

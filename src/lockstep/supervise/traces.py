@@ -21,7 +21,7 @@ RECENT = 16
 KNOWN = 8192
 """Maximum number of collectives kept that some ranks have made and others have not."""
 
-Made = tuple[list[int], str, Note]
+RankCalls = tuple[list[int], str, Note]
 """Ranks that did the same, the line of the user's code, and the note."""
 
 
@@ -159,9 +159,9 @@ class Traces:
                 for note in trace.reading.notes(1)
             )
 
-    def made(self, keys: Collection[CollectiveKey]) -> list[Made]:
+    def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
         """Return what the ranks did in these collectives. Ranks that did the same are grouped."""
-        found: dict[tuple[object, ...], Made] = {}
+        found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):
                 for note in trace.reading.newest(RECENT):
