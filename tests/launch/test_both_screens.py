@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import disturb, kill, marked
+from tests.launch.sessions import disturb, kill, marked, started
 from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("two_nodes.py")
@@ -38,19 +37,9 @@ class Run:
             words = (
                 f"{name}import runpy, sys; sys.argv[0] = {str(SCRIPT)!r}; runpy.run_path({str(SCRIPT)!r}, run_name='x')"
             )
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "NODE_RANK": str(node), "MASTER_PORT": str(port)}
-            nodes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", words, what, strategy],
-                    cwd=folder,
-                    env={**environ, "MASTER_ADDR": "127.0.0.1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+            environ = {"NODE_RANK": str(node), "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+            command = (sys.executable, "-c", words, what, strategy)
+            nodes.append(started(folder, *command, stderr=subprocess.STDOUT, **environ))
         began = time.monotonic()
         self.disturbed = 0
         ended = threading.Event()

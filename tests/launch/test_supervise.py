@@ -27,7 +27,7 @@ from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.snapshot import RankPosition
-from tests.launch.sessions import members
+from tests.launch.sessions import members, started
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
 
@@ -95,16 +95,7 @@ class Run:
 def running(folder: Path, *words: str, session: bool = True) -> Iterator[Run]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, str(script), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=session,
-        preexec_fn=None if session else os.setpgrp,
-    ) as process:
+    with started(folder, sys.executable, str(script), *words, session=session, MASTER_ADDR="127.0.0.1") as process:
         run = Run(process)
         try:
             yield run
@@ -169,7 +160,7 @@ def test_an_error_before_the_first_trainer_is_told_with_its_line(tmp_path: Path)
     with running(tmp_path, "early", "1", "0") as run:
         code, errors = run.end()
         assert code == 1
-        assert errors[-1] == f"lockstep: rank 1 failed first, at {tmp_path}/train.py:8: KeyError: 'before its Trainer'"
+        assert errors[-1] == f"lockstep: rank 1 failed first, at {tmp_path}/train.py:10: KeyError: 'before its Trainer'"
         assert not run.is_left()
 
 
