@@ -291,7 +291,8 @@ class RankProcesses:
                 until = min(until, max(failures) + GRACE / 4)
             elif self.hurries and now >= max(moved, *failures) + GRACE / 4:
                 # gloo fails on ranks connected to an ended one; ranks connected to those wait for nothing
-                waiting = [self._waits_since(rank) for rank, time_ in zip(running, failures, strict=True) if not time_]
+                others = [rank for rank, failed_at in zip(running, failures, strict=True) if not failed_at]
+                waiting = [self._waits_since(rank) for rank in others]
                 if all(since is not None and now >= since + GRACE / 4 for since in waiting):
                     until = now
             if now >= until and not (now < latest and self._is_someone_ending()):

@@ -219,14 +219,14 @@ def watch_uncaught() -> None:
         EXCEPTHOOK.remove()
         hook = _Hook(sys.excepthook)
 
-        def install() -> Callable[[], object]:
-            sys.excepthook = hook
-            return undo
-
         def undo() -> None:
             hook.is_removed = True
             if sys.excepthook is hook:
                 sys.excepthook = hook.before
+
+        def install() -> Callable[[], object]:
+            sys.excepthook = hook
+            return undo
 
         EXCEPTHOOK.install(install)
 
