@@ -12,14 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
-from lockstep.supervise.collective_trace import (
-    COUNTED,
-    MESSAGES,
-    NOTED,
-    install_trace,
-    set_location,
-    take_down,
-)
+from lockstep.supervise.collective_trace import COUNTED, MESSAGES, NOTED, install_trace, set_location, take_down
 from lockstep.supervise.trace_memory import Reading, own
 from tests.tools.pool import RankPool
 

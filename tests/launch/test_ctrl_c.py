@@ -203,9 +203,5 @@ def test_a_signal_ends_a_rank_at_once_that_waits_for_the_others(number: int) -> 
 
 
 def test_a_signal_that_is_ignored_stays_so_while_ranks_meet() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with ending_at_once():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handled_by(signal.SIG_IGN), ending_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

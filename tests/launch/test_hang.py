@@ -17,13 +17,7 @@ from lockstep.supervise.trace_memory import Note
 from tests.launch.played import FIT, REDUCING, WORKING, note, past, position
 
 NOW = 100.0
-LOADING = Stack(
-    (
-        Frame("/me/data.py", 12, "__getitem__"),
-        Frame(f"{TORCH}utils/data/_utils/fetch.py", 2, "fetch"),
-        FIT,
-    )
-)
+LOADING = Stack((Frame("/me/data.py", 12, "__getitem__"), Frame(f"{TORCH}utils/data/_utils/fetch.py", 2, "fetch"), FIT))
 
 
 def snapshot(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:

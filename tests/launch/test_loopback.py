@@ -73,11 +73,7 @@ def test_no_socket_of_a_local_run_listens_on_another_address_than_loopback(
         "PYTHONPATH": PYTHONPATH,
     }
     ended = subprocess.run(
-        [sys.executable, *command, str(script), strategy],
-        capture_output=True,
-        timeout=120,
-        env=environ,
-        cwd=tmp_path,
+        [sys.executable, *command, str(script), strategy], capture_output=True, timeout=120, env=environ, cwd=tmp_path
     )
     assert ended.returncode == 0, ended.stderr.decode()
     addresses, interface = json.loads(ended.stdout.decode().splitlines()[0])

@@ -18,16 +18,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 def enter(collectives: TraceMemory, number: int = 1, **changed: int) -> int:
-    given = {
-        "payload": 0,
-        "location": 0,
-        "operation": 0,
-        "group": 0,
-        "phase": 0,
-        "flags": WHOLE,
-        "batch": -1,
-        "root": -1,
-    }
+    given = dict.fromkeys(("payload", "location", "operation", "group", "phase"), 0)
+    given |= {"flags": WHOLE, "batch": -1, "root": -1}
     return collectives.enter(number, **{**given, **changed})
 
 
