@@ -32,7 +32,7 @@ class Rank:
         self.stack = WORKING
         self.still = 0.0
         address = self.collectives.address
-        limits = {"hang_timeout": timeout, "hang_kill": kill}
+        limits: dict[str, Any] = {"hang_timeout": timeout, "hang_kill": kill}
         self.position = position(rank, process=os.getpid(), answers=str(rank), collectives=address, **limits)
 
     def enter(self, operation: str = "all_reduce") -> int:

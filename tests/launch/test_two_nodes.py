@@ -45,7 +45,7 @@ class World:
     def __init__(self, nodes: int = 2, limit: float = 60.0) -> None:
         self.ends: list[End] = []
         self.limit = limit
-        limits = {"hang_timeout": limit, "hang_kill": 1800.0}
+        limits: dict[str, Any] = {"hang_timeout": limit, "hang_kill": 1800.0}
         self.ranks = [RankSnapshot(rank, 0.0, position(rank, **limits)) for rank in range(nodes)]
         self.stacks: list[Stack | None] = [WORKING] * nodes
         self.monitors = [PlayedMonitor(self) for _ in range(nodes)]
@@ -165,7 +165,7 @@ class Lookouts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ends: list[End] = []
         self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
-        limits = {"hang_timeout": 3.0, "hang_kill": 20.0}
+        limits: dict[str, Any] = {"hang_timeout": 3.0, "hang_kill": 20.0}
         self.positions = [position(rank, process=rank + 1, answers=str(rank), **limits) for rank in range(2)]
         self.states = {1: "sleeps", 2: "sleeps"}
         self.stacks = {1: REDUCING, 2: WORKING}
