@@ -196,7 +196,7 @@ def killed(folder: Path, kills: list[tuple[int, Kill]], restarts: int) -> str:
     process = begin(["--devices", 2, "--max-restarts", restarts, SCRIPT, folder, *words], folder)
     text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
-    assert text.count("all ranks are started anew") == len(kills), text
+    assert text.count("all ranks are restarted") == len(kills), text
     return text
 
 
@@ -374,7 +374,7 @@ def test_a_script_that_keeps_failing_is_given_up_with_its_cause_as_the_last_line
     assert process.returncode == 3
     first, last = text.splitlines()
     assert re.fullmatch(
-        r"lockstep: rank 1 \(process \d+\) ended with exit code 3; all .* anew, and no restarts left", first
+        r"lockstep: rank 1 \(process \d+\) ended with exit code 3; all .* restarted \(no restarts left\)", first
     )
     assert re.fullmatch(r"lockstep: rank 1 \(process \d+\) ended with exit code 3", last)
 

@@ -27,7 +27,7 @@ def test_slurms_short_form(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["node[1-3", "node[3-1]", "node[a-b]", "node[]", "node1]", "node[1[2]]"])
 def test_what_is_no_list(text: str) -> None:
-    with pytest.raises(MisconfigurationException, match=r"is not as SLURM writes it.*set MASTER_ADDR"):
+    with pytest.raises(MisconfigurationException, match=r"is not in SLURM's format.*set MASTER_ADDR"):
         hostlist(text)
 
 
@@ -39,12 +39,12 @@ def test_tasks_on_each_node(text: str, counts: list[int]) -> None:
 
 
 def test_tasks_that_cannot_be_read() -> None:
-    with pytest.raises(MisconfigurationException, match=r"'2\(y3\)' are not as SLURM writes them"):
+    with pytest.raises(MisconfigurationException, match=r"'2\(y3\)' are not in SLURM's format"):
         tasks_per_node("2(y3)")
 
 
 def test_lsfs_hosts_and_slots() -> None:
     assert slots("launch 1 node1 4 node2 4") == {"launch": 1, "node1": 4, "node2": 4}
     assert slots("node1 2 node1 2") == {"node1": 4}
-    with pytest.raises(MisconfigurationException, match="LSB_MCPU_HOSTS='node1 node2' is not as LSF writes it"):
+    with pytest.raises(MisconfigurationException, match="LSB_MCPU_HOSTS='node1 node2' is not in LSF's format"):
         slots("node1 node2")

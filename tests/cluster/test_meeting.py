@@ -58,7 +58,9 @@ def test_a_port_that_is_taken() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(MisconfigurationException, match=rf"port {port} of .* is taken .*MASTER_PORT={port}\): set"):
+        with pytest.raises(
+            MisconfigurationException, match=rf"port {port} of .* is in use .*MASTER_PORT={port}\): set"
+        ):
             meet(world(0, port), LONG, {}, SHORT)
 
 
@@ -71,7 +73,7 @@ def test_a_master_that_cannot_be_reached(address: str) -> None:
 
 
 def test_ranks_that_do_not_come() -> None:
-    with pytest.raises(RuntimeError, match=r"not all of the 2 ranks came .* within 0.5 s \(1/2 clients joined\)"):
+    with pytest.raises(RuntimeError, match=r"not all of the 2 ranks joined .* within 0.5 s \(1/2 clients joined\)"):
         meet(world(0, free_port()), LONG, {}, SHORT)
 
 
@@ -129,7 +131,7 @@ def test_a_message_that_its_writer_did_not_finish_is_passed_over() -> None:
 def test_ranks_that_do_not_come_to_the_agents_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for rank, said in ((0, "not all of the 2 ranks came to the store"), (1, "rank 1 heard nothing of rank 0")):
+    for rank, said in ((0, "not all of the 2 ranks joined the store"), (1, "rank 1 received nothing from rank 0")):
         with pytest.raises(RuntimeError, match=rf"{said}.*MASTER_PORT={store.port} within {SHORT.total_seconds():g} s"):
             meet(World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port), LONG, environ, SHORT)
 

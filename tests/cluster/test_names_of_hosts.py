@@ -46,8 +46,8 @@ def test_node_0_listens_to_others_where_its_name_is_its_own_alone_here(named: No
     """It listened on 127.0.1.1, and the other nodes waited for five minutes."""
     hub = Hub(0, "node0", lambda *what: None)
     port, _ = hub.open("node0")
-    assert hub._door is not None
-    assert not hub._door.getsockname()[0].startswith("127.")
+    assert hub._server is not None
+    assert not hub._server.getsockname()[0].startswith("127.")
     hub.close()
     assert port
 
@@ -76,7 +76,7 @@ def test_gloo_is_told_an_interface_by_which_others_can_call(
     with caplog.at_level(logging.INFO, "lockstep"):
         let_others_call(ELSEWHERE)
     assert os.environ[INTERFACE] == "eth7"
-    assert "by its name, node0, which is 127.0.1.1 here (/etc/hosts): GLOO_SOCKET_IFNAME=eth7 is set" in caplog.text
+    assert "by its name node0, which is 127.0.1.1 here (/etc/hosts): GLOO_SOCKET_IFNAME=eth7 is set" in caplog.text
     monkeypatch.setenv(INTERFACE, "mine")
     let_others_call(ELSEWHERE)
     assert os.environ[INTERFACE] == "mine"

@@ -13,29 +13,15 @@ from lockstep.cluster.detect import Placement, detect, early_rank
 from lockstep.cluster.local import local_world, rank_variables
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
+from tests.cluster.variables import TORCHRUN, without
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "first",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "job",
-}
 BY_HAND = {"MASTER_ADDR": "first", "MASTER_PORT": "4000", "NODE_RANK": "1"}
-
-
-def without(environ: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in names}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rank": 4}, "rank 4 with a world size of 4: ranks are counted from 0 to 3"),
+        ({"rank": 4}, "rank 4 with a world size of 4: it has to be from 0 to 3"),
         ({"local_rank": 2}, "local rank 2 with a number of ranks on the node of 2"),
         ({"local_size": 5}, "world size of 4 with 2 node"),
         ({"port": 70000}, "port 70000"),
@@ -67,21 +53,15 @@ def test_ranks_of_all_nodes_are_counted_through(devices: int, nodes: int) -> Non
 
 
 def test_torchrun() -> None:
-    world = World(5, 8, 1, 4, 1, 2, "first", 29500)
-    assert (
-        detect(TORCHRUN, 4, 2)
-        == detect(TORCHRUN)
-        == detect(TORCHRUN, None, 2)
-        == Placement(world, True, "torchelastic")
-    )
-    alone = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE")
-    assert detect(alone, 4, 2).world == world
+    found = Placement(World(3, 4, 1, 2, 1, 2, "head", 29500), True, "torchelastic")
+    by_agent = {**without(TORCHRUN, "GROUP_WORLD_SIZE"), "TORCHELASTIC_RUN_ID": "job"}
+    assert detect(TORCHRUN, 2, 2) == detect(TORCHRUN) == detect(TORCHRUN, None, 2) == detect(by_agent, 2, 2) == found
 
 
 @pytest.mark.parametrize(
     ("devices", "nodes", "says"),
     [
-        (2, 1, r"devices=2, num_nodes=1 make 2 rank.*torchrun started 8.*devices=4, num_nodes=2"),
+        (2, 1, r"devices=2, num_nodes=1 make 2 rank.*torchrun started 4.*devices=2, num_nodes=2"),
         (None, 3, "num_nodes=3, but torchrun started 2"),
     ],
 )
@@ -93,7 +73,7 @@ def test_flags_against_torchrun(devices: int | None, nodes: int, says: str) -> N
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
 def test_torchrun_with_a_variable_missing(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"variable {name} is not set"):
-        detect(without(TORCHRUN, name), 4, 2)
+        detect({**without(TORCHRUN, name), "TORCHELASTIC_RUN_ID": "job"}, 2, 2)
 
 
 def test_another_number_of_devices_than_was_started() -> None:
@@ -119,7 +99,7 @@ def test_several_nodes_with_a_variable_missing(name: str) -> None:
 
 
 def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(MisconfigurationException, match="variable NODE_RANK is 'two': it has to be an integer"):
+    with pytest.raises(MisconfigurationException, match="variable NODE_RANK is 'two': set it to an integer"):
         detect({**BY_HAND, "NODE_RANK": "two"}, 2, 2)
     assert read_number({}, "NODE_RANK", default=3) == 3
 

@@ -43,7 +43,7 @@ GLOBALS = {
     "ground/rank.py": {"_warned": "what was warned of once", "rank_zero_only": "this process' rank"},
     "supervise/stack_request.py": {
         "_file": "where answers lie",
-        "_bell": "how one asks",
+        "_wake_pipe": "how a stack is requested",
         "_where": "what answers say first",
     },
     "supervise/status.py": {"_rank": "this process as a rank"},

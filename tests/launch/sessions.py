@@ -14,6 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def started(
+    folder: Path, *command: str, stderr: int = subprocess.PIPE, session: bool = True, **environ: str
+) -> subprocess.Popen[str]:
+    """A command in a session of its own, or else in a process group, whose ranks have one thread each."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=session,
+        preexec_fn=None if session else os.setpgrp,
+    )
+
+
 def members(session: int) -> list[int]:
     """The processes of a session that are not yet gone."""
     found = []
@@ -104,16 +121,7 @@ class Watched:
     """
 
     def __init__(self, script: Path, folder: Path, *arguments: str, meets: Callable[[int], None] | None = None) -> None:
-        with subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with started(folder, sys.executable, str(script), *arguments, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
             said = []
             try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _take, _variables, clear_away
+from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _lock, _variables, clear_away
 
 
 def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path:
     for folder in (own, fresh, other):
         folder.mkdir()
         (folder / "cause-1").write_text("rank 1 failed first")
-    held = _take(own)
+    held = _lock(own)
     assert held is not None
     for folder in (own, other):
         os.utime(folder, times=(time.time() - 2 * FRESH,) * 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import disturb, kill, marked
+from tests.launch.sessions import disturb, kill, marked, started
 from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("two_nodes.py")
@@ -38,19 +37,9 @@ class Run:
             words = (
                 f"{name}import runpy, sys; sys.argv[0] = {str(SCRIPT)!r}; runpy.run_path({str(SCRIPT)!r}, run_name='x')"
             )
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "NODE_RANK": str(node), "MASTER_PORT": str(port)}
-            nodes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", words, what, strategy],
-                    cwd=folder,
-                    env={**environ, "MASTER_ADDR": "127.0.0.1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+            environ = {"NODE_RANK": str(node), "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+            command = (sys.executable, "-c", words, what, strategy)
+            nodes.append(started(folder, *command, stderr=subprocess.STDOUT, **environ))
         began = time.monotonic()
         self.disturbed = 0
         ended = threading.Event()
@@ -89,6 +78,7 @@ class Run:
         ("shape", "ddp", False, r"rank 0 .*float32 \(2,\) SUM, SHAPE .*; rank 1 .*float32 \(1002,\) SUM, SHAPE"),
         ("stopped", "ddp", True, r"rank 1 is stopped, STOPPED \(SIGSTOP\), and rank 0 waits in reducing gradients"),
         ("caught", "ddp", True, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
+        ("raise", "ddp", False, r"rank 1 on \S+ failed first, at RAISE: ValueError: no such label"),
         ("left", "fsdp", False, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
         ("gone", "ddp", True, r"rank 0 on \S+ failed first, at GONE: sys.exit\(0\) in the middle of the run"),
     ],
@@ -101,6 +91,7 @@ def test_both_screens_end_with_the_first_cause(
     for lines in run.lines:
         assert re.search(says.replace(what.upper(), place), lines[-1]), "\n".join(lines)
     assert 0 not in run.codes
+    assert what != "raise" or not any("closed by peer" in line for line in run.lines[0])
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 from lockstep.supervise.hub import Hub
 
 SECONDS = 20
-EVERY_DAY, ALL = 500, 10_000
 VALUES: list[Any] = [
     *("", "é", "\ud800", "\x1b[2J", "x" * 5000, "\0", "node", 0, 1, -1, 1.5, 10**30, float("nan"), float("inf"), True),
     *(None, [], {}, ["a"], {"a": {}}, [[[[[]]]]], [None, {}]),
@@ -77,7 +76,7 @@ def test_messages_without_sense_of_a_node_change_nothing(
         one.hub._pass("x", json.dumps({"topic": value, "to": 0}).encode() + b"\n", 0)
         one.hub._pass("x", json.dumps({"node": value, "topic": "news", "to": 0}).encode() + b"\n", 0)
     is_served(nodes, 3)
-    assert capfd.readouterr().err.count("makes no sense") == 1
+    assert capfd.readouterr().err.count("could not be read") == 1
     assert zero.hub.nodes[:1] == [1]
 
 

@@ -9,8 +9,9 @@ import pytest
 from lockstep.checkpoint.sharded import OnRank
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
-from lockstep.supervise.causes import Cause, Divergence, Stand, cause_of, first_cause, strayed
+from lockstep.supervise.causes import Cause, Divergence, cause_of, endless_wait, first_cause
 from lockstep.supervise.mailbox import Mailbox, leave_note
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 
 
@@ -55,10 +56,10 @@ def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
 def test_notes_tell_where_a_rank_stands() -> None:
     notes = Mailbox()
     assert not notes.is_inside(1)
-    came = Stand(1, 2.0, 1, True, "train.py:9", 77, "/proc/77/fd/5")
+    came = RankPosition(1, 2.0, 1, True, "train.py:9", 77, "/proc/77/fd/5")
     leave_note(notes.address, came)
-    assert (notes.is_inside(1), notes.is_inside(0), notes.stands()) == (True, False, {1: came})
-    leave_note(notes.address, Stand(1, 3.0, 1, False, "train.py:9"))
+    assert (notes.is_inside(1), notes.is_inside(0), notes.positions()) == (True, False, {1: came})
+    leave_note(notes.address, RankPosition(1, 3.0, 1, False, "train.py:9"))
     notes.close()
     assert not notes.is_inside(1)
 
@@ -88,18 +89,18 @@ def test_first_cause(ended: list[Ended], noted: list[Cause], first: Ended | Caus
 
 
 EXITED = Ended(1, 100, 0, at=10.0)
-LEFT = Stand(1, 8.0, 1, False, "train.py:9")
+LEFT = RankPosition(1, 8.0, 1, False, "train.py:9")
 
 
 @pytest.mark.parametrize(
-    ("ended", "noted", "stands", "says"),
+    ("ended", "noted", "positions", "says"),
     [
         pytest.param([], [lost(0, 9.0), cause(1, 9.2)], {}, "rank 1 failed first", id="the loss is seen first"),
         pytest.param([EXITED], [lost(0, 9.9)], {}, r"rank 1 \(process 100\) ended in the middle", id="os._exit(0)"),
         pytest.param(
             [],
             [lost(0, 9.0)],
-            {1: LEFT, 0: Stand(0, 1.0, 1, True, "train.py:9")},
+            {1: LEFT, 0: RankPosition(0, 1.0, 1, True, "train.py:9")},
             "rank 1 left the call at train.py:9, and rank 0 waits for it in reducing gradients",
             id="one came out early",
         ),
@@ -114,10 +115,10 @@ LEFT = Stand(1, 8.0, 1, False, "train.py:9")
     ],
 )
 def test_a_lost_connection_is_a_consequence(
-    ended: list[Ended], noted: list[Cause], stands: dict[int, Stand], says: str
+    ended: list[Ended], noted: list[Cause], positions: dict[int, RankPosition], says: str
 ) -> None:
     """The innocent rank, whose connection was closed, was named as the one that had failed first."""
-    assert re.search(says, str(first_cause(ended, noted, stands)))
+    assert re.search(says, str(first_cause(ended, noted, positions)))
 
 
 def test_an_exception_that_a_script_caught_is_the_cause_of_what_others_lose() -> None:
@@ -135,8 +136,8 @@ def stack(*functions: str) -> Stack:
 BACKWARD, BARRIER, OWN = stack("finish", "train"), stack("all_reduce", "barrier", "train"), stack("train")
 
 
-def inside(*calls: int) -> dict[int, Stand]:
-    return {rank: Stand(rank, 1.0, call, True, "train.py:7") for rank, call in enumerate(calls)}
+def inside(*calls: int) -> dict[int, RankPosition]:
+    return {rank: RankPosition(rank, 1.0, call, True, "train.py:7") for rank, call in enumerate(calls)}
 
 
 def test_what_another_ranks_error_makes_of_a_rank_is_never_the_first_cause() -> None:
@@ -150,12 +151,12 @@ def test_what_another_ranks_error_makes_of_a_rank_is_never_the_first_cause() -> 
 
 
 def test_ranks_that_wait_at_different_places_have_strayed() -> None:
-    found = strayed(inside(1, 1, 1), {0: BACKWARD, 1: BACKWARD, 2: BARRIER}, everyone=True)
+    found = endless_wait(inside(1, 1, 1), {0: BACKWARD, 1: BACKWARD, 2: BARRIER}, everyone=True)
     assert re.search("rank 2 in strategy.barrier .*; ranks 0, 1 in reducing gradients", str(found))
 
 
 @pytest.mark.parametrize(
-    ("stands", "stacks", "everyone"),
+    ("positions", "stacks", "everyone"),
     [
         pytest.param(inside(1, 1), {0: BACKWARD, 1: BACKWARD}, True, id="at the same place"),
         pytest.param(inside(1, 1), {0: BARRIER}, True, id="one of them works"),
@@ -165,13 +166,13 @@ def test_ranks_that_wait_at_different_places_have_strayed() -> None:
     ],
 )
 def test_ranks_that_may_go_on_have_not_strayed(
-    stands: dict[int, Stand], stacks: dict[int, Stack], everyone: bool
+    positions: dict[int, RankPosition], stacks: dict[int, Stack], everyone: bool
 ) -> None:
-    assert strayed(stands, stacks, everyone) is None
+    assert endless_wait(positions, stacks, everyone) is None
 
 
 def test_who_waits_for_one_that_left_or_ended_has_strayed() -> None:
-    assert "rank 1 left the call" in str(strayed({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
-    ended = Stand(1, 8.0, 0, False, "", ended=True)
-    assert "rank 1 made no call and came to its end" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
-    assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)
+    assert "rank 1 left the call" in str(endless_wait({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
+    ended = RankPosition(1, 8.0, 0, False, "", ended=True)
+    assert "rank 1 made no call and ended" in str(endless_wait({**inside(1), 1: ended}, {0: BARRIER}, True))
+    assert isinstance(endless_wait({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)

@@ -12,14 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
-from lockstep.supervise.collective_trace import (
-    COUNTED,
-    MESSAGES,
-    NOTED,
-    install_trace,
-    set_location,
-    take_down,
-)
+from lockstep.supervise.collective_trace import COUNTED, MESSAGES, NOTED, install_trace, set_location, take_down
 from lockstep.supervise.trace_memory import Reading, own
 from tests.tools.pool import RankPool
 
@@ -123,7 +116,7 @@ def _notes_of_each_kind() -> list[tuple[Any, ...]]:
     return [
         *[
             (
-                {"recv": "send"}.get(note.operation, note.named),
+                {"recv": "send"}.get(note.operation, note.name),
                 note.payload,
                 note.members,
                 note.whole,
@@ -177,7 +170,7 @@ def _past_the_gate(more: bool) -> list[tuple[str, bool, str]]:
         if more and not dist.get_rank():
             dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2))
-        return [(note.named, note.whole, note.group) for note in reading.notes(count + 1)]
+        return [(note.name, note.whole, note.group) for note in reading.notes(count + 1)]
     finally:
         take_down()
 

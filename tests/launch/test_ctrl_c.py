@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import stack, status
-from lockstep.supervise.signals import PASS, SignalPipe, ending_at_once, hear, interruptible, pass_on
+from lockstep.supervise.signals import PASS, SignalPipe, accept_ctrl_c, ending_at_once, interruptible, pass_on
 
 
 class Loop:
@@ -104,7 +104,7 @@ def test_one_that_is_passed_on_between_calls_has_no_effect() -> None:
     assert PASS is not None
     before = signal.getsignal(PASS)
     try:
-        hear()
+        accept_ctrl_c()
         pass_on(os.getpid())
     finally:
         signal.signal(PASS, before)
@@ -131,14 +131,14 @@ def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
     def listen() -> None:
         press()
         while not heard or not heard[-1]:
-            heard.append(ear.heard())
+            heard.append(ear.presses())
 
     listener = threading.Thread(target=listen)
     try:
         with interruptible(loop.ask, loop.end), ear.listening():
             listener.start()
             listener.join(20)
-            assert ear.heard() == 0
+            assert ear.presses() == 0
         press_in_silence(ear)
     finally:
         ear.close()
@@ -149,7 +149,7 @@ def press_in_silence(ear: SignalPipe) -> None:
     """After listening, nothing is heard."""
     with interruptible(lambda: None, lambda: None):
         press()
-    assert ear.heard() == 0
+    assert ear.presses() == 0
 
 
 def test_an_ear_leaves_another_listener_alone() -> None:
@@ -179,7 +179,7 @@ def test_an_interrupt_does_not_tell_of_others_that_were_interrupted_a_moment_ear
             finally:
                 raise KeyboardInterrupt
         except KeyboardInterrupt as error:
-            status._leave_out_lost(error)
+            status._drop_lost(error)
             return error
 
     assert interrupted(made["recv"]).__context__ is None
@@ -203,9 +203,5 @@ def test_a_signal_ends_a_rank_at_once_that_waits_for_the_others(number: int) -> 
 
 
 def test_a_signal_that_is_ignored_stays_so_while_ranks_meet() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with ending_at_once():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handled_by(signal.SIG_IGN), ending_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -10,34 +10,31 @@ import torch
 from lockstep.launch.environment import number_devices
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
 
 
-@pytest.mark.usefixtures("three_gpus")
-def test_they_are_set_on_ones_own_machine() -> None:
-    environ: dict[str, str] = {}
-    number_devices(False, environ)
-    assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0,1,2"}
+USERS = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.usefixtures("three_gpus")
-def test_the_users_stay() -> None:
-    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": ""}
-    number_devices(False, environ)
-    assert environ == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize(
+    ("by_a_cluster", "before", "after"),
+    [
+        (False, {}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0,1,2"}),
+        (False, USERS, USERS),
+        (True, {}, {}),
+    ],
+)
+def test_they_are_set_where_neither_the_user_nor_a_cluster_does(
+    by_a_cluster: bool, before: dict[str, str], after: dict[str, str]
+) -> None:
+    environ = dict(before)
+    number_devices(by_a_cluster, environ)
+    assert environ == after
 
 
-@pytest.mark.usefixtures("three_gpus")
-def test_on_a_cluster_nothing_is_set() -> None:
-    environ: dict[str, str] = {}
-    number_devices(True, environ)
-    assert environ == {}
-
-
-@pytest.mark.usefixtures("three_gpus")
 def test_others_get_the_names_of_gpus_that_this_process_has_counted_by_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 went on by speed and its children by the bus: on unlike GPUs two ranks took one card."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

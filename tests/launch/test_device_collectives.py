@@ -18,7 +18,8 @@ from lockstep.supervise.hang import diverged, overdue
 from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import LAG, Reading
-from tests.launch.test_hang import past, snapshot
+from tests.launch.played import past
+from tests.launch.test_hang import snapshot
 from tests.tools.pool import RankPool
 
 # -- counting
@@ -57,7 +58,7 @@ def _two_backends() -> list[tuple[str, bool, str, str]]:
         dist.all_gather_object([None, None], far.device, group=group)
         dist.all_reduce(torch.ones(2), group=group)
         on_device(far, group=group)
-        return [(note.named, note.whole, note.group, note.operation) for note in reading.notes(before + 1)]
+        return [(note.name, note.whole, note.group, note.operation) for note in reading.notes(before + 1)]
     finally:
         take_down()
         dist.destroy_process_group(group)
@@ -112,7 +113,7 @@ def test_messages_that_a_backend_does_not_count_are_no_gap(monkeypatch: pytest.M
         reduce(torch.ones(2), group=group)
         message(torch.ones(2), 1, group=group)
     notes = [note for note in reading.notes(before + 1) if note.operation == "all_reduce"]
-    assert [(note.named, note.whole, note.group) for note in notes] == [
+    assert [(note.name, note.whole, note.group) for note in notes] == [
         (f"all_reduce #{number}", True, "apart") for number in (1, 2, 3)
     ]
 

@@ -117,9 +117,9 @@ def test_a_rank_is_as_a_fresh_process() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"can_fork": False}, "no forks: use strategy='ddp_spawn'"),
-        ({"cuda": True}, "CUDA is in use.* use strategy='ddp_spawn'"),
-        ({"threads": ["python", "pt_autograd_0"]}, "a backward has run .*GPUs.* use strategy='ddp_spawn'"),
+        ({"can_fork": False}, "does not support forks: use strategy='ddp_spawn'"),
+        ({"cuda": True}, "it has used CUDA.* use strategy='ddp_spawn'"),
+        ({"threads": ["python", "pt_autograd_0"]}, "it has run a backward .*GPUs.* use strategy='ddp_spawn'"),
         ({"group": True}, r"process group.*destroy_process_group\(\).* use strategy='ddp_spawn'"),
     ],
 )
@@ -128,14 +128,14 @@ def test_what_cannot_be_copied_is_refused(wrong: dict[str, Any], says: str, monk
     assert obstacle(**fine) is None
     reason = obstacle(**{**fine, **wrong})
     monkeypatch.setattr(spawn, "why_not", lambda: reason)
-    with pytest.raises(MisconfigurationException, match=f"strategy='ddp_fork' copies .*process, but .*{says}"):
+    with pytest.raises(MisconfigurationException, match=f"strategy='ddp_fork' forks .*process, but .*{says}"):
         ForkLauncher(TWO).launch(print)
 
 
 def test_cuda_that_only_a_copy_finds_broken_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(spawn, "is_there", lambda kind: kind == "cuda")
-    with pytest.raises(RuntimeError, match=r"'ddp_fork': rank \d failed first.*CUDA is in use.*'ddp_spawn'"):
+    with pytest.raises(RuntimeError, match=r"'ddp_fork': rank \d failed first.*it has used CUDA.*'ddp_spawn'"):
         ForkLauncher(TWO).launch(print)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.environment import BY_NVML, ask_nvml
+from tests.tools.fresh import PYTHONPATH
 
 SCRIPT = """
 import os
 import torch
-from torch.utils.data import DataLoader
 
 asked = []
 
@@ -27,25 +27,11 @@ def is_available():  # as torch's where there is a driver: without NVML it start
 
 torch.cuda.is_available = is_available
 torch.cuda._is_in_bad_fork = lambda: bool(asked) and os.getpid() not in asked
-from lockstep import LightningModule, Trainer
-
-
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
+from tests.loop.pieces import Slope, numbers, quiet
 
 if __name__ == "__main__":
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="auto", devices=2, strategy="ddp_fork", max_steps=2, **quiet)
-    trainer.fit(Net(), DataLoader(torch.randn(8, 2), 2))
+    trainer = quiet(accelerator="auto", devices=2, strategy="ddp_fork", max_steps=2)
+    trainer.fit(Slope(), numbers(8, 2))
     print("fitted", trainer.global_step)
 """
 
@@ -61,6 +47,6 @@ def test_nvml_is_asked_unless_the_user_says_otherwise(users: str | None) -> None
 def test_ranks_are_forked_where_there_are_gpus(tmp_path: Path) -> None:
     script = tmp_path / "forks.py"
     script.write_text(SCRIPT)
-    environ = {name: value for name, value in os.environ.items() if name != BY_NVML}
+    environ = {name: value for name, value in os.environ.items() if name != BY_NVML} | {"PYTHONPATH": PYTHONPATH}
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=environ)
     assert "fitted 2" in found.stdout, found.stderr

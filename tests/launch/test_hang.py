@@ -8,60 +8,20 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise.causes import Stand
-from lockstep.supervise.changes import Changes, taken_in
+from lockstep.supervise.changes import Changes, apply
 from lockstep.supervise.hang import diverged, overdue, stopped
+from lockstep.supervise.hang_text import describe
 from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot
-from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.stack import TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
+from tests.launch.played import FIT, REDUCING, WORKING, note, past, position
 
 NOW = 100.0
-REDUCING = Stack(
-    (
-        Frame(f"{LOCKSTEP}engines/ddp/shared_memory.py", 1, "wait"),
-        Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"),
-        Frame(f"{LOCKSTEP}loop/fit.py", 3, "epoch"),
-        Frame("/me/fit.py", 7, "<module>"),
-    )
-)
-LOADING = Stack(
-    (
-        Frame("/me/data.py", 12, "__getitem__"),
-        Frame(f"{TORCH}utils/data/_utils/fetch.py", 2, "fetch"),
-        Frame("/me/fit.py", 7, "<module>"),
-    )
-)
-WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
-
-
-def note(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
-    given = {
-        "index": number,
-        "number": number,
-        "operation": operation,
-        "group": "0",
-        "members": (0, 1, 2),
-        "payload": "",
-        "elements": -1,
-        "location": f"/me/train.py:{number}",
-        "function": "training_step",
-        "phase": "",
-        "batch": -1,
-        "root": -1,
-        "entered": 40.0,
-        "left": None,
-        "done": None,
-        "whole": True,
-    }
-    return Note(**{**given, **changed})
-
-
-def past(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
-    return note(number, operation, left=41.0, done=41.0, **changed)
+LOADING = Stack((Frame("/me/data.py", 12, "__getitem__"), Frame(f"{TORCH}utils/data/_utils/fetch.py", 2, "fetch"), FIT))
 
 
 def snapshot(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:
-    return RankSnapshot(rank, NOW, Stand(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
+    return RankSnapshot(rank, NOW, position(rank), notes=notes, **changed)
 
 
 def text(snapshots: list[RankSnapshot]) -> str:
@@ -134,8 +94,8 @@ def test_who_waits_for_whom_is_told() -> None:
 
 
 def test_a_worker_of_a_loader_tells_where_it_is() -> None:
-    queue = Stack((Frame(f"{TORCH}utils/data/dataloader.py", 2, "_get_data"), Frame("/me/fit.py", 7, "<module>")))
-    assert snapshot(2, stack=queue, worker=LOADING).described() == "is in its data loader, /me/data.py:12"
+    queue = Stack((Frame(f"{TORCH}utils/data/dataloader.py", 2, "_get_data"), FIT))
+    assert describe(snapshot(2, stack=queue, worker=LOADING)) == "is in its data loader, /me/data.py:12"
 
 
 def test_what_has_changed_of_ranks_travels_as_json() -> None:
@@ -146,7 +106,7 @@ def test_what_has_changed_of_ranks_travels_as_json() -> None:
     for told in ([one, other], later, later):
         message = json.dumps(changes.of(told, told[0].at))
         changes.keep()
-        there = taken_in(there, json.loads(message))
+        there = apply(there, json.loads(message))
         sizes.append(len(message))
     assert there == {1: later[0], 2: later[1]}
     assert sizes[2] < 60 < sizes[1] < sizes[0]
@@ -169,7 +129,7 @@ def test_a_rank_that_goes_on_as_it_did_is_not_told_again() -> None:
         ]
         message = changes.of(now, 100.0 + second)
         changes.keep()
-        there = taken_in(there, message)
+        there = apply(there, message)
         told.append(([each["rank"] for each in message["ranks"]], message["gone"]))
         assert there.keys() == {each.rank for each in now}
         for each in now:

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import hang_monitor
-from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 from lockstep.supervise.traces import MOST
-from tests.launch.ends import End
-
-REDUCING = Stack((Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
-WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
+from tests.launch.played import REDUCING, WORKING, End, position
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -34,10 +31,9 @@ class Rank:
         self.number = 0
         self.stack = WORKING
         self.still = 0.0
-        self.stand = Stand(
-            rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), collectives=self.collectives.address
-        )
-        self.stand = Stand(**{**vars(self.stand), "hang_timeout": timeout, "hang_kill": kill})
+        address = self.collectives.address
+        limits: dict[str, Any] = {"hang_timeout": timeout, "hang_kill": kill}
+        self.position = position(rank, process=os.getpid(), answers=str(rank), collectives=address, **limits)
 
     def enter(self, operation: str = "all_reduce") -> int:
         self.number += 1
@@ -64,8 +60,8 @@ class Scene:
 
     def look(self, later: float = 0.0) -> Divergence | None:
         """What is seen, so many seconds from now."""
-        inside = {rank.stand.rank: rank.stand for rank in self.ranks}
-        still = {rank.stand.rank: rank.still for rank in self.ranks}
+        inside = {rank.position.rank: rank.position for rank in self.ranks}
+        still = {rank.position.rank: rank.still for rank in self.ranks}
         return self.lookout.look(inside, still, time.monotonic() + later)
 
     def ask(self, process: int, answers: str) -> Stack:
@@ -105,7 +101,7 @@ def test_swapped_calls_are_found_after_the_fact(scene: Callable[..., Scene]) -> 
 def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: Callable[..., Scene]) -> None:
     played = scene()
     for rank in played.ranks:
-        rank.make("barrier" if rank.stand.rank else "all_reduce")
+        rank.make("barrier" if rank.position.rank else "all_reduce")
         for _ in range(MOST):
             rank.make()
     assert played.look() is None
@@ -116,7 +112,7 @@ def test_since_when_a_rank_waits_is_that_of_its_newest_collective(scene: Callabl
     played = scene()
     rank = played.ranks[1]
     assert played.lookout.traces.waits_since(1) is None  # its trace is not open
-    played.lookout.traces.open({1: rank.stand})
+    played.lookout.traces.open({1: rank.position})
     assert played.lookout.traces.waits_since(1) is None
     rank.make("barrier")
     assert played.lookout.traces.waits_since(1) is None
@@ -144,7 +140,7 @@ def test_a_rank_that_keeps_others_waiting_is_told_once(
     said = capsys.readouterr().err
     assert said.count("lockstep: ") == 1
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #1, /me/train.py:1" in said
-    assert "the run goes on, and ends after hang_kill=1800 s of waiting" in said
+    assert "the run continues, and ends after hang_kill=1800 s of waiting" in said
 
 
 def test_a_rank_that_keeps_others_devices_waiting_is_told(
@@ -166,7 +162,7 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     said = capsys.readouterr().err
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #2 (queued on its device)" in said
     found = str(played.lookout.divergence())  # where the device's backend aborts rank 0
-    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others do not come out: rank 0 waits in a")
+    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others cannot continue: rank 0 waits")
     played.ranks[1].make()
     played.ranks[0].collectives.complete(index)
     assert "all_reduce #3" in str(played.lookout.divergence())
@@ -178,7 +174,7 @@ def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]
     played = scene(3.0, 20.0)
     played.ranks[0].queue()
     played.ranks[0].collectives.watched()
-    assert "hang_kill=20 s are over" in str(played.look(25.0))
+    assert "ended after hang_kill=20 s" in str(played.look(25.0))
 
 
 def test_ranks_whose_stacks_alone_wait_are_told(
@@ -206,7 +202,7 @@ def test_a_run_that_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None
     assert played.look(29.0) is None
     found = played.look(31.0)
     assert "rank 0 waits in all_reduce #1" in str(found)
-    assert str(found).endswith("hang_kill=30 s are over")
+    assert str(found).endswith("ended after hang_kill=30 s of waiting")
 
 
 def test_what_was_rest_before_it_was_a_wait_does_not_count(scene: Callable[..., Scene]) -> None:
@@ -268,6 +264,6 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_does_not_loo
     one.look(4.5)
     assert capfd.readouterr().err == ""
     assert one.lookout.others is not None
-    one.lookout.others._wanted_at -= 60.0
+    one.lookout.others._requested_at -= 60.0
     one.look(20.0)
     assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.causes import Cause, also_failed, cause_of, is_told, judgement
+from lockstep.supervise.causes import Cause, also_failed, cause_of, is_printed, judgement
 from lockstep.supervise.screen_text import MOST, REASON, one_line, printable, reason_of
 from tests.scripts.in_rank import run_script
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
 from tests.tools.pool import RankPool
+
+ON_PATH = {"PYTHONPATH": PYTHONPATH}
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [
@@ -56,28 +58,19 @@ def test_a_long_reason_keeps_its_advice() -> None:
 
 SCRIPT = """
 import sys
-import torch
-from torch.utils.data import DataLoader
-import lockstep
+from tests.loop.pieces import Slope, numbers, quiet
 
-class Module(lockstep.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+class Module(Slope):
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_rank == 1 and batch_idx == 1:
+        if self.global_rank == 1 and batch_idx == 1:
             {what}
-        return self.layer(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 def broken(*args):
     raise OSError("the hook")
 
 sys.excepthook = {hook}
-loader = DataLoader(torch.zeros(16, 1), batch_size=2)
-lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-                 enable_progress_bar=False, enable_model_summary=False).fit(Module(), loader)
+quiet(devices=2, max_epochs=1).fit(Module(), numbers(16, 2))
 """
 
 
@@ -102,9 +95,9 @@ def test_the_last_line_of_a_script(ranks: RankPool, tmp_path: Path, what: str, h
     """A message of 6 MB ended the script with 137; a broken excepthook had everything printed twice."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(what=what, hook=hook))
-    (ended,) = run_script(ranks, script, folder=tmp_path)
+    (ended,) = run_script(ranks, script, folder=tmp_path, environ=ON_PATH)
     lines = ended.stderr.rstrip("\n").split("\n")
-    assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:13: {says}")
+    assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:8: {says}")
     assert len(lines) <= 40
     assert ended.returncode == 1
 
@@ -116,10 +109,10 @@ def _note(rank: int, reason: str = "ValueError: no", location: str = "train.py:7
 def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
     """Eight ranks that failed alike printed eight tracebacks."""
     notes = [_note(rank) for rank in range(8)]
-    assert also_failed(notes[0], notes) == ["ranks 1-7 failed alike"]
-    assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed alike"]
-    assert is_told(notes[0], [5], notes)
-    assert not is_told(notes[0], [5])
+    assert also_failed(notes[0], notes) == ["ranks 1-7 failed in the same way"]
+    assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed in the same way"]
+    assert is_printed(notes[0], [5], notes)
+    assert not is_printed(notes[0], [5])
     assert also_failed(notes[0], [_note(1, lost=True)]) == []
 
 
@@ -127,7 +120,7 @@ FAILS_ALIKE = """
 import os, resource, signal, sys
 import torch
 from torch.utils.data import DataLoader
-import lockstep
+from tests.loop.pieces import Slope, quiet
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
@@ -138,16 +131,11 @@ class Numbers(torch.utils.data.Dataset):
             os.kill(os.getpid(), signal.SIGSEGV)
         return torch.zeros(1)
 
-class Module(lockstep.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+class Module(Slope):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and sys.argv[1] == "chain":
             fail(60)
-        return self.layer(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 def fail(left):
     try:
@@ -158,9 +146,7 @@ def fail(left):
         raise
 
 loader = DataLoader(Numbers(), batch_size=2, num_workers=2 * (sys.argv[1] == "worker"))
-lockstep.Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=sys.argv[3], max_epochs=1, logger=False,
-                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                 ).fit(Module(), loader)
+quiet(devices=int(sys.argv[2]), strategy=sys.argv[3], max_epochs=1).fit(Module(), loader)
 """
 
 
@@ -181,30 +167,23 @@ def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: st
     script.write_text(FAILS_ALIKE)
     words = [what, str(devices), strategy]
     if devices == 1 and strategy == "auto":
-        (ended,) = run_script(ranks, script, *words, folder=tmp_path)
+        (ended,) = run_script(ranks, script, *words, folder=tmp_path, environ=ON_PATH)
     else:
-        ended = python(script, *words, folder=tmp_path, seconds=120)
+        ended = python(script, *words, folder=tmp_path, seconds=120, **ON_PATH)
     lines = [line for line in ended.stderr.rstrip("\n").split("\n") if not line.startswith("memory of rank 0")]
     assert ended.returncode == 1
     assert len(lines) <= 40
     assert ("KeyError: 0" if what == "chain" else "DataLoader worker") in lines[-1]
     if devices > 2:
         assert len(lines) <= MOST + 2
-        assert any("failed alike" in line for line in lines)
+        assert any("failed in the same way" in line for line in lines)
 
 
 GATHERS = """
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-import lockstep
+from tests.loop.pieces import Slope, numbers, quiet
 
-class Module(lockstep.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
+class Module(Slope):
     def validation_step(self, batch, batch_idx):
         self.log("value", batch.mean())
     def on_validation_epoch_end(self):
@@ -212,8 +191,6 @@ class Module(lockstep.LightningModule):
             self.all_gather(torch.zeros(1000))
     def on_train_start(self):
         {fsdp}
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 def shard(rank):
     from torch.distributed.device_mesh import init_device_mesh
@@ -226,18 +203,15 @@ def shard(rank):
     layers(torch.zeros(1, 64))
     layers[rank](torch.zeros(1, 64))  # rank 1 skips a layer
 
-loader = DataLoader(torch.zeros(16, 1), batch_size=2)
-lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, strategy="ddp",
-                 enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-                 ).fit(Module(), loader, loader)
+quiet(devices=2, max_epochs=1, strategy="ddp", num_sanity_val_steps=0).fit(Module(), numbers(16, 2), numbers(16, 2))
 """
 
 
 @pytest.mark.parametrize(
     ("fsdp", "line", "operation"),
     [
-        pytest.param("pass", 17, "all_gather", id="all_gather"),
-        pytest.param("shard(self.global_rank)", 32, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
+        pytest.param("pass", 10, "all_gather", id="all_gather"),
+        pytest.param("shard(self.global_rank)", 23, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_gather_other_sizes_are_named(
@@ -246,7 +220,7 @@ def test_ranks_that_gather_other_sizes_are_named(
     """gloo aborts a rank then, and the last line was "killed by SIGABRT"."""
     script = tmp_path / "train.py"
     script.write_text(GATHERS.format(fsdp=fsdp))
-    (ended,) = run_script(ranks, script, folder=tmp_path)
+    (ended,) = run_script(ranks, script, folder=tmp_path, environ=ON_PATH)
     lines = ended.stderr.rstrip("\n").split("\n")
     assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr
     assert f"{script}:{line}" in lines[-1]

@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.cluster.local import INTERFACE
 from lockstep.supervise.hub import Hub
+from tests.tools.fresh import PYTHONPATH
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 
@@ -36,24 +37,15 @@ def say():
     print(json.dumps([listening(), os.environ.get("GLOO_SOCKET_IFNAME")]), flush=True)
 """
 SCRIPT = f"""{LISTENING}
-import torch
-from torch.utils.data import DataLoader
-import lockstep
+from tests.loop.pieces import Slope, numbers, quiet
 
-class Module(lockstep.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+class Module(Slope):
     def training_step(self, batch, batch_idx):
         if batch_idx == 2 and self.global_rank == 0:
             say()
-        return self.layer(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
-lockstep.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=4, logger=False,
-                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                 ).fit(Module(), DataLoader(torch.zeros(16, 1), batch_size=2))
+quiet(devices=2, strategy=sys.argv[1], max_steps=4).fit(Module(), numbers(16, 2))
 """
 
 
@@ -75,14 +67,13 @@ def test_no_socket_of_a_local_run_listens_on_another_address_than_loopback(
     """The store of the agent of `lockstep run` listened on all interfaces."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    environ = {name: value for name, value in os.environ.items() if name != INTERFACE} | {"OMP_NUM_THREADS": "1"}
-    environ["OF_THIS_TEST"] = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if name != INTERFACE} | {
+        "OMP_NUM_THREADS": "1",
+        "OF_THIS_TEST": uuid.uuid4().hex,
+        "PYTHONPATH": PYTHONPATH,
+    }
     ended = subprocess.run(
-        [sys.executable, *command, str(script), strategy],
-        capture_output=True,
-        timeout=120,
-        env=environ,
-        cwd=tmp_path,
+        [sys.executable, *command, str(script), strategy], capture_output=True, timeout=120, env=environ, cwd=tmp_path
     )
     assert ended.returncode == 0, ended.stderr.decode()
     addresses, interface = json.loads(ended.stdout.decode().splitlines()[0])
@@ -95,7 +86,7 @@ def test_the_hub_of_nodes_that_are_one_host_listens_there_alone(address: str, ho
     hub = Hub(0, "alpha", lambda *lost: None)
     hub.open(address)
     try:
-        assert hub._door is not None
-        assert hub._door.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
+        assert hub._server is not None
+        assert hub._server.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
     finally:
         hub.close()

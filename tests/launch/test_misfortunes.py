@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import kill, left_of, marked
+from tests.launch.sessions import kill, left_of, marked, started
 from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("misfortunes.py")
@@ -39,17 +38,7 @@ class Run:
         presses: int = 1,
         command: Sequence[str] = (sys.executable,),
     ) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [*command, str(SCRIPT), what, strategy, str(workers)],
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with started(folder, *command, str(SCRIPT), what, strategy, str(workers)) as process:
             try:
                 seen = ""
                 if press is not None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import hang_monitor, monitor, stack_proof, stack_request
-from lockstep.supervise.causes import Cause, Divergence, Stand
-from lockstep.supervise.mailbox import MET, Mailbox, leave_note
+from lockstep.supervise.causes import Cause, Divergence
+from lockstep.supervise.mailbox import JOINED, Mailbox, leave_note
 from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 
 IN_BARRIER = Stack(
@@ -40,13 +41,15 @@ class Scene:
             monkeypatch.setattr(module, "ask", lambda process, answers: self.answers[process])
         monkeypatch.setattr(hang_monitor, "_state", lambda process: "sleeps")
         monkeypatch.setattr(hang_monitor, "_runs", lambda process: process not in self.still)
-        monkeypatch.setattr(self.watch, "_seconds_still", lambda stand, now: 5.0 if stand.rank in self.still else 0.0)
-        for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE", "UNHEARD"):
+        monkeypatch.setattr(
+            monitor._Stillness, "seconds", lambda stillness, process, now: 5.0 if process in self.still else 0.0
+        )
+        for name in ("PERIOD", "QUIET", "LEAVE_TIMEOUT", "AT_ONCE", "REPORT_TIMEOUT"):
             monkeypatch.setattr(monitor, name, 0.05)
         monkeypatch.setattr(stack_proof, "AGAIN", 0.05)
 
-    def stand(self, rank: int, call: int = 1, inside: bool = True) -> None:
-        leave_note(self.notes.address, Stand(rank, time.monotonic(), call, inside, f"fit.py:{call}", rank))
+    def position(self, rank: int, call: int = 1, inside: bool = True) -> None:
+        leave_note(self.notes.address, RankPosition(rank, time.monotonic(), call, inside, f"fit.py:{call}", rank))
 
     def verdict(self, seconds: float = 2.0) -> Verdict | None:
         """What the watch says, in that time."""
@@ -60,9 +63,9 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(monkeypatch)
     monkeypatch.setattr(monitor.signals, "pass_on", lambda process: None)
-    made.stand(0)
-    made.stand(1)
-    made.notes.leave({MET: 0})
+    made.position(0)
+    made.position(1)
+    made.notes.leave({JOINED: 0})
     made.watch.start()
     yield made
     made.watch.stop()
@@ -103,7 +106,7 @@ def test_ctrl_c_before_the_ranks_have_met_ends_them(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that had died while it started never came, and a second Ctrl-C was not heeded."""
-    monkeypatch.setattr(scene.notes, "has_met", lambda: False)
+    monkeypatch.setattr(scene.notes, "has_joined", lambda: False)
     scene.watch.interrupt()
     assert scene.verdict() == Verdict(None, interrupted=True)
     assert capfd.readouterr().err == ""
@@ -122,7 +125,7 @@ def test_ctrl_c_lets_a_rank_come_to_its_boundary(scene: Scene) -> None:
 @pytest.mark.parametrize("how", ["left", "ended"])
 def test_who_waits_for_one_that_left_is_ended(scene: Scene, how: str) -> None:
     scene.answers[0] = IN_BARRIER
-    scene.stand(1, inside=False)
+    scene.position(1, inside=False)
     if how == "ended":
         scene.ended[1] = time.monotonic()
     found = scene.verdict()
@@ -153,7 +156,7 @@ def test_a_rank_that_failed_may_save_what_it_has(scene: Scene) -> None:
 def test_an_exception_that_was_caught_is_why_another_waits(scene: Scene) -> None:
     cause = failed(scene, 1)
     scene.answers[0] = IN_BARRIER
-    scene.stand(1, inside=False)
+    scene.position(1, inside=False)
     assert scene.verdict() == Verdict(cause)
 
 
@@ -161,7 +164,7 @@ def test_an_exception_whose_script_went_on_is_why_the_calls_do_not_match(scene: 
     """A sweep that catches errors went on on one rank: that its next call does not match was told, and not why."""
     cause = failed(scene, 1)
     scene.answers = {0: IN_BARRIER, 1: IN_BARRIER}
-    scene.stand(1, call=2)
+    scene.position(1, call=2)
     assert scene.verdict() == Verdict(cause)
 
 
@@ -178,7 +181,7 @@ def test_calls_after_one_whose_exception_was_caught_are_looked_at(
 
     failed(scene, 1)
     for rank in range(2):
-        scene.stand(rank, call=2)
+        scene.position(rank, call=2)
     monkeypatch.setattr(scene.watch.hangs, "look", watched)
     assert scene.verdict(0.5) is None
     assert endings
@@ -190,7 +193,7 @@ def test_ranks_of_a_node_that_has_said_farewell_are_not_looked_at_here(
 ) -> None:
     """One that had been ended in its call was said to be gone by another node, behind the first cause."""
     looked: list[set[int]] = []
-    monkeypatch.setattr(scene.watch, "stands", lambda: {2: Stand(2, 0.0, 1, True, "fit.py:1", 2)})
+    monkeypatch.setattr(scene.watch, "positions", lambda: {2: RankPosition(2, 0.0, 1, True, "fit.py:1", 2)})
     monkeypatch.setattr(scene.watch.hangs, "look", lambda inside, *args: looked.append(set(inside)))
     assert scene.verdict(0.5) is None
     assert looked

@@ -52,13 +52,13 @@ def test_what_one_says_reaches_all_others(nodes: list[Node]) -> None:
 def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -> None:
     nodes[1].hub.close()
     nodes[2].hub._connections[0].socket.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
-    assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without a word")
+    assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without reporting why")
     assert nodes[0].lost.empty()
 
 
 def test_a_stranger_is_not_let_in(nodes: list[Node]) -> None:
-    assert nodes[0].hub._door is not None
-    port = nodes[0].hub._door.getsockname()[1]
+    assert nodes[0].hub._server is not None
+    port = nodes[0].hub._server.getsockname()[1]
     stranger = Channel(socket.create_connection(("127.0.0.1", port)))
     assert stranger.send({"token": "guessed", "node": 7, "host": "x"})
     assert stranger.receive() is None
@@ -98,14 +98,14 @@ def test_the_first_claim_is_believed_by_all() -> None:
         port, token = zero.open("127.0.0.1")
         assert one.hub.join("127.0.0.1", port, token)
         one.hub.listen("first", lambda node, body: events[1].put(("first", body)))
-        one.say(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))
+        one.claim(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))
         name, what = events[0].get(timeout=SECONDS)
         assert name == "claim"
         zero.claimed(what)
-        zero.say(Cause(0, 0.5, "KeyError: later heard", "train.py:4", ""))
+        zero.claim(Cause(0, 0.5, "KeyError: later heard", "train.py:4", ""))
         name, body = events[1].get(timeout=SECONDS)
         assert name == "first"
-        one.heard(body)
+        one.accept(body)
         words = f"rank 3 on {socket.gethostname()} failed first, at train.py:3: ValueError: no"
         assert [said.words for said in followed[0] + followed[1]] == [words, words]
         assert (zero.is_elsewhere, one.is_elsewhere) == (True, False)
@@ -118,19 +118,19 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
     nodes: list[Node], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It took the place of the first, which then believed that node 0 was gone, and ended the run."""
-    assert nodes[0].hub._door is not None
-    place = "127.0.0.1", nodes[0].hub._door.getsockname()[1], nodes[0].hub._token
+    assert nodes[0].hub._server is not None
+    place = "127.0.0.1", nodes[0].hub._server.getsockname()[1], nodes[0].hub._token
     second = Nodes(1, 3, lambda event, what: None, lambda first: None)
     assert second.hub is not None
     second.hub.host = "another"
     second._call(*place)
-    told = "lockstep: another calls itself node 1, and host1 is that: each node needs a number of its own"
+    told = "lockstep: another connected as node 1, which is host1 already: the run continues with that node"
     said, end = capfd.readouterr().err, time.monotonic() + SECONDS
     while told not in said and time.monotonic() < end:  # node 0 says it in a thread of its own
         time.sleep(0.01)
         said += capfd.readouterr().err
     assert told in said
-    assert "is not the first with this number" in said
+    assert "another node has this number" in said
     second.close()
     nodes[1].hub.send("news", "still there", to=0)
     assert nodes[0].heard.get(timeout=SECONDS) == (1, "still there")
@@ -140,8 +140,8 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
 
 def test_a_node_that_calls_again_is_let_in_again(nodes: list[Node]) -> None:
     """Its first call may have come to nothing on its side alone."""
-    assert nodes[0].hub._door is not None
-    place = "127.0.0.1", nodes[0].hub._door.getsockname()[1], nodes[0].hub._token
+    assert nodes[0].hub._server is not None
+    place = "127.0.0.1", nodes[0].hub._server.getsockname()[1], nodes[0].hub._token
     assert nodes[1].hub.join(*place)
     nodes[1].hub.send("news", "again", to=0)
     assert nodes[0].heard.get(timeout=SECONDS) == (1, "again")

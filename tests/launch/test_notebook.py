@@ -140,13 +140,7 @@ def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Execute
 
 @pytest.mark.slow  # every day from a script: tests/launch/test_fork.py
 def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute: Executes) -> None:
-    cells = (
-        DEFINED,
-        SPAWNED,
-        FAILS.format("ddp_fork"),
-        AGAIN.format("ddp_fork"),
-        INTERRUPTED.format("ddp_fork"),
-    )
+    cells = (DEFINED, SPAWNED, FAILS.format("ddp_fork"), AGAIN.format("ddp_fork"), INTERRUPTED.format("ddp_fork"))
     _, _, fails, again, interrupted = execute(*cells)
     last = raised(fails).strip().splitlines()[-1]
     assert re.search(r"strategy='ddp_fork': rank 1 failed first, at Cell In\[1\], line \d+: .*no such column$", last)

@@ -237,7 +237,7 @@ def test_no_more_processes_may_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     watched = RankProcesses()
     try:
         watched.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
-        with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* more processes \(`ulimit -u`"):
+        with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* limit of processes \(`ulimit -u`"):
             watched.start(2, [sys.executable, "-c", ""], dict(os.environ))
     finally:
         watched.stop(0.0)

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.attempts import Job, Superseded, job_here
+from tests.cluster.variables import variables, without
 
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_ID": "0",
-}
+TASK = variables("SLURM_JOB_ID=7 SLURM_JOB_NAME=train.sh SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0")
 
 
 def job(folder: Path, attempt: int = 0, **more: str) -> Job:
@@ -56,7 +51,7 @@ def test_a_trial_that_is_submitted_anew_goes_on_as_another_job(tmp_path: Path) -
     again.enter()
     assert again.newest(1) == str(tmp_path / "a.ckpt")
     assert again.checkpoint(1) == str(trial / "lockstep-trial-fit-1.ckpt")
-    with pytest.raises(Superseded, match=r"the trial in .*trial_0000 has been started anew \(starts before this one=1"):
+    with pytest.raises(Superseded, match=r"the trial in .*trial_0000 has been restarted \(starts before this one=1"):
         first.check()
     requeued = job(tmp_path, 2, SLURM_JOB_ID="9", LOCKSTEP_TRIAL=str(trial), LOCKSTEP_TRIAL_STARTS="1")
     assert requeued.attempt == 3
@@ -87,7 +82,7 @@ def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
     end(second)  # and it stays so when the second has come to its end
     for touch in (first.check, first.enter, lambda: first.saved("a", 1)):
         with pytest.raises(
-            Superseded, match=r"SLURM job 7 has been started anew \(SLURM_RESTART_COUNT=1; here it is 0"
+            Superseded, match=r"SLURM job 7 has been restarted \(SLURM_RESTART_COUNT=1; this process belongs to 0"
         ):
             touch()
     second.check()
@@ -120,14 +115,14 @@ def test_scontrol_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tasks_of_srun_have_a_job_and_a_batch_script_of_one_task(tmp_path: Path) -> None:
     """Without srun SIGUSR1 killed the run, and nothing was saved or requeued."""
-    batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
+    batch = without(TASK, "SLURM_STEP_ID")
     for environ in (TASK, batch):
         found = job_here(str(tmp_path), None, environ)
         assert found is not None
         assert found.asks == (signal.SIGUSR1, signal.SIGUSR2)
     for none in ({**batch, "SLURM_NTASKS": "2"}, {**batch, "SLURM_JOB_NAME": "interactive"}, {}):
         assert job_here(str(tmp_path), None, none) is None
-    typed = {name: value for name, value in batch.items() if name != "SLURM_PROCID"}  # in a shell of salloc
+    typed = without(batch, "SLURM_PROCID")  # in a shell of salloc
     assert job_here(str(tmp_path), None, typed) is None
 
 

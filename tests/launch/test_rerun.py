@@ -80,7 +80,7 @@ def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
     first.check()
     attempt(tmp_path, ["a"])
     for touch in (first.check, first.enter, lambda: first.saved("a", 1)):
-        with pytest.raises(Superseded, match=r"started anew .* knows of attempt 2; here it is 1"):
+        with pytest.raises(Superseded, match=r"restarted .* is at attempt 2; this process belongs to attempt 1"):
             touch()
 
 

@@ -10,19 +10,10 @@ import pytest
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.script import STARTED, arguments, become_srun
+from tests.cluster.variables import BATCH, without
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
 
-BATCH = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
 SCRIPT = """
 import sys
 from lockstep import Trainer
@@ -60,15 +51,14 @@ def test_processors_of_a_task_are_handed_on() -> None:
     """srun does not take them from the job since SLURM 22.05."""
     words = arguments("srun", ["python", "a.py"], {**BATCH, "SLURM_CPUS_PER_TASK": "4"})
     assert words == ["srun", "--kill-on-bad-exit=1", "--export=ALL", "--cpus-per-task=4", "python", "a.py"]
-    one_a_node = {name: value for name, value in BATCH.items() if name != "SLURM_NTASKS"}
-    assert "--ntasks-per-node=1" in arguments("srun", ["python"], one_a_node)
+    assert "--ntasks-per-node=1" in arguments("srun", ["python"], without(BATCH, "SLURM_NTASKS"))
 
 
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 with SLURM_NTASKS=4, and srun.* is not on PATH"),
-        ({**BATCH, STARTED: "7"}, "still no task of it.*start the script by srun yourself"),
+        ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 has SLURM_NTASKS=4, but srun.* is not on PATH"),
+        ({**BATCH, STARTED: "7"}, "is not one of its tasks.*start the script by srun yourself"),
     ],
 )
 def test_where_srun_cannot_be_started(environ: dict[str, str], says: str) -> None:

@@ -21,13 +21,13 @@ from lockstep.ground.errors import RankFailed
 from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
-from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
-from lockstep.supervise.channel import door
+from lockstep.supervise.causes import Cause, early_cause, final_cause, judgement
+from lockstep.supervise.channel import listen_at
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
-from tests.launch.sessions import members
-from tests.tools.fresh import PYTHONPATH
+from lockstep.supervise.snapshot import RankPosition
+from tests.launch.sessions import members, started
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
 
@@ -50,7 +50,6 @@ def train():
     os.write(1, f"trains {launcher.world.rank} {os.getpid()} {os.getppid()}\\n".encode())
     if launcher.world.rank == who:
         time.sleep(float(sys.argv[3]))
-        if what == "raise": raise ValueError("no such label")
         if what == "exit": os._exit(5)
         if what == "leave": return
     time.sleep(100)
@@ -93,19 +92,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *words: str, command: tuple[str, ...] = (), session: bool = True) -> Iterator[Run]:
+def running(folder: Path, *words: str, session: bool = True) -> Iterator[Run]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, *command, str(script), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=session,
-        preexec_fn=None if session else os.setpgrp,
-    ) as process:
+    with started(folder, sys.executable, str(script), *words, session=session, MASTER_ADDR="127.0.0.1") as process:
         run = Run(process)
         try:
             yield run
@@ -160,7 +150,7 @@ def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
         os.kill(run.parents[1], signal.SIGKILL)
         code, errors = run.end()
         assert code == 1
-        assert errors[-1].endswith("was killed by signal 9, and they with it")
+        assert errors[-1].endswith("was killed by signal 9, so that all ranks were ended")
         assert not run.is_left()
 
 
@@ -170,7 +160,7 @@ def test_an_error_before_the_first_trainer_is_told_with_its_line(tmp_path: Path)
     with running(tmp_path, "early", "1", "0") as run:
         code, errors = run.end()
         assert code == 1
-        assert errors[-1] == f"lockstep: rank 1 failed first, at {tmp_path}/train.py:8: KeyError: 'before its Trainer'"
+        assert errors[-1] == f"lockstep: rank 1 failed first, at {tmp_path}/train.py:10: KeyError: 'before its Trainer'"
         assert not run.is_left()
 
 
@@ -188,57 +178,6 @@ def test_ctrl_z_stops_all_and_is_no_failure(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGCONT)
         code, errors = run.end()
         assert (code, len(errors)) == (5, 1)
-
-
-@LINUX
-@pytest.mark.slow
-def test_ranks_of_torchrun_have_a_supervisor_too(tmp_path: Path) -> None:
-    """The agent's summary says who ended first, and not why."""
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    with running(tmp_path, "raise", "1", "3", command=agent) as run:
-        code, errors = run.end()
-        told = f"lockstep: rank 1 failed first, at {tmp_path}/train.py:16: ValueError: no such label"
-        assert code == 1
-        assert errors.count(told) == 1
-        assert errors.index(told) < next(at for at, line in enumerate(errors) if "train.py FAILED" in line)
-        assert not run.is_left()
-
-
-@LINUX
-@pytest.mark.slow
-def test_a_failure_on_one_node_is_told_on_each(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(NODES)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    meeting["PYTHONPATH"] = PYTHONPATH
-    both = [
-        subprocess.Popen(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "NODE_RANK": str(node)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in (0, 1)
-    ]
-    screens = [process.communicate(timeout=100)[1].splitlines() for process in both]
-    location = f"{tmp_path}/train.py:7"
-    told = f"lockstep: rank 1 on {socket.gethostname()} failed first, at {location}: ValueError: no such label"
-    assert [screen[-1] for screen in screens] == [told, told]
-    assert [process.returncode for process in both] == [1, 1]
-    assert not any("closed by peer" in line for line in screens[0])
-
-
-NODES = """
-from tests.loop.pieces import Slope, numbers, quiet
-
-class Net(Slope):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 2:
-            raise ValueError("no such label")
-        return super().training_step(batch, batch_idx)
-
-quiet(max_epochs=1, devices=1, num_nodes=2).fit(Net(lr=0.01), numbers(8))
-"""
 
 
 def test_it_starts_without_torch() -> None:
@@ -262,25 +201,25 @@ def note(rank: int, lost: bool = False, at: float = 1.0) -> Cause:
     return Cause(rank, at, "ValueError: no", "train.py:3", f"trace of {rank}\n", 1, lost, "barrier")
 
 
-def inside(rank: int) -> Stand:
-    return Stand(rank, 0.0, 1, True, "train.py:9")
+def inside(rank: int) -> RankPosition:
+    return RankPosition(rank, 0.0, 1, True, "train.py:9")
 
 
 def test_what_is_certain_and_what_is_not() -> None:
-    stands = {0: inside(0), 1: inside(1)}
+    positions = {0: inside(0), 1: inside(1)}
     dead = Ended(0, 100, 1, 2.0)
-    assert early_cause([dead], [note(0, lost=True)], stands) is None  # another one knows why
-    assert early_cause([dead], [note(0, lost=True), note(1)], stands) == note(1)
-    assert early_cause([dead], [], stands) == dead
-    assert early_cause([], [note(1)], {}, left=[1]) == note(1)
+    assert early_cause([dead], [note(0, lost=True)], positions) is None  # another one knows why
+    assert early_cause([dead], [note(0, lost=True), note(1)], positions) == note(1)
+    assert early_cause([dead], [], positions) == dead
+    assert early_cause([], [note(1)], {}, exiting=[1]) == note(1)
 
 
 def test_a_traceback_is_shown_once() -> None:
     ended = Ended(1, 100, 1, 2.0)
-    cause, told = final_cause([ended], [note(1)], {}, {}, shown=[])
+    cause, told = final_cause([ended], [note(1)], {}, {}, printing=[])
     assert (cause, told) == (note(1), True)
     # a rank that was ended after it had printed
-    cause, told = final_cause([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, shown=[1])
+    cause, told = final_cause([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, printing=[1])
     assert (cause, told) == (note(1), True)
     last = "lockstep: rank 1 failed first, at train.py:3: ValueError: no"
     assert judgement(cause, True, False, [1]).text == last
@@ -308,14 +247,14 @@ def test_a_supervisor_that_starts_hears_signals_once_it_can_heed_them() -> None:
 def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had the name first handed out a mailbox of its own."""
     world = World(1, 2, 1, 2, 0, 1, "127.0.0.1", free_port())
-    monkeypatch.setattr(client, "caller", lambda connection: 0)
-    entrance = door(client.meeting_name(world))
+    monkeypatch.setattr(client, "peer_process", lambda connection: 0)
+    entrance = listen_at(client.socket_name(world))
     assert entrance is not None
     found = client.FoundSupervisor(world)
-    client._leaving.remove(found._finish)
-    found._seek.join(20)
+    client._at_exit.remove(found._finish)
+    found._search.join(20)
     entrance.close()
-    assert (found.address, found._seek.is_alive()) == ("", False)
+    assert (found.address, found._search.is_alive()) == ("", False)
 
 
 @pytest.mark.parametrize(("codes", "code"), [([-9], 1), ([None], 1), ([7, -9], 7), ([], 1)])
@@ -356,7 +295,7 @@ def test_the_line_with_the_first_cause_stays_the_last(
     first: list[dict[str, object]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
-    monkeypatch.setattr(status, "PATIENCE", 0.05)
+    monkeypatch.setattr(status, "CAUSE_TIMEOUT", 0.05)
     notes = Mailbox()
     for note in first:
         notes.leave(note)

@@ -18,16 +18,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 def enter(collectives: TraceMemory, number: int = 1, **changed: int) -> int:
-    given = {
-        "payload": 0,
-        "location": 0,
-        "operation": 0,
-        "group": 0,
-        "phase": 0,
-        "flags": WHOLE,
-        "batch": -1,
-        "root": -1,
-    }
+    given = dict.fromkeys(("payload", "location", "operation", "group", "phase"), 0)
+    given |= {"flags": WHOLE, "batch": -1, "root": -1}
     return collectives.enter(number, **{**given, **changed})
 
 
@@ -46,7 +38,7 @@ def test_what_is_noted_is_read() -> None:
     reading = Reading(collectives.address)
     enter(collectives, 417, **words(collectives), batch=12)
     (note,) = reading.newest()
-    assert (note.named, note.location, note.function) == ("all_reduce #417", "/home/me/train.py:88", "validation_step")
+    assert (note.name, note.location, note.function) == ("all_reduce #417", "/home/me/train.py:88", "validation_step")
     assert (note.group, note.members, note.payload, note.elements) == ("0", (0, 2), "float32 (4, 8) SUM", 32)
     assert (note.phase, note.batch, note.root, note.whole) == ("on_validation_epoch_end", 12, -1, True)
     assert note.inside
@@ -119,10 +111,10 @@ def test_a_rank_that_was_killed_can_still_be_read() -> None:
         assert process.stdout is not None
         reading = Reading(process.stdout.readline().strip())
         process.send_signal(signal.SIGSTOP)
-        assert reading.newest()[0].named == "barrier #7"
+        assert reading.newest()[0].name == "barrier #7"
         process.kill()
         process.wait()
-    assert reading.newest()[0].named == "barrier #7"
+    assert reading.newest()[0].name == "barrier #7"
 
 
 def made(**changed: Any) -> Any:

@@ -7,28 +7,20 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.supervise import elsewhere, hang_monitor
-from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.changes import plain_notes
-from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.elsewhere import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
-from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.snapshot import RUNS, STOPPED, RankPosition, RankSnapshot
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note
-from tests.launch.ends import End
-
-FIT = Frame("/me/fit.py", 7, "<module>")
-REDUCING = Stack(
-    (Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/train.py", 31, "training_step"), FIT)
-)
-IN_BARRIER = Stack(
-    (Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "barrier"), Frame("/me/train.py", 40, "go"), FIT)
-)
-WORKING = Stack((Frame("/me/train.py", 50, "training_step"), FIT))
+from tests.launch.played import IN_BARRIER, REDUCING, WORKING, End, note, position
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -40,10 +32,10 @@ class PlayedMonitor(HangMonitor):
         super().__init__(End(world.ends), len(world.ranks))
         self.world = world
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        return replace(self.world.ranks[stand.rank], at=now)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        return replace(self.world.ranks[position.rank], at=now)
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         return replace(snapshot, stack=self.world.stacks[snapshot.rank])
 
 
@@ -53,10 +45,8 @@ class World:
     def __init__(self, nodes: int = 2, limit: float = 60.0) -> None:
         self.ends: list[End] = []
         self.limit = limit
-        self.ranks = [
-            RankSnapshot(rank, 0.0, Stand(rank, 0.0, 1, True, "/me/fit.py:7", hang_timeout=limit, hang_kill=1800.0))
-            for rank in range(nodes)
-        ]
+        limits: dict[str, Any] = {"hang_timeout": limit, "hang_kill": 1800.0}
+        self.ranks = [RankSnapshot(rank, 0.0, position(rank, **limits)) for rank in range(nodes)]
         self.stacks: list[Stack | None] = [WORKING] * nodes
         self.monitors = [PlayedMonitor(self) for _ in range(nodes)]
         self.now = time.monotonic()
@@ -69,7 +59,7 @@ class World:
         self.now += later
         found = None
         for each in reversed(self.ranks):
-            inside, outside = ({each.rank: each.stand}, []) if each.stand.inside else ({}, [each.stand])
+            inside, outside = ({each.rank: each.position}, []) if each.position.inside else ({}, [each.position])
             found = self.monitors[each.rank].look(inside, {}, self.now, outside)
         return found
 
@@ -93,8 +83,8 @@ def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to(world: W
     world.wait(0, IN_BARRIER)
     world.wait(1, REDUCING)
     assert str(world.proves()) == (
-        "the ranks wait for one another at different places: rank 0 in barrier (/me/train.py:40); "
-        "rank 1 in reducing gradients in backward (/me/train.py:31). All ranks must make the same calls."
+        "the ranks wait for one another at different places: rank 0 in barrier (/me/fit.py:7); "
+        "rank 1 in reducing gradients in backward (/me/fit.py:7). All ranks must make the same calls."
     )
 
 
@@ -137,22 +127,22 @@ def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon(world: World
 def test_a_rank_that_has_left_its_call_on_another_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world = ticking(World(3), monkeypatch)
     world.wait(1, REDUCING)
-    world.ranks[2] = replace(world.ranks[2], stand=replace(world.ranks[2].stand, inside=False))
+    world.ranks[2] = replace(world.ranks[2], position=replace(world.ranks[2].position, inside=False))
     assert "rank 2 left the call at /me/fit.py:7, and rank 1 waits for it in reducing gradients" in str(world.proves())
 
 
 def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> None:
     assert world.monitors[1].others is not None
-    one = world.monitors[1].others.last([replace(world.ranks[1].stand, inside=False, ended=True)])
+    one = world.monitors[1].others.last([replace(world.ranks[1].position, inside=False, ended=True)])
     world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
     world.ranks.pop()
     world.ends.pop()
     world.wait(0, REDUCING)
-    assert "rank 1 left the call at /me/fit.py:7 and came to its end, and rank 0 waits for it" in str(world.proves())
+    assert "rank 1 left the call at /me/fit.py:7 and ended, and rank 0 waits for it" in str(world.proves())
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
-    question, one = StackQuestion(), RankSnapshot(1, 0.0, Stand(1, 0.0, 1, True, "/me/fit.py:7"))
+    question, one = StackQuestion(), RankSnapshot(1, 0.0, position(1))
     question.put(10.0)
     question.take(0, 1, {})
     assert question.answers({0, 1}, 12.0) is None
@@ -175,10 +165,8 @@ class Lookouts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ends: list[End] = []
         self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
-        self.stands = [
-            Stand(rank, 0.0, 1, True, "/me/fit.py:7", rank + 1, str(rank), hang_timeout=3.0, hang_kill=20.0)
-            for rank in range(2)
-        ]
+        limits: dict[str, Any] = {"hang_timeout": 3.0, "hang_kill": 20.0}
+        self.positions = [position(rank, process=rank + 1, answers=str(rank), **limits) for rank in range(2)]
         self.states = {1: "sleeps", 2: "sleeps"}
         self.stacks = {1: REDUCING, 2: WORKING}
         self.still = {0: 0.0, 1: 0.0}
@@ -191,7 +179,8 @@ class Lookouts:
     def look(self, later: float) -> list[Divergence | None]:
         self.now += later
         return [
-            self.monitors[rank].look({rank: self.stands[rank]}, {rank: self.still[rank]}, self.now) for rank in (1, 0)
+            self.monitors[rank].look({rank: self.positions[rank]}, {rank: self.still[rank]}, self.now)
+            for rank in (1, 0)
         ]
 
 
@@ -207,7 +196,7 @@ def test_hang_kill_ends_a_wait_that_only_a_stack_of_another_node_tells(monkeypat
             break
     assert 20 <= second < 32
     assert "rank 1 waits in reducing gradients in backward" in str(found[0])
-    assert "hang_kill=20 s are over" in str(found[0])
+    assert "ended after hang_kill=20 s" in str(found[0])
 
 
 @pytest.mark.parametrize("halted", [0, 1])
@@ -217,28 +206,26 @@ def test_a_stopped_rank_is_named_with_its_line_by_its_own_node(monkeypatch: pyte
     played.states[halted + 1] = STOPPED
     played.still[1 - halted] = 3.0
     found = next(each for _ in range(20) for each in played.look(0.25) if each is not None)
-    assert f"rank {halted} is stopped, /me/train.py:50 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
+    assert f"rank {halted} is stopped, /me/train.py:31 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
 
 
 # -- sizes
 
 
-def note(elements: int, inside: bool = True, operation: str = "all_reduce", number: int = 7) -> Note:
-    payload = f"float32 ({elements},) SUM"
-    where = ("/me/train.py:88", "training_step", "training_step", 5, -1, 1.0, None if inside else 2.0, None, True)
-    return Note(number, number, operation, "0", (0, 1, 2), payload, elements, *where)
+def of(elements: int, **changed: Any) -> Note:
+    return note(7, payload=f"float32 ({elements},) SUM", elements=elements, location="/me/train.py:88", **changed)
 
 
 def test_other_sizes_on_another_node_are_found_where_gloo_has_ended_a_rank() -> None:
     """It was told as "is gone: it was killed, or ended by os._exit"."""
     ends: list[End] = []
-    made = {0: note(3), 1: note(5), 2: note(3, inside=False)}
+    made = {0: of(3), 1: of(5), 2: of(3, left=41.0)}
     nodes = [NotesOfAll(End(ends), lambda _, rank=rank: [([rank], made[rank].location, made[rank])]) for rank in made]
-    found = str(nodes[0].ask(plain_notes([made[1]])))
+    found = str(nodes[0].compare(plain_notes([made[1]])))
     assert found.startswith(
         "the ranks' calls do not match: rank 0 waits in all_reduce #7 of float32 (3,) SUM, /me/train."
     )
     assert "; rank 1 waits in all_reduce #7 of float32 (5,) SUM, /me/train.py:88" in found
     assert "; rank 2 called all_reduce #7 of float32 (3,) SUM, /me/train.py:88" in found
-    made[1] = note(3)
-    assert nodes[0].ask(plain_notes([made[1]])) is None
+    made[1] = of(3)
+    assert nodes[0].compare(plain_notes([made[1]])) is None

@@ -11,15 +11,7 @@ from lockstep.launch.environment import flags_of
 from tests.loop.pieces import QUIET
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("True", True),
-        ("[0, 1]", [0, 1]),
-        ("ddp", "ddp"),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [("3", 3), ("True", True), ("[0, 1]", [0, 1]), ("ddp", "ddp")])
 def test_values_are_read_as_python_writes_them(text: str, value: Any) -> None:
     assert flags_of({"devices": "auto"}, {"devices": "auto"}, {"PL_TRAINER_DEVICES": text}) == {"devices": value}
 

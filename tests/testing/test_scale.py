@@ -48,14 +48,14 @@ def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) 
 def test_a_machine_that_stalls_plays_the_same_run(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's clock went on while messages were on their way. A wait was told before the late node was heard of, and
     again after that."""
-    hear, chance = CountingHub._hear, random.Random(node)
+    hear, chance = CountingHub._dispatch, random.Random(node)
 
     def later(self: CountingHub, *args: Any) -> None:
         if self.node == node and chance.random() < 0.3:
             time.sleep(0.2)
         hear(self, *args)
 
-    monkeypatch.setattr(CountingHub, "_hear", later)
+    monkeypatch.setattr(CountingHub, "_dispatch", later)
     with SimulatedRun(2, hang_timeout=TIMEOUT) as run:
         run.start()
         run.wait(40, late=11)
@@ -110,7 +110,7 @@ def test_a_lost_node_is_named_under_64(gone: list[int]) -> None:
         run.lose(gone)
         assert len(set(run.decided)) == 1
         assert any(run.decided[0].startswith(f"node {number} (") for number in gone)
-        assert run.decided[0].endswith(") ended without a word")
+        assert run.decided[0].endswith(") ended without reporting why")
 
 
 def test_where_node_0_is_lost_every_node_says_so() -> None:

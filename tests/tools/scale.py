@@ -29,10 +29,10 @@ from lockstep.cluster.world import World
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.supervise import elsewhere, hang_monitor, hub
-from lockstep.supervise.causes import Cause, Divergence, Stand
+from lockstep.supervise.causes import Cause, Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.nodes import Nodes
-from lockstep.supervise.snapshot import RUNS, SLEEPS, RankSnapshot
+from lockstep.supervise.snapshot import RUNS, SLEEPS, RankPosition, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
@@ -153,36 +153,36 @@ class CountingHub(hub.Hub):
         super()._run()
         self._worked = time.thread_time()
 
-    def _meet(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
+    def _identify(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
         self._hellos += 1
         self._size_of_hellos += len(hub.line_of(hello or {}))
-        return super()._meet(opened, hello)
+        return super()._identify(opened, hello)
 
     async def _serve(self, connection: hub._Connection) -> None:
         assert isinstance(connection, CountingConnection)
         self.served.append(connection)
         await super()._serve(connection)
 
-    def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
+    def _dispatch(self, connection: hub._Connection, message: dict[str, Any]) -> None:
         assert isinstance(connection, CountingConnection)
         connection.messages += 1
         connection.size += len(hub.line_of(message))
-        super()._hear(connection, message)
+        super()._dispatch(connection, message)
         connection.heard += 1
 
 
 class SimulatedMonitor(HangMonitor):
     """Watches ranks that are made up."""
 
-    def __init__(self, hub: CountingHub, size: int, ranks: Callable[[Stand], RankSnapshot]) -> None:
+    def __init__(self, hub: CountingHub, size: int, ranks: Callable[[RankPosition], RankSnapshot]) -> None:
         super().__init__(hub, size)
         self._ranks = ranks
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        return replace(self._ranks(stand), stack=None)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        return replace(self._ranks(position), stack=None)
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        return self._ranks(snapshot.stand)
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+        return self._ranks(snapshot.position)
 
 
 @dataclass
@@ -262,7 +262,7 @@ class SimulatedRun:
         raise_limit()
         for watches in (hang_monitor, elsewhere):
             self._patches.enter_context(mock.patch.object(watches, "time", self.clock))
-        self._patches.enter_context(mock.patch.object(hang_monitor, "_say", self._say))
+        self._patches.enter_context(mock.patch.object(hang_monitor, "_print", self._say))
         self._patches.enter_context(mock.patch.object(hub, "_Connection", CountingConnection))
         return self
 
@@ -309,11 +309,11 @@ class SimulatedRun:
         """A rank fails; then all other nodes, which have not heard of it yet, claim that their connections broke."""
         first = rank // self._local
         with self._measured("failure") as found:
-            self._nodes[first].nodes.say(self._cause(rank, "ValueError: made up"))
+            self._nodes[first].nodes.claim(self._cause(rank, "ValueError: made up"))
             self._until(lambda: bool(self.decided[0]), "the first cause on node 0")
             for number, node in enumerate(self._nodes):
                 if number != first:
-                    node.nodes.say(self._cause(number * self._local, "RuntimeError: Connection closed by peer"))
+                    node.nodes.claim(self._cause(number * self._local, "RuntimeError: Connection closed by peer"))
             self._until(lambda: all(self.decided), "the first cause on all nodes")
         return found[0]
 
@@ -343,9 +343,9 @@ class SimulatedRun:
             if event == "claim":
                 found.nodes.claimed(what)
             elif event == "first":
-                found.nodes.heard(what)
+                found.nodes.accept(what)
             elif event == "lost":
-                found.nodes.lost(what)
+                found.nodes.handle_loss(what)
 
         with mock.patch("lockstep.supervise.hub.Hub", CountingHub):
             nodes = Nodes(number, self._count, put, lambda first: None)
@@ -360,9 +360,9 @@ class SimulatedRun:
     def _cause(self, rank: int, reason: str) -> Cause:
         return Cause(rank, self.clock.now, reason, "/home/me/train.py:40", "")
 
-    def _rank(self, stand: Stand) -> RankSnapshot:
+    def _rank(self, position: RankPosition) -> RankSnapshot:
         """A rank as its supervisor sees it, asked for its stack."""
-        off = self._off.get(stand.rank // self._local, 0.0)
+        off = self._off.get(position.rank // self._local, 0.0)
         now, notes = self.clock.now + off, self._notes
         if off:
             notes = tuple(
@@ -374,10 +374,10 @@ class SimulatedRun:
                 )
                 for note in notes
             )
-        if stand.rank == self._late:
-            return RankSnapshot(stand.rank, now, stand, RUNS, stack=BUSY, notes=notes[1:])
+        if position.rank == self._late:
+            return RankSnapshot(position.rank, now, position, RUNS, stack=BUSY, notes=notes[1:])
         still = self.clock.now - self._since
-        return RankSnapshot(stand.rank, now, stand, SLEEPS, still, notes=notes, stack=WAITING)
+        return RankSnapshot(position.rank, now, position, SLEEPS, still, notes=notes, stack=WAITING)
 
     def _note(self, number: int, entered: float, left: float | None) -> Note:
         what = ("all_reduce", "0", self._everyone, "float32 (1000000,) SUM", 1_000_000)
@@ -386,13 +386,13 @@ class SimulatedRun:
 
     def _look(self, node: _Node) -> None:
         first = node.nodes._node * self._local
-        stands = {
-            rank: Stand(rank, 0.0, 1, True, "/home/me/fit.py:7", os.getpid(), hang_timeout=self._limit)
+        positions = {
+            rank: RankPosition(rank, 0.0, 1, True, "/home/me/fit.py:7", os.getpid(), hang_timeout=self._limit)
             for rank in range(first, first + self._local)
         }
         began, off = time.thread_time(), self._off.get(node.nodes._node, 0.0)
         self.clock.off[threading.get_ident()] = off
-        found = node.monitor.look(stands, {}, self.clock.now + off)
+        found = node.monitor.look(positions, {}, self.clock.now + off)
         self.clock.off.pop(threading.get_ident())
         if node is self._nodes[0]:
             self._looked += time.thread_time() - began

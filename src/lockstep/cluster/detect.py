@@ -52,7 +52,7 @@ NAMES = {
     "openmpi": "mpi",
 }
 """Valid values of ``cluster_environment=``, in lower case."""
-SPELLED = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
+CHOICES = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
 
 
 def cluster_named(name: str) -> str:
@@ -69,7 +69,7 @@ def cluster_named(name: str) -> str:
     if plain in NAMES:
         return NAMES[plain]
     raise MisconfigurationException(
-        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object."
+        f"cluster_environment={name!r} is unknown: choose {CHOICES}, or pass a ClusterEnvironment object."
     )
 
 
@@ -91,8 +91,8 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
                 return cluster, world
             if named is not None and not (named == "slurm" and slurm.is_batch(environ)):
                 raise MisconfigurationException(
-                    f"cluster_environment={named!r}: {cluster.started} did not start this process, which needs "
-                    f"{cluster.needs}: start the script that way, or leave cluster_environment and plugins out"
+                    f"cluster_environment={named!r}, but {cluster.started} did not start this process (it sets "
+                    f"{cluster.needs}): start the script by {cluster.started}, or omit cluster_environment and plugins"
                 )
     return None
 
@@ -113,18 +113,18 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
     Raises:
         MisconfigurationException: the flags do not match. The message names matching ones.
     """
-    who = _who(cluster, environ)
+    launcher = _launcher_name(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use num_nodes={given.num_nodes}"
+                f"num_nodes={num_nodes}, but {launcher} started {given.num_nodes}: use num_nodes={given.num_nodes}"
             )
         return
     if devices * num_nodes != given.size:
         count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
         raise MisconfigurationException(
-            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
+            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {launcher} "
             f"started {given.size} ({count}{given.size}): use {fits}"
         )
     if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
@@ -149,12 +149,12 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> 
     tasks = f"{job.counts[0]} task(s) on each" if even else f"{', '.join(map(str, job.counts))} tasks"
     flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
     raise MisconfigurationException(
-        f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}; for one process "
-        "that is no rank of the job, start the script by `srun --ntasks=1`"
+        f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}, or start a single "
+        "process by `srun --ntasks=1`"
     )
 
 
-def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
+def _launcher_name(cluster: Cluster, environ: Mapping[str, str]) -> str:
     words = environ.get(STARTED) if cluster.name == "torchelastic" else None
     return cluster.started if words is None else f"`lockstep run {words}`"
 
@@ -224,6 +224,7 @@ def early_rank(environ: Mapping[str, str]) -> int:
         return read_number(environ, "LOCAL_RANK") or read_number(environ, "NODE_RANK", default=0)
     for cluster in CLUSTERS:
         for name in cluster.rank:
+            # a batch script has SLURM_PROCID, too, but is not a rank
             if name in environ and (cluster.name != "slurm" or slurm.is_task(environ)):
                 return read_number(environ, name)
     return read_number(environ, "NODE_RANK", default=0)
@@ -252,7 +253,7 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
         try:
             world = cluster.given_world(environ)
         except MisconfigurationException as error:
-            return EnvironmentFinding(cluster.name, f"its variables are there, and cannot be used: {error}")
+            return EnvironmentFinding(cluster.name, f"its variables are set, but cannot be used: {error}")
         if world is not None:
             return EnvironmentFinding(cluster.name, f"{cluster.started} started this process", world)
     try:
@@ -260,10 +261,10 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
             return EnvironmentFinding(LOCAL, "lockstep started this process", detect(environ).world)
         job = slurm.allocation(environ)
         if job is not None:
-            why = f"this is the batch script of the SLURM job {job.job}, and no rank: a Trainer starts its {job.tasks} "
+            why = f"this is the batch script of the SLURM job {job.job}, not a rank; a Trainer starts its {job.tasks} "
             return EnvironmentFinding("slurm", why + "tasks by srun")
         return EnvironmentFinding(
             None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
         )
     except MisconfigurationException as error:
-        return EnvironmentFinding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
+        return EnvironmentFinding(None, f"no launcher has started this process, and a Trainer cannot start: {error}")

@@ -170,7 +170,7 @@ class KnownEnvironment(ClusterEnvironment):
         if found is None:
             raise MisconfigurationException(
                 f"{type(self).__name__}: this process is the batch script of a SLURM job, not one of its tasks: start "
-                "the script by srun, or ask after a Trainer has done so"
+                "the script by srun, or use this object only after a Trainer has started the tasks"
             )
         return found[1]
 
@@ -330,13 +330,13 @@ def described_world(environment: DescribesRanks, devices: int | None, num_nodes:
     size = environment.world_size()
     if size % num_nodes:
         raise MisconfigurationException(
-            f"Trainer(plugins={type(environment).__name__}(), num_nodes={num_nodes}): its world_size() of {size} does "
-            "not divide among the nodes: each has to have as many ranks as the others."
+            f"Trainer(plugins={type(environment).__name__}(), num_nodes={num_nodes}): its world_size() of {size} is "
+            "not divisible by num_nodes: start the same number of ranks on each node."
         )
     if devices is not None and devices * num_nodes != size:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but "
-            f"{type(environment).__name__}.world_size() is {size}: give devices={size // num_nodes} or devices='auto'"
+            f"{type(environment).__name__}.world_size() is {size}: use devices={size // num_nodes} or devices='auto'"
         )
     return World(
         rank=environment.global_rank(),

@@ -24,7 +24,8 @@ def given_world(environ: Mapping[str, str]) -> World | None:
             way_out = f"set it as PyTorchJob does, or remove RANK={rank} and WORLD_SIZE={size}"
             raise missing("Kubeflow (RANK and WORLD_SIZE)", name, way_out)
     local_rank, local_size, node, nodes = 0, 1, rank, size
-    if "SLURM_LOCALID" in environ and "SLURM_STEP_ID" in environ:  # set by the user around srun's tasks
+    # a user may set RANK and WORLD_SIZE around the tasks of srun
+    if "SLURM_LOCALID" in environ and "SLURM_STEP_ID" in environ:
         local_rank = read_number(environ, "SLURM_LOCALID")
         nodes = read_number(environ, "SLURM_STEP_NUM_NODES", default=1)
         node, local_size = read_number(environ, "SLURM_NODEID", default=0), max(1, size // nodes)

@@ -35,6 +35,7 @@ def provide_files(ranks: int) -> None:
     try:
         there = len(os.listdir("/proc/self/fd"))
     except OSError:
+        # a system without /proc
         there = 32
     wanted = there + ranks + SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -43,7 +44,7 @@ def provide_files(ranks: int) -> None:
     raise_limit()
     if hard != resource.RLIM_INFINITY and hard < there + ranks:
         raise MisconfigurationException(
-            f"each of {ranks} ranks connects to all others, and this process may open {hard} files (`ulimit -Hn`), "
-            f"{there} of them open: raise it to {wanted} on all nodes (limits.conf, a service's LimitNOFILE=, a "
-            "container's --ulimit nofile=)."
+            f"this process may open {hard} files (`ulimit -Hn`) and has opened {there}, but each of {ranks} ranks "
+            f"connects to all others: raise the limit to {wanted} on all nodes (limits.conf, a service's LimitNOFILE=, "
+            "a container's --ulimit nofile=)."
         )

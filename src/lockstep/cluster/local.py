@@ -60,22 +60,22 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
     if is_started(environ) and started_size != size:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {size} rank(s), but {started_size} were started "
-            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script, whose test and validate "
-            "count each sample once on any number of ranks; or strategy='ddp_spawn' for those with several, whose "
-            "ranks are there for one call; or unset LOCAL_RANK, if it is left over from elsewhere"
+            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script (test and validate count "
+            "each sample once on any number of ranks), or strategy='ddp_spawn', whose ranks end with the call. If "
+            "LOCAL_RANK is left over from another program, unset it"
         )
     if not is_started(environ) and size > 1 and "RANK" in environ:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes}: lockstep starts the ranks, but RANK={environ['RANK']} is set, "
-            "as by a launcher, without WORLD_SIZE and LOCAL_RANK: remove it (unset RANK), or set all of a launcher's"
+            "without WORLD_SIZE and LOCAL_RANK: unset RANK, or set all variables of a launcher"
         )
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if "GROUP_RANK" in environ and "NODE_RANK" in missing:
         missing.remove("NODE_RANK")
     if num_nodes > 1 and missing:
         raise MisconfigurationException(
-            f"num_nodes={num_nodes}, but {', '.join(missing)} is not set: start the script once on each "
-            "node, with MASTER_ADDR and MASTER_PORT naming a free port of the first, and NODE_RANK=0, 1, ..."
+            f"num_nodes={num_nodes}, but {', '.join(missing)} is not set: start the script once on each node, with "
+            "MASTER_ADDR and MASTER_PORT of a free port on the first node, and NODE_RANK=0, 1, ..."
         )
     node_rank = read_number(environ, "NODE_RANK", default=read_number(environ, "GROUP_RANK", default=0))
     local_rank = read_number(environ, "LOCAL_RANK", default=0)
@@ -141,7 +141,7 @@ def let_others_call(world: World) -> None:
         os.environ[INTERFACE] = found
     if world.local_rank == 0:
         what = f"{INTERFACE}={found} is set" if found else f"set {INTERFACE} to the interface that leads to the others"
-        log.info(f"Other nodes cannot call this host by its name, {name}, which is {own} here (/etc/hosts): {what}.")
+        log.info(f"Other nodes cannot reach this host by its name {name}, which is {own} here (/etc/hosts): {what}.")
 
 
 def _interface_towards(address: str, port: int) -> str:
@@ -149,7 +149,8 @@ def _interface_towards(address: str, port: int) -> str:
     with contextlib.suppress(ImportError):
         import fcntl
 
-        for target in (address, "192.0.2.1"):  # the second is reserved and leads out of this network; nothing is sent
+        # 192.0.2.1 is reserved and leads out of this network; nothing is sent
+        for target in (address, "192.0.2.1"):
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, port or 9))
                 own = probe.getsockname()[0]

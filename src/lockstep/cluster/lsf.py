@@ -23,11 +23,17 @@ def given_world(environ: Mapping[str, str]) -> World | None:
     if "JSM_NAMESPACE_RANK" not in environ:
         return None
     rank, size, local_rank = (read_number(environ, name) for name in _NAMES[:3])
-    local_size = read_number(environ, _NAMES[3], default=_local_size(environ, size))
+    # if jsrun does not set it: equal on all hosts with ranks. The first host may be the batch script's alone
+    hosts = len(_hosts(environ))
+    with_ranks = next((count for count in (hosts - 1, hosts) if count > 0 and size % count == 0), 1)
+    local_size = read_number(environ, _NAMES[3], default=size // with_ranks)
     node, nodes = node_of(rank, local_rank, local_size, size)
     port = port_of(environ, read_number(environ, "LSB_JOBID") if "LSB_JOBID" in environ else None)
     if port is None:
         raise missing("LSF", "LSB_JOBID", "set MASTER_PORT to a port that is free on the host of rank 0")
+    address = environ.get("MASTER_ADDR") or main_host(environ, nodes)
+    if address is None and nodes > 1:
+        raise missing("LSF", "LSB_MCPU_HOSTS", "set MASTER_ADDR to the host of rank 0")
     return world_of(
         "LSF",
         environ,
@@ -39,7 +45,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         local_size=local_size,
         node_rank=node,
         num_nodes=nodes,
-        address=environ.get("MASTER_ADDR") or main_host(environ, nodes) or _loopback(nodes),
+        address=address or "127.0.0.1",
         port=port,
     )
 
@@ -60,7 +66,8 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
         return list(slots(environ["LSB_MCPU_HOSTS"]))
     if environ.get("LSB_HOSTS"):
         return list(dict.fromkeys(environ["LSB_HOSTS"].split()))
-    path = environ.get("LSB_DJOB_RANKFILE")  # for jobs with too many hosts for a variable
+    # LSF writes a file if a job has too many hosts for a variable
+    path = environ.get("LSB_DJOB_RANKFILE")
     if not path:
         return []
     try:
@@ -68,16 +75,3 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
             return list(dict.fromkeys(line.strip() for line in file if line.strip()))
     except OSError as error:
         raise missing("LSF", "MASTER_ADDR", f"and LSB_DJOB_RANKFILE={path} cannot be read ({error.strerror})") from None
-
-
-def _local_size(environ: Mapping[str, str], size: int) -> int:
-    """Return the number of ranks on this node, if jsrun does not set it: equal on all hosts with ranks."""
-    hosts = len(_hosts(environ))
-    nodes = next((n for n in (hosts - 1, hosts) if n > 0 and size % n == 0), 1)
-    return size // nodes
-
-
-def _loopback(nodes: int) -> str:
-    if nodes > 1:
-        raise missing("LSF", "LSB_MCPU_HOSTS", "set MASTER_ADDR to the host of rank 0")
-    return "127.0.0.1"

@@ -16,12 +16,12 @@ from lockstep.cluster.slurm import attempt
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
-PATIENCE = timedelta(minutes=5)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 """Time for which a rank tries to reach rank 0, and rank 0 waits for the others, unless the group's timeout is less."""
 
 
 def meet(
-    world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, patience: timedelta = PATIENCE
+    world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, limit: timedelta = RENDEZVOUS_TIMEOUT
 ) -> dist.Store:
     """Wait for all ranks of a world, and return the store through which they find each other.
 
@@ -33,7 +33,7 @@ def meet(
         world: world of this process, with address and port. Rank 0 or torchrun's agent listens there.
         timeout: timeout of later requests to the store.
         environ: the environment.
-        patience: timeout of the rendezvous itself.
+        limit: timeout of the rendezvous itself.
 
     Raises:
         MisconfigurationException: the port is taken.
@@ -41,25 +41,26 @@ def meet(
     """
     by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = world.is_zero and not by_agent
-    patience = min(timeout, patience)
-    left = patience if listens else _wait_for_the_door(world.address, world.port, patience)
+    limit = min(timeout, limit)
+    remaining = limit if listens else _await_listener(world.address, world.port, limit)
     alone = world.num_nodes == 1 or is_own(world.address)
-    door = listen(world.address, world.port) if listens and alone else None
+    listener = listen(world.address, world.port) if listens and alone else None
     try:
         store = dist.TCPStore(
             world.address,
             world.port,
             None if by_agent else world.size,
             is_master=listens,
-            timeout=left,
+            timeout=remaining,
             wait_for_workers=not by_agent,
-            master_listen_fd=door,
+            master_listen_fd=listener,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _named(world, error, patience, listens) from None  # torch's own message has pages of C++ frames
+        # torch's own message has pages of C++ frames
+        raise _named(world, error, limit, listens) from None
     number = attempt(environ)
     if by_agent and world.num_nodes > 1:
-        number = _agreed(store, world, patience)
+        number = _agreed(store, world, limit)
     elif by_agent:
         number = max(number, read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
     store.set_timeout(timeout)
@@ -77,70 +78,74 @@ def listen(address: str, port: int) -> int | None:
         error better.
     """
     try:
-        found = sorted(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))  # IPv4 first
-        door = socket.socket(found[0][0], socket.SOCK_STREAM)
+        # sorted: IPv4 comes first
+        found = sorted(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))
+        listener = socket.socket(found[0][0], socket.SOCK_STREAM)
     except OSError:
         return None
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(found[0][4])
-        door.listen(2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(found[0][4])
+        listener.listen(2048)
     except OSError:
-        door.close()
+        listener.close()
         return None
-    return door.detach()
+    return listener.detach()
 
 
-def _wait_for_the_door(address: str, port: int, patience: timedelta) -> timedelta:
-    """Wait until a process listens at the address, or 90 % of ``patience`` has passed. Return the remaining time.
+def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
+    """Wait until a process listens at the address, or 90 % of ``limit`` has passed. Return the remaining time.
 
     Torch retries half a second after its first attempt, and a signal in between raises an error.
     """
-    begin, seconds = time.monotonic(), patience.total_seconds()
-    while time.monotonic() - begin < 0.9 * seconds:
+    start, seconds = time.monotonic(), limit.total_seconds()
+    while time.monotonic() - start < 0.9 * seconds:
         try:
             socket.create_connection((address, port), timeout=seconds).close()
             break
         except ConnectionRefusedError:
             time.sleep(0.02)
-        except OSError:  # unknown or unreachable address: torch's own retries and errors apply
+        except OSError:
+            # unknown or unreachable address: torch's own retries and errors apply
             break
-    return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - begin)))
+    return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - start)))
 
 
-def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
+def _agreed(store: dist.Store, world: World, limit: timedelta) -> int:
     """Return a number that no earlier attempt has had, the same on all ranks of this one.
 
     Agents of several nodes count their restarts independently, so that TORCHELASTIC_RESTART_COUNT does not identify an
-    attempt. Each rank writes a unique name to its key, replacing the name of an earlier attempt's rank. Rank 0 sends a
-    new number to every name. Once all current names have confirmed the number, rank 0 releases it. No rank polls: each
-    makes about six requests, and rank 0 four for each of the others.
+    attempt. Rank 0 sends a new number to every rank. Once all have confirmed it, rank 0 releases it. No rank polls:
+    each makes about six requests, and rank 0 four for each of the others.
     """
-    until = time.monotonic() + patience.total_seconds()
-    seconds = f"{patience.total_seconds():g} s"
+    until = time.monotonic() + limit.total_seconds()
+    seconds = f"{limit.total_seconds():g} s"
     if world.is_zero:
         number = store.add("lockstep/attempts", 1)
-        if not _call_all(store, world.size, number, until):
+        if not _send_number(store, world.size, number, until):
             raise RuntimeError(
-                f"not all of the {world.size} ranks came to the store at MASTER_ADDR={world.address}, "
-                f"MASTER_PORT={world.port} within {seconds}: do all {world.num_nodes} agents run?"
+                f"not all of the {world.size} ranks joined the store at MASTER_ADDR={world.address}, "
+                f"MASTER_PORT={world.port} within {seconds}: check that all {world.num_nodes} agents run"
             )
         return number
+    # a unique name, which replaces that of an earlier attempt's rank
     name = uuid.uuid4().hex
     store.set(f"lockstep/here/{world.rank}", name)
     turn = 1
     while time.monotonic() < until:
         if not _await(store, [_message(name, turn)], until, LOOK):
-            turn += store.check([_message(name, turn + 1)])  # the process that was to write this message was killed
+            # skip a message whose writer was killed
+            turn += store.check([_message(name, turn + 1)])
             continue
         word, _, called = store.get(_message(name, turn)).decode().partition(" ")
         if word == GO:
             return int(called)
-        store.set(f"lockstep/heard/{called}/{name}", "")  # even of a rank 0 left over from an earlier attempt
+        # confirm any number, even that of a rank 0 left over from an earlier attempt
+        store.set(f"lockstep/heard/{called}/{name}", "")
         turn += 1
     raise RuntimeError(
-        f"rank {world.rank} heard nothing of rank 0 in the store at MASTER_ADDR={world.address}, "
-        f"MASTER_PORT={world.port} within {seconds}: is rank 0 running?"
+        f"rank {world.rank} received nothing from rank 0 through the store at MASTER_ADDR={world.address}, "
+        f"MASTER_PORT={world.port} within {seconds}: check that rank 0 runs"
     )
 
 
@@ -151,7 +156,7 @@ LOOK = 1.0
 """Seconds that a request to the store may block. Signals are handled only afterwards."""
 
 
-def _call_all(store: dist.Store, size: int, number: int, until: float) -> bool:
+def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
     """On rank 0, send the number until all current ranks have confirmed it, and release it. Return False on timeout."""
     places = [f"lockstep/here/{rank}" for rank in range(1, size)]
     called: set[str] = set()
@@ -168,7 +173,8 @@ def _call_all(store: dist.Store, size: int, number: int, until: float) -> bool:
             for name in names:
                 _write(store, name, f"{GO} {number}")
             return True
-        wait = min(2 * wait, LOOK)  # a key may have the name of a rank that is gone, until the current rank replaces it
+        # a key may have the name of a rank that is gone, until the current rank replaces it
+        wait = min(2 * wait, LOOK)
     return False
 
 
@@ -189,25 +195,25 @@ def _message(name: str, turn: int) -> str:
     return f"lockstep/message/{name}/{turn}"
 
 
-def _named(world: World, error: Exception, patience: timedelta, listens: bool) -> Exception:
+def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
     """Return the error with an explanation."""
-    place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", patience.total_seconds()
+    place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:
         return MisconfigurationException(
-            f"port {world.port} of {socket.gethostname()}, where the ranks were to meet, is taken by another process "
-            f"({place}): set MASTER_PORT to a free one, or leave it unset, and end what is left of an earlier run"
+            f"port {world.port} of {socket.gethostname()}, for the rendezvous of the ranks, is in use by another "
+            f"process ({place}): set MASTER_PORT to a free port, or unset it, and end processes of an earlier run"
         )
     if listens and "clients joined" in text:
         return RuntimeError(
-            f"not all of the {world.size} ranks came to rank 0 at {place} within {seconds:g} s ({_joined(text)}): "
+            f"not all of the {world.size} ranks joined rank 0 at {place} within {seconds:g} s ({_joined(text)}): "
             f"start the script on all {world.num_nodes} node(s), with the same MASTER_ADDR and MASTER_PORT"
         )
     reason = text.splitlines()[0][:200].rstrip(".")
     who = "rank 0 listens here and cannot be reached" if listens else f"rank {world.rank} could not reach rank 0"
     return RuntimeError(
-        f"{who} at {place} within {seconds:g} s ({reason}): MASTER_ADDR has to be the host of rank 0 "
-        f"as all nodes know it, where nothing blocks the port (this is {socket.gethostname()}); is rank 0 running?"
+        f"{who} at {place} within {seconds:g} s ({reason}; this host is {socket.gethostname()}): check that rank 0 "
+        "runs, that MASTER_ADDR is its host on all nodes, and that no firewall blocks the port"
     )
 
 

@@ -36,7 +36,9 @@ def given_world(environ: Mapping[str, str]) -> World | None:
     node, nodes = node_of(rank, local_rank, local_size, size)
     port = port_of(environ, _job(environ))
     if port is None:
-        raise missing("MPI", "MASTER_PORT", "and nothing tells this job from others: give all ranks a free port by it")
+        raise missing(
+            "MPI", "MASTER_PORT", "set it to a free port, the same for all ranks, since no number of a job is set"
+        )
     return world_of(
         "MPI",
         environ,
@@ -70,7 +72,9 @@ def _address(environ: Mapping[str, str], nodes: int) -> str:
         return first_host(environ["SLURM_JOB_NODELIST"])
     host = main_host(environ, nodes)
     if host is None:
-        way_out = "name the host of rank 0: mpirun -x MASTER_ADDR=... (Open MPI), mpirun -genv MASTER_ADDR ... (MPICH)"
+        way_out = (
+            "set it to the host of rank 0: mpirun -x MASTER_ADDR=... (Open MPI), mpirun -genv MASTER_ADDR ... (MPICH)"
+        )
         raise missing("MPI", "MASTER_ADDR", way_out)
     return host
 

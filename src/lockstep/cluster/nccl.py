@@ -47,7 +47,7 @@ class NcclVariables:
             for name, value in asked.items()
         }
         self._set: list[str] = []
-        self._in_force = self._told = False
+        self._in_force = self._reported = False
 
     def apply(self, backend: str, group_is_there: bool) -> str | None:
         """Set the variables for a run. Return a message about the result, at the first call only.
@@ -57,28 +57,28 @@ class NcclVariables:
             group_is_there: whether the group already exists.
         """
         if "nccl" not in backend:
-            told = f"they have no effect: the ranks' messages go by {backend}."
+            result = f"they have no effect, since the backend is {backend}."
         elif group_is_there and not self._in_force:
-            told = "they come too late: the process group was there. Set them in the shell, or let lockstep make it."
+            result = "they have no effect, since the process group exists already. Set them in the shell."
         else:
-            told = self.set()
+            result = self.set()
             self._in_force = True
-        first, self._told = not self._told, True
-        return f"DDPStrategy(nccl={self.asked}): {told}" if first else None
+        first, self._reported = not self._reported, True
+        return f"DDPStrategy(nccl={self.asked}): {result}" if first else None
 
     def set(self) -> str:
         """Set the variables that are not set otherwise, until `restore`. Return a message with values and sources."""
-        files, told = _files(), []
+        files, results = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
-                told.append(f"{variable}={os.environ[variable]} (from the environment; asked: {value})")
+                results.append(f"{variable}={os.environ[variable]} (from the environment; requested: {value})")
             elif variable in files:
-                told.append("{1} (from {0}; asked: {2})".format(*files[variable], value))
+                results.append("{1} (from {0}; requested: {2})".format(*files[variable], value))
             else:
                 os.environ[variable] = value
                 self._set += [variable] if variable not in self._set else []
-                told.append(f"{variable}={value}")
-        return f"NCCL's variables in force: {', '.join(told)}."
+                results.append(f"{variable}={value}")
+        return f"NCCL's variables in force: {', '.join(results)}."
 
     def restore(self) -> None:
         """Remove the variables that `set` has set."""
@@ -115,11 +115,11 @@ def check_nccl(device_type: str) -> None:
     """
     if device_type != "cuda":
         raise MisconfigurationException(
-            f"process_group_backend='nccl': NCCL works between GPUs, and this run's devices are {device_type}: leave "
-            "the backend to lockstep, or use process_group_backend='gloo'."
+            f"process_group_backend='nccl': NCCL needs GPUs, but the devices of this run are {device_type}: omit "
+            "process_group_backend, or use process_group_backend='gloo'."
         )
     if not (dist.is_available() and dist.is_nccl_available()):
         raise MisconfigurationException(
             f"process_group_backend='nccl': torch {torch.__version__} was built without NCCL: install a build of torch "
-            "for CUDA, or use process_group_backend='gloo', which is slower and works between GPUs, too."
+            "for CUDA, or use process_group_backend='gloo', which also works between GPUs, but slower."
         )

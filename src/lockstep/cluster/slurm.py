@@ -60,6 +60,12 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         return None
     node, local_rank = read_number(environ, "SLURM_NODEID"), read_number(environ, "SLURM_LOCALID")
     counts = _counts(environ)
+    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = next((environ[name] for name in lists if environ.get(name)), "127.0.0.1")
+    step = read_number(environ, "SLURM_STEP_ID", default=read_number(environ, "SLURM_STEPID", default=0))
+    # a new port for each attempt: ranks left over from an earlier one may still hold its port
+    port = port_of(environ, read_number(environ, "SLURM_JOB_ID"), step, attempt(environ))
+    assert port is not None
     return world_of(
         "SLURM",
         environ,
@@ -71,8 +77,8 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         local_size=counts[node] if node < len(counts) else 0,
         node_rank=node,
         num_nodes=len(counts),
-        address=environ.get("MASTER_ADDR") or _first_node(environ),
-        port=_port(environ),
+        address=environ.get("MASTER_ADDR") or first_host(hosts),
+        port=port,
     )
 
 
@@ -92,7 +98,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     nodes = read_number(environ, "SLURM_NNODES", default=read_number(environ, "SLURM_JOB_NUM_NODES", default=1))
     counts = tuple(_counts(environ)) if "SLURM_TASKS_PER_NODE" in environ else (1,) * nodes
-    if "SLURM_NTASKS" not in environ:  # SLURM_TASKS_PER_NODE counts processors in this case
+    # without SLURM_NTASKS, SLURM_TASKS_PER_NODE counts processors
+    if "SLURM_NTASKS" not in environ:
         counts = (1,) * nodes
     tasks = read_number(environ, "SLURM_NTASKS", default=nodes)
     return None if tasks == 1 else Allocation(environ["SLURM_JOB_ID"], nodes, tasks, counts)
@@ -124,18 +131,3 @@ def _counts(environ: Mapping[str, str]) -> list[int]:
         return tasks_per_node(text)
     nodes = read_number(environ, "SLURM_NNODES", default=1)
     return [read_number(environ, "SLURM_NTASKS_PER_NODE", default=_tasks(environ) // nodes)] * nodes
-
-
-def _first_node(environ: Mapping[str, str]) -> str:
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    return "127.0.0.1"
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    job = read_number(environ, "SLURM_JOB_ID")
-    step = read_number(environ, "SLURM_STEP_ID", default=read_number(environ, "SLURM_STEPID", default=0))
-    port = port_of(environ, job, step, attempt(environ))
-    assert port is not None
-    return port

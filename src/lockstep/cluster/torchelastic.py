@@ -59,8 +59,6 @@ def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
 def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Pass the cause of a failure to the agent of ``lockstep run``, which prints it as the last line on the terminal.
 
-    The first cause of an attempt counts.
-
     Args:
         text: the line.
         environ: environment of a rank, or of a child process of a rank.
@@ -71,14 +69,15 @@ def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     path = environ.get(CAUSE)
     if not path:
         return False
-    beside = f"{path}.{os.getpid()}"
+    own = f"{path}.{os.getpid()}"
     try:
-        with open(beside, "w") as file:
+        with open(own, "w") as file:
             file.write(text)
     except OSError:  # the agent has ended, and its folder is gone
         return False
+    # a link does not replace an existing file: the first cause of an attempt counts
     with contextlib.suppress(OSError):
-        os.link(beside, path)
+        os.link(own, path)
     with contextlib.suppress(OSError):
-        os.unlink(beside)
+        os.unlink(own)
     return True

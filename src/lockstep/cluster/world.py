@@ -35,15 +35,15 @@ class World:
         ):
             if not 0 <= value < limit:
                 raise MisconfigurationException(
-                    f"{name} {value} with a {limit_name} of {limit}: ranks are counted from 0 to {limit - 1}"
+                    f"{name} {value} with a {limit_name} of {limit}: it has to be from 0 to {limit - 1}"
                 )
         if self.local_size > self.size or self.num_nodes > self.size:
             raise MisconfigurationException(
-                f"a world size of {self.size} with {self.num_nodes} node(s) and {self.local_size} rank(s) on "
-                "this one: the world has at least one rank on each node, and all of this node's"
+                f"a world size of {self.size} with {self.num_nodes} node(s) and {self.local_size} rank(s) on this one: "
+                "it has to be at least the number of nodes, and the number of ranks on each"
             )
         if not 0 <= self.port <= 65535:
-            raise MisconfigurationException(f"port {self.port}: choose a free one between 1024 and 65535")
+            raise MisconfigurationException(f"port {self.port} is invalid: choose a free one between 1024 and 65535")
 
     @classmethod
     def single(cls) -> World:
@@ -75,8 +75,8 @@ def read_number(environ: Mapping[str, str], name: str, default: int | None = Non
     except (TypeError, ValueError):
         found = "is not set" if text is None else f"is {text!r}"
         raise MisconfigurationException(
-            f"the environment variable {name} {found}: it has to be an integer; "
-            "set it, or remove the other variables of a launcher (RANK, LOCAL_RANK, ...)"
+            f"the environment variable {name} {found}: set it to an integer, or remove the other variables of a "
+            "launcher (RANK, LOCAL_RANK, ...)"
         ) from None
 
 
@@ -96,27 +96,27 @@ def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], w
     try:
         return World(**numbers)
     except MisconfigurationException as error:
-        said = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        raise MisconfigurationException(f"{cluster}: {said} cannot be together: {error}. {way_out}") from None
+        found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        raise MisconfigurationException(f"{cluster}: {found} contradict each other: {error}. {way_out}") from None
 
 
 def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int, int]:
     """Return the node of a rank, and the number of nodes, if a launcher sets neither.
 
-    All nodes have as many ranks as this one. Ranks are assigned node by node, as by most launchers, or else
-    round-robin.
+    All nodes have as many ranks as this one.
 
     Raises:
         MisconfigurationException: the numbers match neither order.
     """
     nodes, rest = divmod(size, max(local_size, 1))
+    # node by node, as most launchers do, or else round-robin
     if not rest and rank % local_size == local_rank:
         return rank // local_size, nodes
     if not rest and rank // nodes == local_rank:
         return rank % nodes, nodes
     raise MisconfigurationException(
-        f"rank {rank} of {size} is number {local_rank} of {local_size} on its node, so that the nodes do not have "
-        "equal numbers of ranks: start as many on each"
+        f"rank {rank} of {size} is local rank {local_rank} of {local_size}, so the nodes have different numbers of "
+        "ranks: start the same number on each"
     )
 
 
@@ -128,13 +128,14 @@ def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
         numbers: numbers of the job, of its step, and of the attempt.
 
     Returns:
-        a port from 15000 to 29999, below those that the system assigns by itself. None if no number is known.
+        a port from 15000 to 29999. None if no number is known.
     """
     if "MASTER_PORT" in environ:
         return read_number(environ, "MASTER_PORT")
     if not numbers or numbers[0] is None:
         return None
     job, step, attempt = [*(number or 0 for number in numbers), 0, 0][:3]
+    # below the ports that the system assigns to other programs
     return 15000 + (job + 2311 * step + 101 * attempt) % 15000
 
 
@@ -146,7 +147,8 @@ def missing(cluster: str, name: str, way_out: str) -> MisconfigurationException:
 # -- schedulers' lists of hosts and tasks ---------------------------------------------------------------------
 
 
-_RANGE = r"(\d+)(?:-(\d+))?"  # not compiled here: most processes that import this are not on a cluster
+# not compiled here: most processes that import this are not on a cluster
+_RANGE = r"(\d+)(?:-(\d+))?"
 _TASKS = r"(\d+)(?:\(x(\d+)\))?"
 
 
@@ -175,18 +177,18 @@ def first_host(text: str) -> str:
     """
     for part in _parts(text):
         return next(_hosts(part, text))
-    raise MisconfigurationException(f"the list of hosts {text!r} names no host")
+    raise MisconfigurationException(f"the list of hosts {text!r} is empty: set MASTER_ADDR to the host of rank 0")
 
 
 def _parts(text: str) -> Iterator[str]:
     """Split the text at commas and spaces outside of brackets."""
-    begin, depth = 0, 0
+    start, depth = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign == "[") - (sign == "]")
         if sign in ", \n\t" and not depth:
-            if text[begin:at]:
-                yield text[begin:at]
-            begin = at + 1
+            if text[start:at]:
+                yield text[start:at]
+            start = at + 1
         if depth not in (0, 1):
             break
     if depth:
@@ -213,8 +215,8 @@ def _hosts(part: str, text: str) -> Iterator[str]:
 
 def _unreadable(text: str) -> MisconfigurationException:
     return MisconfigurationException(
-        f"the list of hosts {text!r} is not as SLURM writes it (node[1-3,7],other): set MASTER_ADDR to the host "
-        "of rank 0"
+        f"the list of hosts {text!r} is not in SLURM's format (node[1-3,7],other): set MASTER_ADDR to the host of "
+        "rank 0"
     )
 
 
@@ -233,7 +235,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(_TASKS, item.strip())
         if match is None:
             raise MisconfigurationException(
-                f"tasks per node {text!r} are not as SLURM writes them (2(x3),1): start the tasks by srun"
+                f"tasks per node {text!r} are not in SLURM's format (2(x3),1): start the tasks by srun"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -253,7 +255,7 @@ def slots(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
         raise MisconfigurationException(
-            f"LSB_MCPU_HOSTS={text!r} is not as LSF writes it (node1 4 node2 4): set MASTER_ADDR to the host of rank 0"
+            f"LSB_MCPU_HOSTS={text!r} is not in LSF's format (node1 4 node2 4): set MASTER_ADDR to the host of rank 0"
         )
     for host, count in zip(words[::2], words[1::2], strict=True):
         counts[host] = counts.get(host, 0) + int(count)

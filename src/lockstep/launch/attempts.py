@@ -58,7 +58,7 @@ class Attempts(ABC):
         """Return the name of the run and the attempt, for messages."""
 
     @abstractmethod
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         """Return the message for a rank that the attempt ``newest`` has replaced."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Attempts(ABC):
         known = read(self.path) if self.path else {}
         newest = known.get("attempt", 0)
         if newest > self.attempt:
-            raise Superseded(self.told(newest))
+            raise Superseded(self.superseded_by(newest))
         return known
 
     def saved(self, path: str, call: int) -> None:
@@ -133,7 +133,7 @@ def read(path: str) -> dict[str, Any]:
 # -- a SLURM job ---------------------------------------------------------------------------------------------
 
 
-LONGEST = 600.0
+END_TIMEOUT = 600.0
 """Seconds that a rank waits after saving until SLURM ends it."""
 
 
@@ -193,13 +193,13 @@ class Job(Attempts):
     def __str__(self) -> str:
         return f"SLURM job {self.number}, attempt {self.attempt + 1}"
 
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         what, counted = f"SLURM job {self.number}", "SLURM_RESTART_COUNT"
         if self._trial is not None:
             what, counted = f"the trial in {self._trial}", "starts before this one"
         return (
-            f"{what} has been started anew ({counted}={newest}; here it is "
-            f"{self.attempt}), and its checkpoints are no longer this process' to write or remove"
+            f"{what} has been restarted ({counted}={newest}; this process belongs to {self.attempt}): this process "
+            "may no longer write or remove its checkpoints"
         )
 
     def checkpoint(self, call: int) -> str:
@@ -221,15 +221,16 @@ class Job(Attempts):
 
     def _forget(self, call: int) -> None:
         """Remove the records of a fit. The number of the attempt remains, as a fence against earlier attempts."""
-        if getattr(sys, "last_value", None) is not None:  # the script has failed after the fit
+        # keep the records if the script has failed after the fit
+        if getattr(sys, "last_value", None) is not None:
             return
         with contextlib.suppress(Superseded):
             known = self.check()
-            left = {key: path for key, path in known.get("saved", {}).items() if key != str(call)}
+            remaining = {key: path for key, path in known.get("saved", {}).items() if key != str(call)}
             if storage.exists(self.checkpoint(call)):
                 storage.remove(self.checkpoint(call))
-            if left or self.attempt:
-                self.write({"attempt": self.attempt, "saved": left})
+            if remaining or self.attempt:
+                self.write({"attempt": self.attempt, "saved": remaining})
             elif known:
                 storage.remove(self.path)
 
@@ -244,8 +245,8 @@ class Job(Attempts):
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"scontrol requeue {self._name}: {error}"
         if done.returncode:
-            return f"scontrol requeue {self._name} ended with {done.returncode}: {done.stderr.strip()}"
-        log.info("lockstep: SLURM job %s is back in the queue", self._name)
+            return f"scontrol requeue {self._name} ended with exit code {done.returncode}: {done.stderr.strip()}"
+        log.info("lockstep: SLURM job %s is requeued", self._name)
         return ""
 
 
@@ -260,12 +261,12 @@ def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = o
     """
     if not slurm.is_task(environ) and not slurm.is_only_task(environ):
         return None
-    asked = getattr(cluster, "requeue_signal", None)
-    asks = (signal.SIGUSR1, signal.SIGUSR2) if asked is None or cluster is None else (asked,)
+    requested = getattr(cluster, "requeue_signal", None)
+    asks = (signal.SIGUSR1, signal.SIGUSR2) if requested is None or cluster is None else (requested,)
     return Job(folder, getattr(cluster, "auto_requeue", True), tuple(int(number) for number in asks), environ)
 
 
-def await_end(seconds: float = LONGEST) -> None:
+def await_end(seconds: float = END_TIMEOUT) -> None:
     """Wait until SLURM ends this process. If the process ended by itself, its job would be complete or failed."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -317,10 +318,10 @@ class Run(Attempts):
     def __str__(self) -> str:
         return f"lockstep run, attempt {self.attempt}"
 
-    def told(self, newest: int) -> str:
+    def superseded_by(self, newest: int) -> str:
         return (
-            f"this run has been started anew ({self.path} knows of attempt {newest}; here it is {self.attempt}), and "
-            "its checkpoints are no longer this process' to write or remove"
+            f"this run has been restarted ({self.path} is at attempt {newest}; this process belongs to attempt "
+            f"{self.attempt}): this process may no longer write or remove its checkpoints"
         )
 
     def checkpoint(self, call: int) -> str:
@@ -351,13 +352,6 @@ class Run(Attempts):
         assert self._job is not None
         return self._job.requeue()
 
-    def _newest_saved(self, files: Mapping[str, dict[str, Any]]) -> list[str]:
-        """Return the file of the newest run that has saved anything, as a list of at most one path."""
-        found = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
-        if not found:
-            log.info(f"lockstep run --resume: no run of this command has left anything in {self._folder!r}")
-        return found
-
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
         """Return the path and the content of the run's file. For a new run, return its future path and {}."""
         stem = f".lockstep-run-{self.name}-"
@@ -365,7 +359,10 @@ class Run(Attempts):
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
         own = [path for path, known in files.items() if set(agents) & set(known.get("agents", []))]
         if not own and self._resumes:
-            own = self._newest_saved(files)
+            # the newest run that has saved anything
+            own = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
+            if not own:
+                log.info(f"lockstep run --resume: no run of this command has saved anything in {self._folder!r}")
         if own:
             return own[0], files[own[0]]
         return os.path.join(self._folder, f"{stem}{self.agent}.json"), {}

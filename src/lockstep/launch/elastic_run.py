@@ -47,7 +47,7 @@ from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, wipe_line
 
-PROMISED = 3.0
+CAUSE_TIMEOUT = 3.0
 """Seconds that the agent waits for a cause that a supervisor has promised."""
 
 FOLDERS = "lockstep-agent-"
@@ -56,7 +56,7 @@ FOLDERS = "lockstep-agent-"
 FRESH = 60.0
 """Seconds for which such a folder may be new and not locked by its agent yet."""
 
-REACH = 60
+REACH_TIMEOUT = 60
 """Seconds within which an agent has to reach the node of the rendezvous."""
 
 OWN_PORTS = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -65,7 +65,7 @@ OWN_PORTS = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 HERE = "127.0.0.1"
 """Address of this node if it is the only one."""
 
-ENDED_ELSEWHERE = "another node has ended the run, and says why"
+ENDED_ELSEWHERE = "another node has ended the run; the reason is in its output"
 
 PASSED_ON = ("SIGUSR1", "SIGUSR2")
 """Signals that are passed on to the ranks, and do not end the agent."""
@@ -134,10 +134,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._result is None:
-            say("another node starts its ranks anew, or comes, or has gone: all ranks are started anew")
+            print_line("a node has joined or left, or restarts its ranks: all ranks are restarted")
         else:
             left = self._remaining_restarts
-            say(f"{self.cause()}; all ranks are started anew, and {left or 'no'} restart{'s' * (left != 1)} left")
+            print_line(f"{self.cause()}; all ranks are restarted ({left or 'no'} restart{'s' * (left != 1)} left)")
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -148,7 +148,7 @@ class Agent(LocalElasticAgent):
     def cause(self) -> str:
         """Return what ended the ranks: a supervisor's message, or otherwise a description of their exit codes."""
         path = Path(os.environ[CAUSE])
-        until = time.monotonic() + PROMISED * path.with_name(f"{path.name}.promised").exists()
+        until = time.monotonic() + CAUSE_TIMEOUT * path.with_name(f"{path.name}.promised").exists()
         while True:
             with contextlib.suppress(OSError):
                 return path.read_text()
@@ -156,7 +156,7 @@ class Agent(LocalElasticAgent):
                 break
             time.sleep(0.02)
         if self._result is None or not self._result.failures:
-            return "the ranks of this node hang in the system, and cannot be ended"
+            return "the ranks of this node hang in a system call and cannot be ended"
         return _first(self._result.failures)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -172,14 +172,15 @@ def _first(failures: Mapping[int, ProcessFailure]) -> str:
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     ends = by_itself or failures
     killed = [rank for rank, failure in ends.items() if failure.exitcode < 0]
-    rank = killed[0] if killed else next(iter(ends))  # exceptions of the other ranks are usually consequences
+    # exceptions of the other ranks are usually consequences
+    rank = killed[0] if killed else next(iter(ends))
     failure = ends[rank]
     if killed or not os.path.isfile(failure.error_file):
         return str(Ended(rank, failure.pid, failure.exitcode, 0.0))
     return f"rank {rank} failed first: {one_line(failure.message)}"
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr."""
     wipe_line()
     with contextlib.suppress(OSError, ValueError):
@@ -196,21 +197,26 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
     hosts = not plan.alone and _hosts(plan)
     if hosts:
         _check_port(plan)
-    _silence()
+    # LOGLEVEL is torch's variable: users who set it want to see the messages
+    if "LOGLEVEL" not in os.environ:
+        # torch's agent logs errors and prints a table of them, and the last line has to be the first cause
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     clear_away(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
-    held = _take(folder)
+    lock = _lock(folder)
     try:
         environ.update(_variables(plan, folder, environ))
         agent = _agent(plan, hosts, folder)
         return _run(agent, folder)
     except RendezvousError as error:
-        say(_not_met(plan, error))
+        print_line(_rendezvous_failure(plan, error))
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
@@ -234,21 +240,21 @@ def clear_away(temporary: Path) -> None:
             status = folder.stat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < FRESH:
                 continue
-            held = _take(folder)
-            if held is not None:
+            lock = _lock(folder)
+            if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                os.close(held)
+                os.close(lock)
 
 
-def _take(folder: Path) -> int | None:
+def _lock(folder: Path) -> int | None:
     """Lock a folder until this process ends. Return None if another process holds it, or locks are unsupported."""
-    held = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(held)
+        os.close(lock)
         return None
-    return held
+    return lock
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
@@ -260,24 +266,25 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     if "TORCHELASTIC_RUN_ID" not in environ and not {"RANK", "LOCAL_RANK"} & environ.keys():
         return
-    said = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
     there = " ".join(f"-u {name}" for name in (*names, "MASTER_ADDR", "MASTER_PORT", PARENT) if name in environ)
     raise MisconfigurationException(
-        f"lockstep run: this process is a rank itself ({said}): start `lockstep run` once on each node, not by "
-        f"torchrun or from a rank's script; where the variables are left over: env {there} lockstep run ..."
+        f"lockstep run: this process is a rank itself ({found}): start `lockstep run` once on each node, not by "
+        f"torchrun or from a rank's script. If the variables are left over, remove them: env {there} lockstep run ..."
     )
 
 
 def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the ranks."""
-    told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
-    told |= names_variables(environ) if plan.lightning else site_variable(environ)
+    found = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
+    found |= names_variables(environ) if plan.lightning else site_variable(environ)
     if plan.max_restarts or plan.resume:
-        job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has restarted belongs to the same run
+        # an attempt at a job that SLURM has restarted belongs to the same run
+        job = environ.get("SLURM_JOB_ID")
         of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"
         own = uuid.uuid4().hex[:12] if job is None else of_slurm
-        told |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
-    return told
+        found |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
+    return found
 
 
 def _hosts(plan: LaunchPlan) -> bool:
@@ -304,19 +311,10 @@ def _check_port(plan: LaunchPlan) -> None:
             probe.bind(("", plan.port))
         except OSError as error:
             raise MisconfigurationException(
-                f"lockstep run: --master-port {plan.port}: the nodes were to meet there, and this host "
-                f"({socket.gethostname()}) cannot listen on it ({error.strerror}): choose another on all nodes, or end "
-                "what is left of an earlier run"
+                f"lockstep run: --master-port {plan.port}: this host ({socket.gethostname()}) cannot listen on the "
+                f"port of the rendezvous ({error.strerror}): choose another one on all nodes, or end processes of an "
+                "earlier run"
             ) from None
-
-
-def _silence() -> None:
-    """Hide the messages of torch's agent and its table of errors. The last line has to be the first cause."""
-    if "LOGLEVEL" in os.environ:  # torch's variable: the user wants to see them
-        return
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
@@ -336,12 +334,17 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
 
 def _several(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
     """Return the rendezvous handler for several nodes. ``hosts`` is True on the node that hosts the rendezvous."""
-    options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
+    options = {
+        "join_timeout": plan.patience,
+        "last_call_timeout": 5,
+        "read_timeout": REACH_TIMEOUT,
+        "timeout": plan.patience,
+    }
     endpoint = f"{plan.address}:{plan.port}"
-    meeting = RendezvousParameters(
+    parameters = RendezvousParameters(
         "c10d", endpoint, plan.run_id, *plan.nodes, plan.local_address, is_host=hosts, **options
     )
-    return InOrder(rendezvous.get_rendezvous_handler(meeting), plan.node_rank, plan.local_address)
+    return InOrder(rendezvous.get_rendezvous_handler(parameters), plan.node_rank, plan.local_address)
 
 
 def _run(agent: Agent, folder: Path) -> int:
@@ -352,9 +355,10 @@ def _run(agent: Agent, folder: Path) -> int:
         result = agent.run()
         handler.shutdown()
         done = result is not None and not result.is_failed()
-    except (KeyboardInterrupt, SignalException) as ended:  # torch handles Ctrl-C only later
+    except (KeyboardInterrupt, SignalException) as ended:
+        # torch handles Ctrl-C only later
         number = getattr(ended, "sigval", signal.SIGINT)
-        say("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
+        print_line("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
         return int(128 + number)
     finally:
         with contextlib.suppress(OSError):
@@ -363,15 +367,15 @@ def _run(agent: Agent, folder: Path) -> int:
     if done:
         return 0
     if result is None:
-        say(ENDED_ELSEWHERE)
+        print_line(ENDED_ELSEWHERE)
         return 1
-    say(agent.cause())
+    print_line(agent.cause())
     codes = [failure.exitcode for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
     code = next(iter(codes), 1)
     return int(code if code > 0 else 128 - code)
 
 
-def _not_met(plan: LaunchPlan, error: BaseException) -> str:
+def _rendezvous_failure(plan: LaunchPlan, error: BaseException) -> str:
     """Return the message about a failed rendezvous of the nodes."""
     few = plan.nodes[0]
     place = f"--master-addr {plan.address} --master-port {plan.port}"
@@ -379,17 +383,17 @@ def _not_met(plan: LaunchPlan, error: BaseException) -> str:
     if "Connection" in reason:
         return (
             f"node {plan.node_rank if plan.node_rank is not None else socket.gethostname()} could not reach {place} "
-            f"within {REACH} s: does `lockstep run --node-rank 0` run there, and is the address the one by which this "
-            "node knows that host?"
+            f"within {REACH_TIMEOUT} s: check that `lockstep run --node-rank 0` runs there, and that the address is "
+            "valid on this node"
         )
     if "Timeout" in reason:
         return (
-            f"fewer than {few} nodes came to {place} within {plan.patience} s (--patience): start the same command on "
-            f"{few} nodes, with --node-rank 0 to {few - 1}, or ask for fewer by --nodes"
+            f"fewer than {few} nodes joined at {place} within {plan.patience} s (--patience): start the same command "
+            f"on {few} nodes, with --node-rank 0 to {few - 1}, or lower --nodes"
         )
     if "Closed" in reason:
         return ENDED_ELSEWHERE
-    return f"the nodes did not meet at {place}: {error}"
+    return f"the rendezvous of the nodes at {place} failed: {error}"
 
 
 class OneNode(RendezvousHandler):
@@ -403,11 +407,11 @@ class OneNode(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        held = HeldPort()
+        lock = HeldPort()
         self._store = TCPStore(
-            HERE, held.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, held.number)
+            HERE, lock.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, lock.number)
         )
-        held.close()
+        lock.close()
         self._round = 0
         self._closed = False
 

@@ -6,7 +6,6 @@ Also what a process inherits from the one that started it: its rank, the seed, a
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ import threading
 from ast import literal_eval
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 from lockstep.cluster.detect import early_rank
@@ -152,7 +152,8 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
         return
     if ORDER not in environ and cuda_has_begun():
         found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        if not any("MIG" in each.name for each in found):  # a slice of a GPU has a name of its own
+        # a slice of a GPU has a name of its own
+        if not any("MIG" in each.name for each in found):
             environ[VISIBLE] = ",".join(f"GPU-{each.uuid}" for each in found)
             return
     environ.setdefault(ORDER, "PCI_BUS_ID")
@@ -329,14 +330,10 @@ SEED = "PL_GLOBAL_SEED"
 """Environment variable with the seed, under Lightning's name."""
 
 
-def _working_folder() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # the folder was removed
-        return None
-
-
-started_in = _working_folder()
+try:
+    started_in: str | None = os.getcwd()
+except OSError:  # the folder was removed
+    started_in = None
 """Working folder when lockstep was imported. The script is restarted there."""
 
 
@@ -354,8 +351,8 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
             hand_down_seed(int(environ[SEED]))
         except ValueError:
             raise MisconfigurationException(
-                f"the environment variable {SEED} is {environ[SEED]!r}: it is the seed that seed_everything() takes, "
-                "an integer from 0 to 4294967295; set it to one, or remove it"
+                f"the environment variable {SEED} is {environ[SEED]!r}: set it to the seed for seed_everything(), an "
+                "integer from 0 to 4294967295, or remove it"
             ) from None
     hand_early(environ)
     if PARENT in environ:
@@ -373,14 +370,13 @@ def bind_loader_workers() -> None:
     if found is not None:
         from torch.utils.data import dataloader
 
-        bound = functools.partial(_bind_loader_worker, found, dataloader.__file__)
-        FORK_WORKERS.at_fork(after_in_child=bound)
+        def bind_worker() -> None:
+            # the system ends a worker with the thread that forked it, so bind it to the main thread only
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and threading.main_thread() is threading.current_thread():
+                if frame.f_code.co_filename == dataloader.__file__:
+                    bind(found)
+                    return
+                frame = frame.f_back
 
-
-def _bind_loader_worker(found: Callable[..., int], loader: str) -> None:
-    frame, made = sys._getframe(), threading.main_thread() is threading.current_thread()
-    while made and frame is not None:  # the system watches the main thread only
-        if frame.f_code.co_filename == loader:
-            bind(found)
-            return
-        frame = frame.f_back  # type: ignore[assignment]
+        FORK_WORKERS.at_fork(after_in_child=bind_worker)

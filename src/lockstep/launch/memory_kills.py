@@ -77,14 +77,14 @@ def _events_of(process: int) -> Path | None:
     group = first if first is not None else found.get("", "/")
     # a container may see its own cgroup as the root, regardless of the path
     files = (home / group.lstrip("/") / name, home / name)
-    return next((file for file in files if _has_count(file)), None)
-
-
-def _has_count(file: Path) -> bool:
-    try:
-        return any(line.startswith("oom_kill ") for line in file.read_text().splitlines())
-    except OSError:
-        return False
+    for file in files:
+        try:
+            # older kernels have the file, but not this line
+            if any(line.startswith("oom_kill ") for line in file.read_text().splitlines()):
+                return file
+        except OSError:
+            continue
+    return None
 
 
 def _count(file: Path) -> int:

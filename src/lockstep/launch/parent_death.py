@@ -54,12 +54,13 @@ def bound() -> Callable[[], None]:
     """
     found, parent = prctl(), os.getpid()
 
-    def begin() -> None:
+    def start() -> None:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process may write to its terminal
+        # a background process may write to its terminal
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         _end_with_starter(found, parent)
 
-    return begin
+    return start
 
 
 def become(parent: int, command: list[str]) -> None:

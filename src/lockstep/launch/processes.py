@@ -24,8 +24,8 @@ from lockstep.launch.parent_death import is_alive
 GRACE = 2.0
 """Seconds that a process has to end by itself before it is killed."""
 
-FAREWELL = 30.0
-"""Seconds that a process has if it reports that it is ending."""
+SAVE_TIMEOUT = 30.0
+"""Seconds that a failed rank has to save its state."""
 
 LOOK = 0.02
 """Seconds between checks of the running processes."""
@@ -58,19 +58,18 @@ class Ended:
     why: str = ""  #: further explanation
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid}) {self._how()}{self.why}"
-
-    def _how(self) -> str:
         if self.code is None:
-            return "is gone: it was killed, or ended by os._exit"
-        if self.code < 0:
+            how = "is gone: it was killed, or ended by os._exit"
+        elif self.code < 0:
             try:
                 name = signal.Signals(-self.code).name
             except ValueError:
                 name = f"signal {-self.code}"
-            return f"was killed by {name} (exit code {self.code})"
-        early = " in the middle of the run" if self.code == 0 else ""
-        return f"ended{early} with exit code {self.code}"
+            how = f"was killed by {name} (exit code {self.code})"
+        else:
+            early = " in the middle of the run" if self.code == 0 else ""
+            how = f"ended{early} with exit code {self.code}"
+        return f"rank {self.rank} (process {self.pid}) {how}{self.why}"
 
 
 class RankProcesses:
@@ -157,8 +156,8 @@ class RankProcesses:
             limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
             most = "" if limit == resource.RLIM_INFINITY else f" is {limit}"
             raise RuntimeError(
-                f"rank {rank} could not be started ({error.strerror}): there is no room for more processes "
-                f"(`ulimit -u`{most}), open files (`ulimit -n`) or memory: raise what is too low, or use fewer devices"
+                f"rank {rank} could not be started ({error.strerror}): the limit of processes (`ulimit -u`{most}), of "
+                "open files (`ulimit -n`) or the memory is exhausted: raise it, or use fewer devices"
             ) from None
         self._processes[rank] = _Started(process, group=True)
 
@@ -241,7 +240,8 @@ class RankProcesses:
             return
         try:
             self._end(processes, grace)
-        except KeyboardInterrupt:  # nobody waits any longer, and no rank may continue alone
+        except KeyboardInterrupt:
+            # nobody waits any longer, and no rank may continue alone
             for process in processes:
                 process.signal(signal.SIGKILL)
                 process.signal_group(signal.SIGKILL)
@@ -281,69 +281,55 @@ class RankProcesses:
             self._winding_up = True
         # others may be about to fail by themselves, one of them as the true cause: let them report it
         moved, before = time.monotonic(), self.running
-        until, latest = at + GRACE, moved + FAREWELL
+        until, latest = at + GRACE, moved + SAVE_TIMEOUT
         while running := self.running:
-            now, said = time.monotonic(), [self._said(rank, at) for rank in running]
+            now, failures = time.monotonic(), [self._failed_since(rank, at) for rank in running]
             if running != before:
                 moved, before = now, running
-            if self.hurries:
-                until = self._sooner(until, running, said, moved, now)
+            if self.hurries and all(failures):
+                # they only have to finish
+                until = min(until, max(failures) + GRACE / 4)
+            elif self.hurries and now >= max(moved, *failures) + GRACE / 4:
+                # gloo fails on ranks connected to an ended one; ranks connected to those wait for nothing
+                others = [rank for rank, failed_at in zip(running, failures, strict=True) if not failed_at]
+                waiting = [self._waits_since(rank) for rank in others]
+                if all(since is not None and now >= since + GRACE / 4 for since in waiting):
+                    until = now
             if now >= until and not (now < latest and self._is_someone_ending()):
                 break
             time.sleep(LOOK)
         self.stop(GRACE / 8)
         self._on_failure()
 
-    def _said(self, rank: int, at: float) -> float:
+    def _failed_since(self, rank: int, at: float) -> float:
         """Return the time at which a rank reported a failure since about ``at``; 0 if it has not."""
-        said = self._failed_at(rank)
-        return said if said is not None and said > at - GRACE else 0.0
-
-    def _sooner(self, until: float, running: Sequence[int], said: Sequence[float], moved: float, now: float) -> float:
-        """Return the time until which to wait for running ranks, earlier if nothing more can happen on them.
-
-        Args:
-            until: current end of the wait.
-            running: the running ranks.
-            said: time at which each reported a failure; 0 if it has not.
-            moved: time at which the last rank ended.
-            now: current time.
-        """
-        if all(said):  # they only have to finish
-            return min(until, max(said) + GRACE / 4)
-        # gloo fails on ranks connected to an ended one; ranks connected to those wait for nothing
-        if now >= max(moved, *said) + GRACE / 4:
-            waiting = [self._waits_since(rank) for rank, word in zip(running, said, strict=True) if not word]
-            if all(since is not None and now >= since + GRACE / 4 for since in waiting):
-                return now
-        return until
+        failed_at = self._failed_at(rank)
+        return failed_at if failed_at is not None and failed_at > at - GRACE else 0.0
 
     def _watch(self, rank: int, process: _Started | Foreign, over: threading.Event) -> None:
         try:
-            self._see_end(rank, process)
+            code, at = process.end(), time.monotonic()
+            excused = self._is_excused(rank, code)
+            with self._lock:
+                # successful if it reported so, or by its exit code if it reported nothing
+                is_success = rank in self._ended or (code == 0 and not self._is_busy(rank))
+                self._gone.add(rank)
+                if is_success:
+                    self._ended.setdefault(rank, at)
+                fails = not (is_success or excused or self._stopping)
+                if fails:
+                    why = self.memory_kills.why(process.pid) if code in (None, -signal.SIGKILL) else ""
+                    self._failed.append(Ended(rank, process.pid, code, at, why))
+            self._on_end(rank)
+            if not is_success:
+                # its loader workers and other children would hold its files and its device
+                process.signal_group(signal.SIGKILL)
+            if fails:
+                failed_at = self._failed_at(rank)
+                self.wind_up(at if failed_at is None else min(at, failed_at))
+            process.close()
         finally:
             over.set()
-
-    def _see_end(self, rank: int, process: _Started | Foreign) -> None:
-        code, at = process.end(), time.monotonic()
-        excused = self._is_excused(rank, code)
-        with self._lock:
-            # successful if it reported so, or by its exit code if it reported nothing
-            well = rank in self._ended or (code == 0 and not self._is_busy(rank))
-            self._gone.add(rank)
-            if well:
-                self._ended.setdefault(rank, at)
-            fails = not (well or excused or self._stopping)
-            if fails:
-                why = self.memory_kills.why(process.pid) if code in (None, -signal.SIGKILL) else ""
-                self._failed.append(Ended(rank, process.pid, code, at, why))
-        self._on_end(rank)
-        if not well:
-            process.signal_group(signal.SIGKILL)
-        if fails:
-            said = self._failed_at(rank)
-            self.wind_up(at if said is None else min(at, said))
-        process.close()
 
 
 class _Started:
@@ -400,22 +386,23 @@ class Foreign:
 
     Args:
         pid: process id.
-        said: returns the exit code that the process has announced. Called after its end, if the system does not report
-            the code.
+        reported: returns the exit code that the process has announced. Called after its end, if the system does not
+            report the code.
 
     Attributes:
         stops: whether :meth:`RankProcesses.stop` ends it, too.
     """
 
-    def __init__(self, pid: int, said: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(self, pid: int, reported: Callable[[], int | None] = lambda: None) -> None:
         self.pid = pid
         self.stops = True
-        self._said = said
+        self._reported = reported
         self._code: int | None = None
         self._is_parent = os.getppid() == pid
         self._ended = False
         self._descriptor: int | None = None
-        with contextlib.suppress(AttributeError, OSError):  # other systems, and Linux before 5.3
+        # other systems, and Linux before 5.3
+        with contextlib.suppress(AttributeError, OSError):
             self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> int | None:
@@ -435,9 +422,8 @@ class Foreign:
             else:
                 gone = not self._is_there()
             if gone:
-                code = _zombie_code(self.pid)  # at once, before its parent reaps it
-                code = _buried_code(self._descriptor) if code is None else code
-                self._code = self._said() if code is None else code
+                code = _exit_code(self.pid, self._descriptor)
+                self._code = self._reported() if code is None else code
                 self._ended = True
             elif left == 0:
                 return False
@@ -487,15 +473,6 @@ def is_stopped(process: int) -> bool:
         return False
 
 
-def _zombie_code(process: int) -> int | None:
-    """Return the exit code of an ended process that its parent has not reaped, or None."""
-    try:
-        fields = stat_of(process)
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None
-
-
 _INFO = 0xC040FF0B
 """Number of Linux' ioctl ``PIDFD_GET_INFO``, for the first 64 bytes of ``struct pidfd_info``."""
 
@@ -503,14 +480,19 @@ _EXIT = 1 << 3
 """Bit ``PIDFD_INFO_EXIT`` of the first field: the exit code is requested, and available."""
 
 
-def _buried_code(descriptor: int | None) -> int | None:
-    """Return the exit code of a reaped process, or None. Linux 6.15 and later report it for a descriptor."""
-    info = bytearray(struct.pack("Q56x", _EXIT))
-    try:
-        if descriptor is None:
-            return None
-        fcntl.ioctl(descriptor, _INFO, info)
-    except OSError:
-        return None
-    told, status = struct.unpack("Q52xi", info)
-    return os.waitstatus_to_exitcode(status) if told & _EXIT else None
+def _exit_code(process: int, descriptor: int | None) -> int | None:
+    """Return the exit code of an ended process that another process started. None if the system does not report it."""
+    # at once: /proc shows the code until the parent reaps the process
+    with contextlib.suppress(OSError):
+        fields = stat_of(process)
+        if fields[0] in "ZX":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    # of a reaped process, Linux 6.15 and later report it for a descriptor
+    if descriptor is not None:
+        info = bytearray(struct.pack("Q56x", _EXIT))
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(descriptor, _INFO, info)
+            available, status = struct.unpack("Q52xi", info)
+            if available & _EXIT:
+                return os.waitstatus_to_exitcode(status)
+    return None

@@ -68,7 +68,7 @@ class ScriptLauncher:
         """
         if not self._launched:
             if self.world.size > 1 and not is_started(os.environ) and not _sides:
-                _sides.append(_begin(self.world))
+                _sides.append(_start_supervisor(self.world))
             self.world = detect(os.environ, self.world.local_size, self.world.num_nodes, LOCAL).world
         check_not_nested(self.world)
         check_first_call()
@@ -97,16 +97,16 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
     """
     if world.size == 1:
         return
-    meeting = f"{world.rank}/{world.size} {world.address}:{world.port}"
+    rendezvous = f"{world.rank}/{world.size} {world.address}:{world.port}"
     process, _, known = environ.get(RANK_OF, "").partition(" ")
-    if known == meeting and process != str(os.getpid()):
+    if known == rendezvous and process != str(os.getpid()):
         there = " ".join(f"-u {name}" for name in VARIABLES.split() if name in environ)
         raise MisconfigurationException(
-            f"this process takes itself for rank {world.rank} of {world.size} at {world.address}:{world.port}, and "
-            f"that is process {process}, which started this one and handed its variables down: start a run inside of a "
-            f"run without them (env {there} ...), as one process: devices=1"
+            f"this process has the environment variables of rank {world.rank} of {world.size} at "
+            f"{world.address}:{world.port}, which is process {process}, its parent: start a run inside of a run "
+            f"without these variables (env {there} ...), with devices=1"
         )
-    environ[RANK_OF] = f"{os.getpid()} {meeting}"
+    environ[RANK_OF] = f"{os.getpid()} {rendezvous}"
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -124,8 +124,8 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
     started, here = environ.pop(STARTING_CALL, None), os.path.normpath(calling().location())
     if started is not None and os.path.normpath(started) != here:
         raise MisconfigurationException(
-            f"this rank was started by the call at {started}, and comes to that at {here} first, which rank 0 has made "
-            "alone: give both Trainers the same devices, num_nodes and strategy, or each a script of its own"
+            f"this rank was started by the call at {started}, but its first call is the one at {here}, which rank 0 "
+            "has made alone: give both Trainers the same devices, num_nodes and strategy, or a script of their own each"
         )
 
 
@@ -161,24 +161,24 @@ def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Seq
 _sides: list[Side] = []
 """This process' connection to its supervisor: one or none."""
 
-_held: list[HeldPort] = []
+_held_ports: list[HeldPort] = []
 """The reserved port of the rendezvous, if this process chose it."""
 
 
-def _begin(world: World) -> Supervised:
+def _start_supervisor(world: World) -> Supervised:
     """Start the supervisor, which starts the other ranks of the node."""
     import __main__
 
     command = command_line(__main__, sys.argv, sys.orig_argv) if world.local_size > 1 else []
     if command is None:
         raise MisconfigurationException(
-            "strategy='ddp' starts the script once for each device, and an interactive session has no "
-            "script: use strategy='ddp_notebook' or strategy='fsdp', or a strategy's start_method='spawn', or save the "
-            "code as a file and run that"
+            "strategy='ddp' starts the script once for each device, and an interactive session has no script: use "
+            "strategy='ddp_notebook', strategy='fsdp' or a strategy's start_method='spawn', or run the code as a file"
         )
     if not world.port:
-        _held.append(HeldPort())  # until this process ends: other ranks connect at any time
-        world = replace(world, port=_held[0].number)
+        # reserved until this process ends: other ranks connect at any time
+        _held_ports.append(HeldPort())
+        world = replace(world, port=_held_ports[0].number)
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
         if world.num_nodes == 1:
@@ -220,20 +220,20 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
     tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES", "?"))
     if environ.get(STARTED) == job:
         raise MisconfigurationException(
-            f"{STARTED}={job}: srun was started for SLURM job {job}, and this process is still no task of it "
-            "(SLURM_STEP_ID is not set): start the script by srun yourself, and remove nothing of SLURM's variables"
+            f"{STARTED}={job}: srun was started for SLURM job {job}, but this process is not one of its tasks "
+            "(SLURM_STEP_ID is not set): start the script by srun yourself, and keep all of SLURM's variables"
         )
     program = shutil.which("srun", path=environ.get("PATH"))
     if program is None:
         raise MisconfigurationException(
-            f"this is the batch script of SLURM job {job} with SLURM_NTASKS={tasks}, and srun, which starts its tasks, "
-            "is not on PATH: add its folder, or give plugins=LightningEnvironment() for ranks on this node only"
+            f"SLURM job {job} has SLURM_NTASKS={tasks}, but srun, which starts the tasks, is not on PATH: add its "
+            "folder to PATH, or use plugins=LightningEnvironment() for ranks on this node only"
         )
     command = command_line(__main__, sys.argv, sys.orig_argv)
     if command is None:
         raise MisconfigurationException(
-            f"this is the batch script of SLURM job {job} with SLURM_NTASKS={tasks}, whose tasks srun starts with the "
-            "script that runs here, and there is none: save the code as a file and run that"
+            f"SLURM job {job} has SLURM_NTASKS={tasks}, but there is no script that srun could start for each task: "
+            "save the code as a file and run it"
         )
     words = arguments(program, command, environ)
     log.info("lockstep: SLURM job %s has %s tasks: starting %s", job, tasks, " ".join(words))
@@ -256,6 +256,7 @@ def arguments(program: str, command: list[str], environ: Mapping[str, str]) -> l
     words = [program, "--kill-on-bad-exit=1", "--export=ALL"]
     if "SLURM_NTASKS" not in environ:
         words += ["--ntasks-per-node=1"]
-    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not take it from the job since SLURM 22.05
+    # srun does not take it from the job since SLURM 22.05
+    if "SLURM_CPUS_PER_TASK" in environ:
         words += [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"]
     return [*words, *command]

@@ -18,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
 from types import CodeType
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -139,16 +138,16 @@ class SpawnLauncher:
             is_busy=mailbox.is_inside,
             is_someone_ending=mailbox.is_someone_ending,
             failed_at=mailbox.failed_at,
-            on_end=lambda rank: tell(rank),
+            on_end=lambda rank: report(rank),
         )
 
         def stop(verdict: Verdict) -> None:
             verdicts.append(verdict)
             processes.stop(GRACE / 4)
 
-        def tell(rank: int) -> None:
+        def report(rank: int) -> None:
             """Report the first cause to the other ranks, whose collectives raise now."""
-            first = early_cause(processes.failed, mailbox.read(), monitor.stands()) if processes.failed else None
+            first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
@@ -166,7 +165,8 @@ class SpawnLauncher:
             try:
                 processes.wait()
             except KeyboardInterrupt:
-                if not mailbox.has_met():  # nothing can be lost yet, and some ranks may be gone
+                # nothing can be lost yet, and some ranks may be gone
+                if not mailbox.has_joined():
                     raise
                 # a rank that stops its training in order still has a result; a second Ctrl-C ends all
                 monitor.interrupt()
@@ -216,24 +216,27 @@ class Call:
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
     """Write the call, and the state of this process that it may depend on."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
-    pack(_surroundings(), file)
+    surroundings = {
+        "argv": sys.argv,
+        "seed": current_seed(),
+        "random states": random_states(include_cuda=False),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": _deterministic(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "matmul": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "level": log.level,
+    }
+    pack(surroundings, file)
     try:
         pack(call, file)
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise MisconfigurationException(
-            f"strategy={strategy!r} sends the module, the data and the callbacks to other processes, and "
-            f"something in them cannot travel ({error}): make it later, in setup() or train_dataloader(), "
-            "or use strategy='ddp', or 'ddp_fork', where nothing has to travel"
+            f"strategy={strategy!r} sends the module, the data and the callbacks to other processes, but something in "
+            f"them cannot be pickled ({error}): create it in setup() or train_dataloader(), or use strategy='ddp' or "
+            "'ddp_fork', which do not pickle"
         ) from error
     file.flush()
-
-
-def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonitor) -> Cause | Ended | Divergence | None:
-    """Return the first cause as known to this process itself."""
-    ranks = {end.rank for end in processes.failed}
-    noted = mailbox.read()
-    caught = [cause for cause in noted if cause.rank in ranks] or noted
-    return first_cause(processes.failed, caught, monitor.stands(), proof=monitor.hangs.divergence())
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
@@ -241,7 +244,7 @@ def _traces(cause: Cause | Ended | Divergence | None) -> str:
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:
-        return f"the ranks went different ways:\n\n{cause.trace}\n\n"
+        return f"the ranks diverged:\n\n{cause.trace}\n\n"
     return ""
 
 
@@ -252,7 +255,11 @@ def _failure(
     interrupted = verdict is not None and verdict.interrupted
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not interrupted:
-        cause = _first_cause(processes, mailbox, monitor)
+        # a process whose exception was caught in it still runs: its note counts only if no process has failed
+        ranks = {end.rank for end in processes.failed}
+        noted = mailbox.read()
+        caught = [note for note in noted if note.rank in ranks] or noted
+        cause = first_cause(processes.failed, caught, monitor.positions(), proof=monitor.hangs.divergence())
     if interrupted or (isinstance(cause, Cause) and cause.is_interrupt):
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Divergence) else []))
     if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
@@ -314,24 +321,11 @@ def _end(code: int) -> NoReturn:
     with contextlib.suppress(BaseException):  # it was printed, and did not end the call
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or missing
+        # a stream may be closed or missing
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     flush_open_files()
     os._exit(code)
-
-
-def _surroundings() -> dict[str, Any]:
-    return {
-        "argv": sys.argv,
-        "seed": current_seed(),
-        "random states": random_states(include_cuda=False),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic": _deterministic(),
-        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-        "matmul": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),
-        "level": log.level,
-    }
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -345,7 +339,8 @@ def _restore(surroundings: dict[str, Any]) -> None:
     hand_down_seed(surroundings["seed"])
     set_random_states(surroundings["random states"])
     torch.set_default_dtype(surroundings["default dtype"])
-    if surroundings["deterministic"] != _deterministic():  # the call itself imports torch modules for a second
+    # use_deterministic_algorithms imports torch modules for a second
+    if surroundings["deterministic"] != _deterministic():
         enabled, warn_only = surroundings["deterministic"]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = surroundings["cudnn"]
@@ -363,9 +358,7 @@ HARD = 2
 AUTOGRAD = "pt_autograd"
 """Prefix of the names of autograd's device threads."""
 
-_CUDA = (
-    "CUDA is in use in it, and cannot be used in a copy: use strategy='ddp_spawn', or leave CUDA alone before the call"
-)
+_CUDA = "it has used CUDA, which does not work in a fork: use strategy='ddp_spawn', or do not use CUDA before the call"
 
 
 class ForkLauncher(SpawnLauncher):
@@ -390,7 +383,8 @@ class ForkLauncher(SpawnLauncher):
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Fork this process for each rank of the node, and start to watch them."""
-        for stream in (sys.stdout, sys.stderr):  # otherwise each fork would write their buffers again
+        # each fork would write their buffers again
+        for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         threads = torch.get_num_threads() if end_openmp_pools() else 1
@@ -420,11 +414,16 @@ class ForkLauncher(SpawnLauncher):
 
 def why_not() -> str | None:
     """Return why forks of this process could not work, or None if they can."""
+    threads = []
+    with contextlib.suppress(OSError):  # a system without /proc
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+                threads.append(file.read().strip())
     return obstacle(
         can_fork=hasattr(os, "fork"),
         cuda=any(devices_of(kind, started=True) for kind in accelerator_kinds()),
         group=dist.is_available() and dist.is_initialized(),
-        threads=_thread_names(),
+        threads=threads,
     )
 
 
@@ -438,33 +437,24 @@ def obstacle(can_fork: bool, cuda: bool, group: bool, threads: list[str]) -> str
         threads: names of the process' threads.
     """
     if not can_fork:
-        return "this system has no forks: use strategy='ddp_spawn'"
+        return "this system does not support forks: use strategy='ddp_spawn'"
     if cuda:
         return _CUDA
     if any(name.startswith(AUTOGRAD) for name in threads):
         return (
-            "a backward has run in it on a machine with GPUs, and autograd's threads for them cannot be copied: use "
-            "strategy='ddp_spawn', or leave all backwards to the ranks"
+            "it has run a backward on a machine with GPUs, and autograd's threads for them do not exist in a fork: use "
+            "strategy='ddp_spawn', or run no backward before the call"
         )
     if group:
         return (
-            "it has a process group, whose threads and connections cannot be copied: call "
-            "torch.distributed.destroy_process_group() before, or use strategy='ddp_spawn'"
+            "it has a process group, whose threads and connections do not work in a fork: call "
+            "torch.distributed.destroy_process_group() first, or use strategy='ddp_spawn'"
         )
     return None
 
 
 def _refusal(strategy: str, reason: str) -> MisconfigurationException:
-    return MisconfigurationException(f"strategy={strategy!r} copies the calling process, but {reason}.")
-
-
-def _thread_names() -> list[str]:
-    names = []
-    with contextlib.suppress(OSError):  # a system without /proc
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
-                names.append(file.read().strip())
-    return names
+    return MisconfigurationException(f"strategy={strategy!r} forks the calling process, but {reason}.")
 
 
 def end_openmp_pools() -> bool:
@@ -502,7 +492,8 @@ class ForkedProcess:
             if self._code is None:
                 try:
                     self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                except ChildProcessError:  # other code in this process has waited for it
+                except ChildProcessError:
+                    # other code in this process has waited for it
                     self._code = 0
             return self._code
 
@@ -516,19 +507,17 @@ def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
         pid = os.fork()
-    if pid == 0:
-        _be_a_child(process)
-    return ForkedProcess(pid)
-
-
-def _be_a_child(process: BaseProcess) -> NoReturn:
-    """Run the child's side of a fork. It never returns: its callers' code belongs to the parent."""
+    if pid:
+        return ForkedProcess(pid)
+    # The child never returns: its callers' code belongs to the parent.
     code = 1
     try:
-        gc.freeze()  # finalizers of the parent's garbage may wait for threads that do not exist here
+        # finalizers of the parent's garbage may wait for threads that do not exist here
+        gc.freeze()
         signal.set_wakeup_fd(-1)  # for instance that of an event loop of the parent
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):  # set by the parent; a new process would not have it
+            # a new process would not have the handlers that the parent has set
+            if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         atexit._clear()  # the parent runs its own exit functions
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

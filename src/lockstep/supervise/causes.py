@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
+from lockstep.supervise.hang_text import different_places, group_ranks, has_left_call, rank_list
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import Stack, calling, stack_of
 
 # -- causes --------------------------------------------------------------------------------------------------
@@ -23,7 +25,6 @@ SLACK = 0.5
 
 INTERRUPTED = "KeyboardInterrupt"
 EXIT = "sys.exit("
-RULE = "All ranks must make the same calls."
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,6 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """The position of a rank in its sequence of calls: inside a call or after it."""
-
-    rank: int
-    at: float  #: when it got there, on the clock of ``time.monotonic``
-    call: int  #: which call, counted from 1
-    inside: bool  #: whether the rank is inside the call; False: the call has returned or raised
-    location: str  #: the line of the user's code that called
-    process: int = 0  #: id of the rank's process
-    answers: str = ""  #: address at which the rank answers requests for its stack
-    ended: bool = False  #: whether its process has ended
-    collectives: str = ""  #: path of its trace of collectives
-    hang_timeout: float | None = None  #: seconds of waiting until the wait is reported; None: never
-    hang_kill: float | None = None  #: seconds of waiting until the run is ended; None: never
-
-
-@dataclass(frozen=True)
 class Divergence:
     """Ranks that took different paths, so that each would wait for another forever."""
 
@@ -95,7 +79,8 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
         called: the line of the user's code that made the call.
     """
     stack = stack_of(error)
-    stack = Stack(stack.frames + calling().frames)  # a traceback starts at the frame that caught the exception
+    # a traceback starts at the frame that caught the exception
+    stack = Stack(stack.frames + calling().frames)
     # torch raises RuntimeError for failed collectives; RankFailed is raised here for another rank's error
     lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
@@ -105,7 +90,7 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
 def first_cause(
     ended: list[Ended],
     noted: list[Cause],
-    stands: Mapping[int, Stand] | None = None,
+    positions: Mapping[int, RankPosition] | None = None,
     caught: Sequence[Cause] = (),
     proof: Divergence | None = None,
 ) -> Ended | Cause | Divergence | None:
@@ -118,14 +103,15 @@ def first_cause(
     Args:
         ended: processes that failed by themselves, ordered by time.
         noted: records of ranks whose exceptions were not caught, ordered by time.
-        stands: positions of the ranks, by rank.
+        positions: positions of the ranks, by rank.
         caught: records of exceptions that ended the newest call of a rank and that its script caught.
         proof: evidence that the ranks' calls did not match. Such calls abort processes and break connections.
     """
     own = [cause for cause in noted if not cause.lost]
     silent = _silent_end(ended, noted, own)
     if silent is not None:
-        aborted = silent.code in (None, -signal.SIGABRT)  # None: the exit code could not be read
+        # None: the exit code could not be read
+        aborted = silent.code in (None, -signal.SIGABRT)
         return proof if proof is not None and aborted else silent
     if own:
         return own[0]
@@ -135,8 +121,13 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    # Collectives raised all exceptions: a rank had left, or calls did not match.
-    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+    # Collectives raised all exceptions: a rank had left the call, or calls did not match.
+    for cause in noted:
+        for position in (positions or {}).values():
+            if cause.call and has_left(position, cause.call) and position.at <= cause.at:
+                return Divergence(has_left_call(position, [cause.rank], f"{cause.doing} ({cause.location})"))
+    places = different_places({cause.rank: f"{cause.doing} ({cause.location})" for cause in noted})
+    return Divergence(places) if places else noted[0]
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
@@ -147,96 +138,45 @@ def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> End
     return None if is_later else silent
 
 
-def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
-    """Return the rank that had left a call before others failed in that call."""
-    for cause in lost:
-        for stand in stands.values():
-            if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
-                return left(stand, [cause.rank], f"{cause.doing} ({cause.location})")
-    return None
-
-
-def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
     """Return True if the script caught the exception that ended its newest call. Lost connections do not count."""
-    stand = stands.get(cause.rank)
-    return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
+    position = positions.get(cause.rank)
+    return position is not None and not cause.lost and position.call == cause.call and not position.inside
 
 
-def went_on(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+def went_on(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
     """Return True if the script caught an exception, made another call, and other ranks are still in the first one."""
-    stand = stands.get(cause.rank)
-    if stand is None or cause.lost or not 0 < cause.call < stand.call:
+    position = positions.get(cause.rank)
+    if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
-    return any(other.inside and other.call == cause.call for other in stands.values())
+    return any(other.inside and other.call == cause.call for other in positions.values())
 
 
-def has_left(stand: Stand, call: int) -> bool:
+def has_left(position: RankPosition, call: int) -> bool:
     """Return True if the rank has left the ``call``, or will never reach it."""
-    return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
+    return position.ended or position.call > call or (position.call == call and not position.inside)
 
 
-def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
-    """Describe a rank that left a call, or ended, while others wait for it."""
-    did = f"left the call at {stand.location}" if stand.call else "made no call"
-    if stand.ended:
-        did += " and came to its end"
-    return Divergence(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
-
-
-def mismatch(doings: Mapping[int, str]) -> Divergence | None:
-    """Describe ranks that wait for each other at different places. Return None if the place is the same.
-
-    Args:
-        doings: what each rank does and where, by rank.
-    """
-    groups = alike(sorted(doings.items()))
-    if len(groups) < 2:
-        return None
-    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first(groups)]
-    return Divergence(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
-
-
-def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """Group ranks by the same words. Return each text once, with its ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank, words in said:
-        groups.setdefault(words, []).append(rank)
-    return list(groups.items())
-
-
-def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Sort groups by size, the smallest first."""
-    return sorted(groups, key=lambda group: len(group[1]))
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
-
-
-def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
+def endless_wait(
+    positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool
+) -> Divergence | None:
     """Find waiting ranks whose wait can never end. Return None if there are none.
 
     Args:
-        stands: positions of the ranks of this node.
+        positions: positions of the ranks of this node.
         stacks: stacks of the ranks that have been idle at the same place for a while.
         everyone: whether this node runs all ranks.
     """
-    waiting = {rank: stack for rank, stack in stacks.items() if rank in stands and stack.waits}
+    waiting = {rank: stack for rank, stack in stacks.items() if rank in positions and stack.waits}
     for rank, stack in sorted(waiting.items()):
-        for stand in stands.values():
-            if has_left(stand, stands[rank].call):
-                return left(stand, [rank], stack.described(stands[rank].location))
-    calls = {stand.call for stand in stands.values()}
-    if everyone and len(calls) == 1 and waiting.keys() == stands.keys():
-        return mismatch({rank: stack.described(stands[rank].location) for rank, stack in waiting.items()})
+        for position in positions.values():
+            if has_left(position, positions[rank].call):
+                return Divergence(has_left_call(position, [rank], stack.described(positions[rank].location)))
+    calls = {position.call for position in positions.values()}
+    if everyone and len(calls) == 1 and waiting.keys() == positions.keys():
+        places = {rank: stack.described(positions[rank].location) for rank, stack in waiting.items()}
+        text = different_places(places)
+        return Divergence(text) if text else None
     return None
 
 
@@ -258,20 +198,23 @@ class Judgement:
 
 
 def early_cause(
-    failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
+    failed: Sequence[Ended],
+    notes: Sequence[Cause],
+    positions: Mapping[int, RankPosition],
+    exiting: Collection[int] = (),
 ) -> Cause | Ended | None:
     """Return the first cause as soon as it is certain. Return None while only lost connections are known.
 
     Args:
         failed: processes that failed by themselves, ordered by time.
         notes: records of the ranks' exceptions, ordered by time.
-        stands: positions of the ranks, by rank.
-        left: ranks whose scripts ended with an error and whose processes still run.
+        positions: positions of the ranks, by rank.
+        exiting: ranks whose scripts ended with an error and whose processes still run.
     """
     lost = {cause.rank for cause in notes if cause.lost}
-    gone = {end.rank for end in failed} | set(left)
-    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
-    caught = [cause for cause in notes if cause not in own and was_caught(cause, stands)]
+    gone = {end.rank for end in failed} | set(exiting)
+    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, positions))]
+    caught = [cause for cause in notes if cause not in own and was_caught(cause, positions)]
     silent = _silent_end([end for end in failed if end.rank not in lost], own, own)
     if silent is not None:
         return silent
@@ -283,33 +226,33 @@ def early_cause(
 def final_cause(
     failed: Sequence[Ended],
     notes: Sequence[Cause],
-    stands: Mapping[int, Stand],
-    left: Mapping[int, Cause],
-    shown: Collection[int],
+    positions: Mapping[int, RankPosition],
+    exiting: Mapping[int, Cause],
+    printing: Collection[int],
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
     """Return the first cause after all processes have ended.
 
     Args:
-        failed, notes, stands: as for `early_cause`.
-        left: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
-        shown: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
+        failed, notes, positions: as for `early_cause`.
+        exiting: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
+        printing: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
         folded: ranks that left their traceback to a rank with the same error.
         proof: evidence that ranks were in different collectives, if there is any.
 
     Returns:
         the cause, and whether its traceback is already on the terminal.
     """
-    printed = {end.rank for end in failed} | left.keys() | set(shown)
-    noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
-    caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, stands)]
+    printed = {end.rank for end in failed} | exiting.keys() | set(printing)
+    noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(exiting)
+    caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, positions)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
-    cause = first_cause(list(failed), in_time, stands, caught, proof)
-    return cause, is_told(cause, printed - set(folded), in_time)
+    cause = first_cause(list(failed), in_time, positions, caught, proof)
+    return cause, is_printed(cause, printed - set(folded), in_time)
 
 
-def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
+def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
     """Return True if the traceback of the cause, or one like it, is on the terminal.
 
     Args:
@@ -339,16 +282,16 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
     own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
     like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
     where = f" on {host}" if host else ""
-    lines = [f"{named(like)}{where} failed alike"] if like else []
-    ways = alike((each.rank, f"at {each.location}: {each.reason}") for each in own if each.rank not in like)
-    lines += [f"{named(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
+    lines = [f"{rank_list(like)}{where} failed in the same way"] if like else []
+    ways = group_ranks((each.rank, f"at {each.location}: {each.reason}") for each in own if each.rank not in like)
+    lines += [f"{rank_list(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
     rest = sorted(rank for _, ranks in ways[OTHERS:] for rank in ranks)
-    return [*lines, f"{named(rest)}{where} failed in other ways"] if rest else lines
+    return [*lines, f"{rank_list(rest)}{where} failed in other ways"] if rest else lines
 
 
 def judgement(
     cause: First | None,
-    told: bool,
+    printed: bool,
     interrupted: bool,
     codes: Sequence[int | None],
     host: str = "",
@@ -358,14 +301,14 @@ def judgement(
 
     Args:
         cause: the first cause; None where Ctrl-C ended the run before anything failed.
-        told: whether its traceback is already on the terminal.
+        printed: whether its traceback is already on the terminal.
         interrupted: whether Ctrl-C was pressed.
         codes: exit codes of the processes that failed.
         host: name of this machine; "" if there is only one.
         also: lines to print before the last one.
     """
     by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
-    trace = "" if told or by_hand else getattr(cause, "trace", "")
+    trace = "" if printed or by_hand else getattr(cause, "trace", "")
     if by_hand:
         words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Divergence) else "")
         return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from lockstep.supervise.causes import Stand
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.snapshot import RankPosition, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
@@ -26,7 +25,7 @@ def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
 
 
 class Changes:
-    """Builder of the next message for a receiver that has applied all earlier ones with `taken_in`."""
+    """Builder of the next message for a receiver that has applied all earlier ones with `apply`."""
 
     def __init__(self) -> None:
         self._known: dict[int, RankSnapshot] = {}  # as they were last sent
@@ -39,51 +38,51 @@ class Changes:
             snapshots: current snapshots.
             at: current time, on the clock of ``time.monotonic``.
         """
-        told = [now for now in snapshots if self._is_news(now)]
+        changed = []
+        for now in snapshots:
+            known = self._known.get(now.rank)
+            if known is not None:
+                # the receiver advances the clocks by itself
+                expected = later(known, now.at - known.at)
+                clocks = {name: getattr(expected, name) for name in CLOCKS}
+                deviates = any(abs(getattr(now, name) - clock) > TOLERANCE for name, clock in clocks.items())
+                if not deviates and replace(now, at=expected.at, **clocks) == expected:
+                    continue
+            changed.append(now)
         self._next = {now.rank: self._known.get(now.rank, now) for now in snapshots}
-        self._next |= {now.rank: now for now in told}
+        self._next |= {now.rank: now for now in changed}
         gone = sorted(self._known.keys() - self._next.keys())
-        return {"at": at, "ranks": [plain(now) for now in told], "gone": gone}
+        return {"at": at, "ranks": [plain(now) for now in changed], "gone": gone}
 
     def keep(self) -> None:
         """Record that the last message was sent."""
         self._known = self._next
 
-    def _is_news(self, now: RankSnapshot) -> bool:
-        known = self._known.get(now.rank)
-        if known is None:
-            return True
-        expected = later(known, now.at - known.at)
-        clocks = {name: getattr(expected, name) for name in CLOCKS}
-        if any(abs(getattr(now, name) - clock) > TOLERANCE for name, clock in clocks.items()):
-            return True
-        return replace(now, at=expected.at, **clocks) != expected
 
-
-def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dict[int, RankSnapshot]:
+def apply(before: Mapping[int, RankSnapshot], message: Mapping[str, Any]) -> dict[int, RankSnapshot]:
     """Return the snapshots of a node's ranks after a message of `Changes`, by rank.
 
     Args:
         before: the snapshots before the message.
-        told: the message.
+        message: the message.
     """
-    gone = set(told["gone"])
-    found = {rank: later(known, told["at"] - known.at) for rank, known in before.items() if rank not in gone}
-    return found | {each["rank"]: snapshot_of(each) for each in told["ranks"]}
+    gone = set(message["gone"])
+    found = {rank: later(known, message["at"] - known.at) for rank, known in before.items() if rank not in gone}
+    return found | {each["rank"]: snapshot_of(each) for each in message["ranks"]}
 
 
 def plain(snapshot: RankSnapshot) -> dict[str, Any]:
     """Return a snapshot as JSON data."""
     notes, stacks = plain_notes(snapshot.notes), {"stack": snapshot.stack, "worker": snapshot.worker}
-    told = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
-    return {**vars(snapshot), "stand": vars(snapshot.stand), "notes": notes, **told}
+    plain_stacks = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
+    return {**vars(snapshot), "position": vars(snapshot.position), "notes": notes, **plain_stacks}
 
 
 def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
     """Return the snapshot from the JSON data of `plain`."""
-    stand, notes = Stand(**plain["stand"]), notes_of(plain["notes"])
+    position, notes = RankPosition(**plain["position"]), notes_of(plain["notes"])
     stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
-    return RankSnapshot(**{**plain, "stand": stand, "notes": notes, "stack": stack, "worker": worker})
+    return RankSnapshot(**{**plain, "position": position, "notes": notes, "stack": stack, "worker": worker})
 
 
 def _stack_of(plain: Mapping[str, Any] | None) -> Stack | None:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-LONGEST = 4 * 2**20
-"""Maximum size of a message in bytes. A sender of more is not a process of lockstep."""
+MAX_MESSAGE = 4 * 2**20
+"""Maximum size of a message in bytes."""
 
-PATIENCE = 1
+SEND_TIMEOUT = 1
 """Seconds that sending may block. A stopped peer does not read."""
 
 Message = dict[str, Any]
@@ -28,8 +28,8 @@ class Channel:
 
     Example:
         >>> here, there = map(Channel, socket.socketpair())
-        >>> here.send({"say": "hello"}), there.receive()
-        (True, {'say': 'hello'})
+        >>> here.send({"text": "hello"}), there.receive()
+        (True, {'text': 'hello'})
         >>> here.close()
         >>> there.receive() is None
         True
@@ -38,7 +38,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._wait_at_most(PATIENCE)
+        self._wait_at_most(SEND_TIMEOUT)
         self._lock = threading.Lock()
         self._rest = b""
         self.error: OSError | None = None  #: why the connection ended; None where the other end closed it
@@ -50,7 +50,7 @@ class Channel:
         try:
             yield
         finally:
-            self._wait_at_most(PATIENCE)
+            self._wait_at_most(SEND_TIMEOUT)
 
     def _wait_at_most(self, seconds: int) -> None:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
@@ -77,7 +77,8 @@ class Channel:
         """Wait for the next message and return it. Return None once the connection has ended."""
         while b"\n" not in self._rest:
             more = self._take()
-            if not more or len(self._rest) > LONGEST:
+            # a sender of more is not a process of lockstep, and would fill the memory
+            if not more or len(self._rest) > MAX_MESSAGE:
                 return None
             self._rest += more
         text, _, self._rest = self._rest.partition(b"\n")
@@ -124,23 +125,24 @@ def message_in(line: bytes) -> Message | None:
     return found if isinstance(found, dict) else None
 
 
-def door(name: str) -> socket.socket | None:
+def listen_at(name: str) -> socket.socket | None:
     """Open the socket where the ranks of this machine find a supervisor. Its name is abstract, not a file.
 
     Returns:
         the listening socket; None on systems other than Linux, and where the name is taken.
     """
     try:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        made.bind("\0" + name)
-        made.listen(1024)
-        return made
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + name)
+        listener.listen(1024)
+        return listener
     except OSError:
         return None
 
 
-def caller(connection: socket.socket) -> int:
+def peer_process(connection: socket.socket) -> int:
     """Return the process id of the other end, or 0 if it belongs to another user."""
+    # the kernel fills them in, so that the other end cannot forge them
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", credentials)
     return int(process) if user == os.getuid() else 0

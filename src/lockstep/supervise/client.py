@@ -25,7 +25,7 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
-from lockstep.supervise.channel import Channel, Message, caller
+from lockstep.supervise.channel import Channel, Message, peer_process
 from lockstep.supervise.mailbox import MAILBOX, Mailbox, leave_note
 from lockstep.supervise.signals import HANDLED, SignalPipe
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 OFF = "LOCKSTEP_SUPERVISE"
 """Variable that turns supervision off for ranks that a launcher started, if it is 0."""
 
-PATIENCE = 30.0
+END_TIMEOUT = 30.0
 """Seconds after which a script that has ended logs which ranks it waits for."""
 
-STARTING = 60
+START_TIMEOUT = 60
 """Seconds that a supervisor has to start. Python may be installed on a slow network disk."""
 
 ONE_SCREEN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID", "JSM_NAMESPACE_SIZE")
 """Variables of launchers that collect the output of all nodes on one terminal."""
 
-MEETING = 10.0
+SUPERVISOR_TIMEOUT = 10.0
 """Seconds for which a rank of a launcher searches for its node's supervisor, in a thread."""
 
-FAREWELL = 2.0
+PRINT_TIMEOUT = 2.0
 """Seconds that a failed rank of a launcher waits until the first cause is printed."""
 
 _BOOT = """
@@ -91,13 +91,14 @@ class Supervised:
         )
         self._answers: dict[str, Message] = {}
         self._answered = threading.Condition()
-        self._over = False
+        self._is_over = False
         here, there = socket.socketpair()
         self._channel = Channel(here)
         self._supervisor = _start(there, self._mailbox, self._signal_pipe)
         there.close()
         environ = {} if environ is None else {**environ, MAILBOX: self.address}
-        with self._channel.patient(STARTING):  # an environment may exceed the socket's buffer
+        # an environment may exceed the socket's buffer
+        with self._channel.patient(START_TIMEOUT):
             self._channel.send(
                 {
                     "process": self._process,
@@ -110,47 +111,51 @@ class Supervised:
                     "environ": environ,
                     "parent": PARENT,
                     "folder": started_in,
-                    "name": "" if self._starts else meeting_name(world),
+                    "name": "" if self._starts else socket_name(world),
                     "scheduled": "SLURM_JOB_ID" in os.environ,
                     "one_screen": any(name in os.environ for name in ONE_SCREEN),
                 }
             )
-        _leaving.append(self._finish)
-        threading.Thread(target=self._hear, name="lockstep-supervised", daemon=True).start()
+        _at_exit.append(self._finish)
+        threading.Thread(target=self._receive, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
         """On the first node, return the port of its supervisor and the token that other nodes need to connect."""
         self._channel.send({"say": "hub", "address": self._world.address})
-        answer = self._answer("hub", MEETING)
+        answer = self._answer("hub", SUPERVISOR_TIMEOUT)
         return None if answer is None else (answer["port"], answer["token"])
 
     def join_hub(self, address: str, port: int, token: str) -> None:
         """On another node, pass the address of the first node's supervisor to this node's."""
         self._channel.send({"say": "join", "address": address, "port": port, "token": token})
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Carry out the supervisor's messages, in a thread."""
         while (message := self._channel.receive()) is not None:
             if message["do"] == "end":
                 self._end(message["text"], message["code"])
             with self._answered:
-                self._over = self._over or message["do"] == "go"  # from now on, the supervisor's end is not a failure
+                if message["do"] == "go":
+                    # from now on, the supervisor's end is not a failure
+                    self._is_over = True
                 self._answers[message["do"]] = message
                 self._answered.notify_all()
-        if not self._over and self._starts and os.getpid() == self._process:
+        if not self._is_over and self._starts and os.getpid() == self._process:
             code = self._supervisor.wait()
-            how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            text = f"lockstep: the supervisor of the ranks (process {self._supervisor.pid}) was {how}, and they with it"
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            text = f"lockstep: the supervisor (process {self._supervisor.pid}) {how}, so that all ranks were ended"
             self._end(text, 1)
         with self._answered:
-            self._over = True
+            self._is_over = True
             self._answered.notify_all()
 
     def _end(self, text: str, code: int) -> None:
         """Print a text as the last on the terminal, and exit."""
-        for worker in multiprocessing.active_children():  # workers of a data loader, for instance
+        # workers of a data loader, for instance
+        for worker in multiprocessing.active_children():
             worker.kill()
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader is gone, or stdout is missing
+        # the reader is gone, or stdout is missing
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         flush_open_files()
         self._channel.send({"say": "acts"})
@@ -161,7 +166,7 @@ class Supervised:
     def _answer(self, kind: str, seconds: float | None) -> Message | None:
         """Wait for an answer. Return None if it does not arrive in time, or never will."""
         with self._answered:
-            self._answered.wait_for(lambda: kind in self._answers or self._over, seconds)
+            self._answered.wait_for(lambda: kind in self._answers or self._is_over, seconds)
             return self._answers.get(kind)
 
     def _finish(self) -> None:
@@ -169,34 +174,36 @@ class Supervised:
         if os.getpid() != self._process:  # a forked child
             return
         if not self._starts:
-            if _take_leave(self._channel, self.address, self._world.rank):
-                self._answer("go", FAREWELL)
+            if _report_end(self._channel, self.address, self._world.rank):
+                self._answer("go", PRINT_TIMEOUT)
             return
-        self._channel.send(_last_word(self._world.rank))
+        self._channel.send(_end_note(self._world.rank))
         try:
-            if self._answer("go", PATIENCE) is None and not self._over:
+            if self._answer("go", END_TIMEOUT) is None and not self._is_over:
                 self._channel.send({"say": "running"})
-                running = self._answer("running", MEETING)
+                running = self._answer("running", SUPERVISOR_TIMEOUT)
                 log.info("waiting for ranks %s to end", running and running["ranks"])
                 self._answer("go", None)
         except KeyboardInterrupt:
             self._channel.send({"say": "stop"})
-            self._answer("go", PATIENCE)
-        self._over = True
+            self._answer("go", END_TIMEOUT)
+        self._is_over = True
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._supervisor.wait(PATIENCE)
+            self._supervisor.wait(END_TIMEOUT)
 
 
 def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> subprocess.Popen[bytes]:
     handed = [channel.fileno(), notes.descriptor, signal_pipe.fileno()]
     order = {
         "prefixes": [sys.prefix, sys.exec_prefix],
-        "paths": [path for path in sys.path if isinstance(path, str)],  # Python ignores other entries, too
+        # Python ignores other entries, too
+        "paths": [path for path in sys.path if isinstance(path, str)],
         "folder": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
         "descriptors": handed,
     }
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # blocked until the supervisor has its handlers
+    # a signal before the supervisor has its handlers would end it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
         return subprocess.Popen(
             [sys.executable, *flags, "-c", _BOOT, json.dumps(order)], stdin=subprocess.DEVNULL, pass_fds=handed
@@ -208,7 +215,7 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
 # -- ranks started by a launcher ---------------------------------------------------------------------------
 
 
-def meeting_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
+def socket_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name under which ranks find their supervisor. It is unique to the node, the run and the attempt."""
     names = (
         "TORCHELASTIC_RUN_ID",
@@ -237,16 +244,16 @@ class FoundSupervisor:
         self._world = world
         self._process = os.getpid()
         self._channel: Channel | None = None
-        self._told = threading.Event()
-        self._come = threading.Event()
-        self._seek = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
-        self._seek.start()
-        self._come.wait(0.5)
-        _leaving.append(self._finish)
+        self._may_exit = threading.Event()
+        self._has_address = threading.Event()
+        self._search = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
+        self._search.start()
+        self._has_address.wait(0.5)
+        _at_exit.append(self._finish)
 
     def _find(self) -> None:
         """Find the supervisor and receive its messages, in a thread."""
-        name, until = "\0" + meeting_name(self._world), time.monotonic() + MEETING
+        name, until = "\0" + socket_name(self._world), time.monotonic() + SUPERVISOR_TIMEOUT
         while time.monotonic() < until and self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -255,7 +262,8 @@ class FoundSupervisor:
                 connection.close()
                 time.sleep(0.05)
                 continue
-            if not caller(connection):  # another user has taken the name and would send a mailbox of their own
+            # another user has taken the name and would send a mailbox of their own
+            if not peer_process(connection):
                 connection.close()
                 return
             self._channel = Channel(connection)
@@ -267,51 +275,51 @@ class FoundSupervisor:
         self._channel.send({"rank": self._world.rank})
         self.address = Mailbox(descriptor).address
         status.report_to(self.address)
-        self._come.set()
+        self._has_address.set()
         while (message := self._channel.receive()) is not None:
             if message["do"] == "go":
-                self._told.set()
-        self._told.set()
+                self._may_exit.set()
+        self._may_exit.set()
 
     def _finish(self) -> None:
         if os.getpid() != self._process or self._channel is None or not self.address:
             return
-        if _take_leave(self._channel, self.address, self._world.rank):
-            self._told.wait(FAREWELL)
+        if _report_end(self._channel, self.address, self._world.rank):
+            self._may_exit.wait(PRINT_TIMEOUT)
 
 
-def _last_word(rank: int) -> Message:
+def _end_note(rank: int) -> Message:
     """Return the message that this process' script has ended, with its error if there is one."""
     error = getattr(sys, "last_value", None)
     cause = None if error is None else asdict(status.note_on(error, rank))
     return {"say": "left", "at": time.monotonic(), "cause": cause}
 
 
-def _take_leave(channel: Channel, address: str, rank: int) -> bool:
+def _report_end(channel: Channel, address: str, rank: int) -> bool:
     """Record how a process that a launcher started ends, for a supervisor that cannot read its exit code.
 
     Returns:
         True if it failed and has to wait until the supervisor has printed the first cause.
     """
-    word = _last_word(rank)
+    word = _end_note(rank)
     leave_note(address, {"left": rank, "code": 0 if word["cause"] is None else 1})
     return word["cause"] is not None and channel.send(word)
 
 
 Side = Supervised | FoundSupervisor
 
-_leaving: list[Callable[[], None]] = []
+_at_exit: list[Callable[[], None]] = []
 """Exit functions of this process' supervisor connection: one or none."""
 
 
-def _leave() -> None:
-    for leave in _leaving:
+def _run_at_exit() -> None:
+    for leave in _at_exit:
         leave()
 
 
 # Registered at import, after the exit functions of the script: for a rank 0 whose run has failed, this one does not
 # return.
-EXIT_SUPERVISOR.at_exit(_leave)
+EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:

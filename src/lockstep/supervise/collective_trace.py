@@ -59,7 +59,8 @@ _SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "barrier", *RENAME
 _ROOTS = ("src", "dst")
 _REDUCTIONS = dist.ReduceOp.RedOpType.__members__
 SUM = dist.ReduceOp.SUM
-_LOOPS = tuple(f"{LOCKSTEP}loop/{name}.py" for name in ("fit", "evaluate", "session"))  # user code calls none of them
+# user code calls none of them
+_LOOPS = tuple(f"{LOCKSTEP}loop/{name}.py" for name in ("fit", "evaluate", "session"))
 _OTHERS, _USERS, _OUTERMOST = 0, 1, 2
 _PENDING = 4096
 
@@ -90,7 +91,7 @@ class CollectiveTrace:
         self._reductions = {id(value): f" {name}" for name, value in _REDUCTIONS.items()} | {id(None): ""}
         default = GroupMember.WORLD
         if default is not None:
-            self._meet(default, whole=True)
+            self._add_group(default, whole=True)
 
     # -- wrappers of torch's functions
 
@@ -157,8 +158,8 @@ class CollectiveTrace:
     ) -> Callable[..., Any]:
         names = list(inspect.signature(function).parameters)
         at = names.index("group") if "group" in names else len(names)
-        begin = self._begun(name, names, payload, numbered)
-        end = self._ended(nests)
+        start = self._record_start(name, names, payload, numbered)
+        end = self._record_end(nests)
         busy, groups, find = self._busy, self._groups, self._find
 
         def noted(*args: object, **kwargs: object) -> Any:
@@ -172,7 +173,7 @@ class CollectiveTrace:
                 known = find(group, name, args, kwargs)
                 if known is None:  # the call itself raises the error
                     return function(*args, **kwargs)
-            index = begin(args, kwargs, group, known)
+            index = start(args, kwargs, group, known)
             call = function if strided is None or _is_whole(args, kwargs) else strided
             if nests:
                 busy.add(get_ident())
@@ -188,7 +189,7 @@ class CollectiveTrace:
     # The functions below run at each collective. What depends on torch's function alone is computed once, when it is
     # wrapped.
 
-    def _begun(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
+    def _record_start(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
         """Return the function that records the start of a call and returns the note's index."""
         word, enter = self.memory.word("operation", name), self.memory.enter
         payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
@@ -196,7 +197,7 @@ class CollectiveTrace:
         location_of, phase_of = self._location, self._phase
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
 
-        def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
+        def start(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
             if numbered and known.counts:
                 known.follow(group)
             shape = payload_of(args, kwargs)
@@ -209,11 +210,12 @@ class CollectiveTrace:
             else:
                 number, flags = 0, MESSAGE
             thread = get_ident()
-            if thread != main and thread in threads:  # a Python thread; autograd's threads are not in the table
+            # autograd's threads are not in this table: their collectives are the training thread's
+            if thread != main and thread in threads:
                 flags |= ASIDE
             return enter(number, shape, location_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
 
-        return begin
+        return start
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
         """Return the function that looks up the word for a call's tensor and reduction; 0 without a tensor."""
@@ -228,21 +230,24 @@ class CollectiveTrace:
             try:
                 found = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
                 return describe(tensor, reduction) if found is None else found
-            except (AttributeError, TypeError, RuntimeError):  # not a tensor: the call itself raises the error
+            except (AttributeError, TypeError, RuntimeError):
+                # not a tensor: the call itself raises the error
                 return 0
 
         return payload_of
 
-    def _ended(self, nests: bool) -> Callable[..., None]:
+    def _record_end(self, nests: bool) -> Callable[..., None]:
         """Return the function that records the end of a call."""
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
             if nests:
                 busy.discard(get_ident())
-                if known.counts:  # the number of collectives it made is known only afterwards
+                # the number of collectives it made is known only afterwards
+                if known.counts:
                     known.sequence = known.sequence_of(group)
-            complete = not returned or work is None or work.__class__ is int  # an int: the source of a received message
+            # recv returns an int: the source of the message
+            complete = not returned or work is None or work.__class__ is int
             if not returned:
                 known.whole = False  # whether the collective started is unknown
             leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
@@ -260,7 +265,8 @@ class CollectiveTrace:
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
-            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:  # a backend written in Python
+            # a backend written in Python has a class of works with a wait of its own
+            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:
                 _set(kind, "wait", self.waited(kind.wait))
         self._pending[id(work)] = index
         if queue:
@@ -276,7 +282,8 @@ class CollectiveTrace:
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
-        if found and name is not None:  # other reductions may be freed, and their ids reused
+        # only built-in reductions: others may be freed, and their ids reused
+        if found and name is not None:
             self._payloads[tensor.shape, tensor.dtype, id(reduction)] = found
         return found
 
@@ -315,12 +322,12 @@ class CollectiveTrace:
 
         Return None where this rank is not a member, or the group does not exist.
         """
-        known = self._groups.get(id(group)) or self._meet(group, whole=False)
+        known = self._groups.get(id(group)) or self._add_group(group, whole=False)
         if known is not None and known.parts:
             known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
         return known
 
-    def _meet(self, group: Any, whole: bool) -> TracedGroup | None:
+    def _add_group(self, group: Any, whole: bool) -> TracedGroup | None:
         try:
             members = dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, TypeError, ValueError):  # unknown to torch
@@ -331,17 +338,17 @@ class CollectiveTrace:
         kinds = kinds_by_backend(group)
         queue = "" if len(kinds) != 1 or "cpu" in kinds[0] else kinds[0][0]
 
-        def known_as(name: str, queue: str, device: torch.device | None = None) -> TracedGroup:
+        def traced_as(name: str, queue: str, device: torch.device | None = None) -> TracedGroup:
             sequence = sequence_of(group, device)
             return TracedGroup(
                 self.memory.word("group", name, members), sequence, whole or sequence == 0, queue, device
             )
 
-        known = self._groups[id(group)] = known_as(name, queue)
-        for alike in kinds if len(kinds) > 1 else ():
-            first = "cpu" if "cpu" in alike else alike[0]
-            part = known_as(f"{name} on {first}", "" if first == "cpu" else first, torch.device(first))
-            known.parts.update(dict.fromkeys(alike, part))
+        known = self._groups[id(group)] = traced_as(name, queue)
+        for types in kinds if len(kinds) > 1 else ():
+            first = "cpu" if "cpu" in types else types[0]
+            part = traced_as(f"{name} on {first}", "" if first == "cpu" else first, torch.device(first))
+            known.parts.update(dict.fromkeys(types, part))
         key = id(group)
 
         def gone(_: object) -> None:

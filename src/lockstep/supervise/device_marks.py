@@ -48,10 +48,20 @@ class DeviceMarks:
         if new is None:
             if device in self._new:
                 return False
-            new = self._new[device] = _maker(device)
+            # a backend may have the class without being able to record: try it once
+            try:
+                new = torch.get_device_module(device).Event
+                new().record()
+            except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
+                new = None
+            self._new[device] = new
             if new is None:
                 return False
-        if len(self._open) >= MOST or _is_captured(device):
+        if len(self._open) >= MOST:
+            return False
+        # an event in a captured graph would belong to the graph
+        is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
             return False
         try:
             mark = self._free.pop()
@@ -78,7 +88,8 @@ class DeviceMarks:
             index, mark = self._open.popleft()
             try:
                 done = mark[1].query()
-            except RuntimeError:  # the device has failed: its process is about to raise
+            except RuntimeError:
+                # the device has failed, and its process is about to raise
                 continue
             if done:
                 self._memory.complete(index)
@@ -90,21 +101,3 @@ class DeviceMarks:
     def _run(self) -> None:
         while not self._wakes.wait(PERIOD):
             self.look()
-
-
-def _maker(device: str) -> Callable[[], Any] | None:
-    """Return the class of a device's events, or None if it has none."""
-    try:
-        event = torch.get_device_module(device).Event
-        event().record()
-    except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
-        return None
-    found: Callable[[], Any] = event
-    return found
-
-
-def _is_captured(device: str) -> bool:
-    """Return True if operations are currently captured into a graph instead of run."""
-    module = torch.get_device_module(device)
-    ask = getattr(module, "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from lockstep.supervise.causes import Stand
-from lockstep.supervise.changes import Changes, later, plain, snapshot_of, taken_in
-from lockstep.supervise.hang import HALTED
-from lockstep.supervise.snapshot import RankSnapshot
+from lockstep.supervise.causes import Divergence
+from lockstep.supervise.changes import Changes, apply, later, notes_of, plain, plain_notes, snapshot_of
+from lockstep.supervise.hang import HALTED, CollectiveKey, key_of, mismatched
+from lockstep.supervise.snapshot import RankPosition, RankSnapshot
 from lockstep.supervise.stack_proof import StackQuestion
+from lockstep.supervise.traces import RankCalls
 
-PATIENCE = 5.0
-"""Seconds for which a report from another node is valid."""
+REPORT_AGE = 5.0
+"""Maximum age of a report from another node in seconds."""
 STEADY = 1.9
 """Seconds between messages of a node without changes. Less than two checks."""
 SUSPECT, CROWD = 2.0, 256
@@ -52,7 +53,7 @@ class OtherNodes(Protocol):
         ...
 
 
-Ask = Callable[[bool], Iterable[RankSnapshot]]
+AnswerQuestion = Callable[[bool], Iterable[RankSnapshot]]
 """Returns this node's ranks with their stacks: the stopped ranks if True, all others if False."""
 
 
@@ -84,19 +85,19 @@ class OtherRanks:
     def __init__(
         self, hub: OtherNodes, question: StackQuestion, size: int = 0, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._hub, self._question, self._size, self._wake = hub, question, size, wake
+        self._hub, self._question, self._size, self._check_soon = hub, question, size, wake
         self._lock = threading.Lock()
         self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
         self.caught: dict[int, str] = {}
-        self.ended: dict[int, Stand] = {}
+        self.ended: dict[int, RankPosition] = {}
         self.caught_at_end = ""
         self._changes = Changes()
-        self._was_urgent, self._sent_at = False, -PATIENCE  # state of the last message to node 0
-        self._wanted_at = self._urged_at = -PATIENCE
-        self._asked, self._answered = (0, False), 0  # the newest question, and the newest answer sent
-        hub.listen("snapshots", self._hear)
-        hub.listen("wanted", self._be_asked)
-        hub.listen("farewell", self._hear_end)
+        self._was_urgent, self._sent_at = False, -REPORT_AGE  # state of the last message to node 0
+        self._requested_at = self._urgent_at = -REPORT_AGE
+        self._question_sent, self._answered = (0, False), 0  # the newest question, and the newest answer sent
+        hub.listen("snapshots", self._take_report)
+        hub.listen("wanted", self._take_request)
+        hub.listen("farewell", self._take_farewell)
 
     @property
     def nodes(self) -> set[int]:
@@ -104,7 +105,7 @@ class OtherRanks:
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
-        self, own: Sequence[RankSnapshot], limit: float, now: float, ask: Ask, caught: str
+        self, own: Sequence[RankSnapshot], limit: float, now: float, ask: AnswerQuestion, caught: str
     ) -> list[RankSnapshot]:
         """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, even those that are in no call.
 
@@ -115,22 +116,22 @@ class OtherRanks:
             ask: returns the answer to node 0's question.
             caught: a caught exception that ended a call on this node; "" if there is none.
         """
-        urgent = any(self._is_urgent(each, limit) for each in own)
+        # a rank may be waiting for something that can never happen
+        urgent = any(
+            each.position.inside and (max(each.waited, each.still) >= soon(limit, self._size) or each.stopped >= HALTED)
+            for each in own
+        )
         if self._hub.node:
-            answer = self._answer(ask, caught) if self.is_asked else {}
-            if answer or urgent or now - self._wanted_at < PATIENCE:
-                self._tell(own, urgent, now, answer)
+            answer = self._answer(ask, caught) if self.has_question else {}
+            if answer or urgent or now - self._requested_at < REPORT_AGE:
+                self._report(own, urgent, now, answer)
             return list(own)
-        if (urgent or now - self._urged_at < 2 * STEADY) and now - self._wanted_at >= STEADY:
+        if (urgent or now - self._urgent_at < 2 * STEADY) and now - self._requested_at >= STEADY:
             self.put(now)
         with self._lock:
-            told = [later(each, now - at) for at, ranks in self._heard(now) for each in ranks.values()]
-        return [*own, *told, *(RankSnapshot(stand.rank, now, stand) for stand in [*self.ended.values()])]
-
-    def _is_urgent(self, snapshot: RankSnapshot, limit: float) -> bool:
-        """Return True if a rank may be waiting for something that can never happen."""
-        long = max(snapshot.waited, snapshot.still) >= soon(limit, self._size) or snapshot.stopped >= HALTED
-        return snapshot.stand.inside and long
+            reports = [(at, ranks) for at, ranks in self._elsewhere.values() if now - at < REPORT_AGE]
+            others = [later(each, now - at) for at, ranks in reports for each in ranks.values()]
+        return [*own, *others, *(RankSnapshot(position.rank, now, position) for position in [*self.ended.values()])]
 
     # -- node 0
 
@@ -142,73 +143,124 @@ class OtherRanks:
             is_new: whether the question is new. If not, the message is dropped while the previous one still waits.
         """
         if self._hub.node == 0:
-            self._wanted_at = now
+            self._requested_at = now
             body = {"question": self._question.number, "wakes": self._question.wakes}
             self._hub.send("wanted", body, newest=not is_new)
 
-    def _heard(self, now: float) -> list[tuple[float, dict[int, RankSnapshot]]]:
-        return [(at, ranks) for at, ranks in self._elsewhere.values() if now - at < PATIENCE]
-
-    def _hear(self, node: int, body: Mapping[str, Any]) -> None:
+    def _take_report(self, node: int, body: Mapping[str, Any]) -> None:
         """Receive the snapshots of a node's ranks."""
         now = time.monotonic()
         with self._lock:
             before = self._elsewhere.get(node, (0.0, {}))[1]
-            self._elsewhere[node] = now, taken_in(before, body)
+            self._elsewhere[node] = now, apply(before, body)
         if body["urgent"]:
-            self._urged_at = now
-            if now - self._wanted_at >= STEADY:
-                self._wake()
+            self._urgent_at = now
+            if now - self._requested_at >= STEADY:
+                self._check_soon()
         if "question" in body:
             self.caught[node] = str(body["caught"])
             self._question.take(node, body["question"], {each["rank"]: snapshot_of(each) for each in body["asked"]})
             if self._question.is_answered(self.nodes):
-                self._wake()
+                self._check_soon()
 
     # -- other nodes
 
     @property
     def is_watched(self) -> bool:
         """True if node 0 also watches this node's ranks."""
-        return self._hub.node > 0 and time.monotonic() - self._wanted_at < PATIENCE and 0 in self._hub.nodes
+        return self._hub.node > 0 and time.monotonic() - self._requested_at < REPORT_AGE and 0 in self._hub.nodes
 
     @property
-    def is_asked(self) -> bool:
+    def has_question(self) -> bool:
         """True if node 0 waits for an answer from this node."""
-        return self._hub.node > 0 and self._asked[0] > self._answered
+        return self._hub.node > 0 and self._question_sent[0] > self._answered
 
-    def _tell(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
+    def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
         body = {"urgent": urgent, **self._changes.of(own, now), **answer}
-        news = urgent != self._was_urgent or body["ranks"] or body["gone"] or answer
-        if not news and now - self._sent_at < STEADY:
+        has_changed = urgent != self._was_urgent or body["ranks"] or body["gone"] or answer
+        if not has_changed and now - self._sent_at < STEADY:
             return
         if self._hub.send("snapshots", body, to=0, newest=not answer):
+            # only now: a dropped message is not known to node 0
             self._changes.keep()
             self._was_urgent, self._sent_at = urgent, now
 
-    def _be_asked(self, node: int, body: Mapping[str, Any]) -> None:
+    def _take_request(self, node: int, body: Mapping[str, Any]) -> None:
         """Receive a request of node 0. The next check answers it."""
-        self._wanted_at = time.monotonic()
-        if body["question"] > self._asked[0]:
-            self._asked = int(body["question"]), bool(body["wakes"])
-            self._wake()
+        self._requested_at = time.monotonic()
+        if body["question"] > self._question_sent[0]:
+            self._question_sent = int(body["question"]), bool(body["wakes"])
+            self._check_soon()
 
-    def _answer(self, ask: Ask, caught: str) -> dict[str, Any]:
+    def _answer(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
         """Return the answer to node 0's question."""
-        self._answered, wakes = self._asked
+        self._answered, wakes = self._question_sent
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
     # -- end
 
-    def last(self, stands: Iterable[Stand], caught: str = "") -> dict[str, Any]:
+    def last(self, positions: Iterable[RankPosition], caught: str = "") -> dict[str, Any]:
         """Return the content of this node's farewell message."""
-        return {"at": time.monotonic(), "stands": [asdict(stand) for stand in stands], "caught": caught}
+        return {"at": time.monotonic(), "positions": [asdict(position) for position in positions], "caught": caught}
 
-    def _hear_end(self, node: int, body: Mapping[str, Any] | None) -> None:
+    def _take_farewell(self, node: int, body: Mapping[str, Any] | None) -> None:
+        """Receive the positions of the ranks of a node that has ended."""
         if not body:
             return
-        off = time.monotonic() - body["at"]  # difference between the clocks
-        for each in body["stands"]:
-            stand = Stand(**each)
-            self.ended[stand.rank] = replace(stand, at=stand.at + off)
+        # each machine has a monotonic clock of its own
+        off = time.monotonic() - body["at"]
+        for each in body["positions"]:
+            position = RankPosition(**each)
+            self.ended[position.rank] = replace(position, at=position.at + off)
         self.caught_at_end = self.caught_at_end or str(body["caught"])
+
+
+# -- collectives of an aborted rank
+
+
+COMPARE_TIMEOUT = 0.4
+"""Seconds that the nodes have to answer a comparison."""
+
+
+class NotesOfAll:
+    """Comparison of an aborted rank's collectives with those of other nodes.
+
+    Node 0 sends the rank's newest notes to all nodes. Each answers with what its ranks did as the same collectives.
+
+    Args:
+        hub: connection to the other nodes.
+        own: returns what this node's ranks did as the given collectives.
+    """
+
+    def __init__(self, hub: OtherNodes, own: Callable[[Collection[CollectiveKey]], list[RankCalls]]) -> None:
+        self._hub, self._own = hub, own
+        self._calls: list[RankCalls] = []
+        self._answered: set[int] = set()
+        self._has_answers = threading.Condition()
+        hub.listen("compare", self._answer)
+        hub.listen("compared", self._take)
+
+    def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
+        """On node 0, return the mismatch of all ranks in the noted collectives, if any. May block for a moment."""
+        with self._has_answers:
+            self._calls, self._answered = self._own(_complete(notes)), set()
+        self._hub.send("compare", {"notes": notes})
+        with self._has_answers:
+            self._has_answers.wait_for(lambda: self._answered.issuperset(self._hub.nodes), COMPARE_TIMEOUT)
+            return mismatched([(rank, where, note) for ranks, where, note in self._calls for rank in ranks])
+
+    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
+        made = self._own(_complete(body["notes"]))
+        answer = [{"ranks": ranks, "where": where, "note": plain_notes([note])[0]} for ranks, where, note in made]
+        self._hub.send("compared", {"made": answer}, to=0)
+
+    def _take(self, node: int, body: Mapping[str, Any]) -> None:
+        made = [(list(each["ranks"]), str(each["where"]), notes_of([each["note"]])[0]) for each in body["made"]]
+        with self._has_answers:
+            self._calls += made
+            self._answered.add(node)
+            self._has_answers.notify_all()
+
+
+def _complete(notes: list[dict[str, Any]]) -> set[CollectiveKey]:
+    return {key_of(note) for note in notes_of(notes) if note.whole and note.number}

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lockstep.launch.processes import stat_of
-from lockstep.supervise.causes import RULE, Divergence, Stand
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
-from lockstep.supervise.hang import HALTED, behind_of, diverged, location_of, overdue, parted, stopped
+from lockstep.supervise.hang import HALTED, diverged, late_ranks, location_of, overdue, stopped
+from lockstep.supervise.hang_text import continues, different_calls, ended_by_limit, missing_ranks, stacks_of
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
-from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told, traced
+from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankPosition, RankSnapshot
 from lockstep.supervise.stack_proof import StackProof, StackQuestion
 from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers
-from lockstep.supervise.trace_memory import Note
 from lockstep.supervise.traces import Traces
 
 PERIOD = 1.0
@@ -35,20 +35,20 @@ STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 class WaitLimits:
     """Seconds that ranks may wait for others: until the wait is reported, and until the run is ended."""
 
-    told: float = math.inf
+    report: float = math.inf
     kill: float = math.inf
 
     @classmethod
-    def of(cls, stands: Sequence[Stand]) -> WaitLimits:
+    def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
         """Return the first timeout and the first kill limit that any rank has set."""
-        timeouts = (stand.hang_timeout for stand in stands if stand.hang_timeout is not None)
-        kills = (stand.hang_kill for stand in stands if stand.hang_kill is not None)
+        timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
+        kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
 
     @property
     def first(self) -> float:
         """The shorter of both limits; infinite if neither is set."""
-        return min(self.told, self.kill)
+        return min(self.report, self.kill)
 
     def are_over(self, snapshot: RankSnapshot) -> bool:
         """Return True if the run has to end because the rank has waited too long.
@@ -65,13 +65,13 @@ class Ration:
     def __init__(self) -> None:
         self._next_at = 0.0
 
-    def done(self, what: Callable[[], T], now: float) -> T | None:
+    def run(self, what: Callable[[], T], now: float) -> T | None:
         """Run the task and return its result. Return None if it is too early."""
         if now < self._next_at:
             return None
-        began = time.thread_time()
+        start = time.thread_time()
         found = what()
-        self._next_at = now + (time.thread_time() - began) / PART
+        self._next_at = now + (time.thread_time() - start) / PART
         return found
 
 
@@ -94,19 +94,23 @@ class HangMonitor:
         self._proof = StackProof(size)
         self.others = None if hub is None else OtherRanks(hub, self._question, size, wake)
         self._node, self._size = 0 if hub is None else hub.node, size
-        self._compares, self._counts = Ration(), Ration()
-        self._halted: dict[int, float] = {}  # stopped ranks, and when that was first seen
-        self._waits: dict[int, float] = {}  # ranks whose stacks wait, and when that was first seen
-        self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks idle or waiting for long, and whether they wait
+        self._compare_ration, self._wait_ration = Ration(), Ration()
+        # stopped ranks, and when that was first seen
+        self._halted: dict[int, float] = {}
+        # ranks whose stacks wait, and when that was first seen
+        self._waits: dict[int, float] = {}
+        # ranks idle or waiting for long, and whether they wait
+        self._long: frozenset[tuple[int, bool]] = frozenset()
         self._ask_again = 0.0
         self._is_ending = False
-        self._said: list[tuple[set[str], set[int]]] = []  # for each reported wait: its places, and the late ranks
+        # for each reported wait: its places, and the late ranks
+        self._reported: list[tuple[set[str], set[int]]] = []
 
     @property
     def is_proving(self) -> bool:
         """True while answers are pending, so that the next check should follow at once."""
-        asked = self.others is not None and self.others.is_asked and not self._is_ending
-        return asked or self._question.is_open or self._proof.is_pending
+        answered = self.others is not None and self.others.has_question and not self._is_ending
+        return answered or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
@@ -125,10 +129,10 @@ class HangMonitor:
 
     def look(
         self,
-        inside: Mapping[int, Stand],
+        inside: Mapping[int, RankPosition],
         still: Mapping[int, float],
         now: float,
-        outside: Sequence[Stand] = (),
+        outside: Sequence[RankPosition] = (),
         caught: str = "",
         ending: bool = False,
     ) -> Divergence | None:
@@ -147,46 +151,30 @@ class HangMonitor:
         limits = WaitLimits() if ending else WaitLimits.of([*inside.values()])
         differing = self.traces.differing() if limits.first < math.inf else {}
         if differing:
-            return self._parted(differing)
+            positions = self.traces.positions
+            ranks = [self._with_stack(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in differing]
+            calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
+            return Divergence(different_calls(calls), stacks_of(ranks))
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
-        own = [self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()]
-        everybody = [*own, *(RankSnapshot(stand.rank, now, stand) for stand in outside)]
+        own = [self._snapshot(position, still.get(rank, 0.0), now) for rank, position in inside.items()]
+        everybody = [*own, *(RankSnapshot(position.rank, now, position) for position in outside)]
         self._is_ending = ending
         if self.others is None or ending:
             return self._judged(everybody, own, {self._node}, limits, now)
-        return self._judged_with(self.others, everybody, own, caught, now)
-
-    # -- ranks of all nodes
-
-    def _judged_with(
-        self,
-        others: OtherRanks,
-        known: Sequence[RankSnapshot],
-        own: Sequence[RankSnapshot],
-        caught: str,
-        now: float,
-    ) -> Divergence | None:
-        """Return why the run has to end, or None, where other nodes have ranks.
-
-        Args:
-            others: ranks of other nodes.
-            known: this node's ranks.
-            own: this node's ranks in a call.
-            caught: a caught exception that ended a call on this node; "" if there is none.
-            now: current time.
-        """
-        limits = WaitLimits.of([each.stand for each in own])
+        others = self.others
+        limits = WaitLimits.of([each.position for each in own])
         everybody = others.exchange(
-            known, limits.told, now, lambda wakes: self._answers(own, now, wakes).values(), caught
+            everybody, limits.report, now, lambda wakes: self._answers(own, now, wakes).values(), caught
         )
-        if others.is_watched:
+        if others.is_watched:  # node 0 judges for all
             return None
-        inside = [each for each in everybody if each.stand.inside]
-        limits = WaitLimits.of([each.stand for each in inside])
-        found = None if limits.first == math.inf else self._compares.done(lambda: diverged(inside), now)
+        in_call = [each for each in everybody if each.position.inside]
+        limits = WaitLimits.of([each.position for each in in_call])
+        found = None if limits.first == math.inf else self._compare_ration.run(lambda: diverged(in_call), now)
         found = found or self._judged(everybody, own, others.nodes, limits, now)
-        words = [said for said in (caught, *others.caught.values()) if said]
-        return Divergence(words[0]) if found is not None and words else found
+        # an exception that a script caught explains why others wait
+        errors = [text for text in (caught, *others.caught.values()) if text]
+        return Divergence(errors[0]) if found is not None and errors else found
 
     def _judged(
         self,
@@ -218,7 +206,18 @@ class HangMonitor:
                 answers = self._question.answers(nodes, now)
         if answers is None or limits.first == math.inf:
             return None
-        return stopped([*answers.values()]) or self._overdue([*answers.values()], limits)
+        answered = [*answers.values()]
+        found = stopped(answered)
+        if found is not None:
+            return found
+        # one of the ranks may have been stopped for a moment only
+        late = None if any(each.state == STOPPED for each in answered) else overdue(answered, limits.report)
+        if late is not None and self._is_first_report(answered, limits.report):
+            _print(late, limits.kill)
+        if not any(limits.are_over(each) for each in answered):
+            return None
+        final = overdue(answered, limits.first)
+        return None if final is None else replace(final, text=ended_by_limit(final, limits.kill))
 
     def _is_due(self, everybody: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Return True if it is time to request the ranks' stacks."""
@@ -228,12 +227,13 @@ class HangMonitor:
             return False
         if any(each.stopped >= HALTED for each in everybody):
             return now - self._question.put_at >= HALTED
-        return bool(self._counts.done(lambda: self._stands_long(everybody, limits, now), now))
+        return bool(self._wait_ration.run(lambda: self._is_wait_due(everybody, limits, now), now))
 
-    def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
+    def _is_wait_due(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Return True if a rank has been idle or waiting for so long that the wait has to be reported."""
         limit = limits.first
-        long = frozenset(  # a wait on a device is recorded only a while after the rank became idle
+        # a wait on a device is recorded only a while after the rank became idle
+        long = frozenset(
             (each.rank, each.waited >= limit) for each in snapshots if max(each.waited, each.still) >= limit
         )
         is_new, self._long = bool(long - self._long), long
@@ -249,17 +249,7 @@ class HangMonitor:
             self.others.put(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
-    def _overdue(self, asked: Sequence[RankSnapshot], limits: WaitLimits) -> Divergence | None:
-        """Report long waits. Return why the run has to end, or None."""
-        late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.told)
-        if late is not None and self._is_new(asked, limits.told):
-            _say(late, limits.kill)
-        if not any(limits.are_over(each) for each in asked):
-            return None
-        final = overdue(asked, limits.first)
-        return None if final is None else replace(final, text=f"{final}; hang_kill={limits.kill:g} s are over")
-
-    def _is_new(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
+    def _is_first_report(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
         """Return True for a wait that was not reported: at a new place, or for a rank that was not late before.
 
         Ranks that join the waiting ones, or whose report arrived later, do not count. If no rank is late any more, that
@@ -268,57 +258,48 @@ class HangMonitor:
         waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
         late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
         lacks_some = len(snapshots) < self._size
-        for places, ranks in self._said:
+        for places, ranks in self._reported:
             if waiting <= places and late <= ranks and (late or not ranks or lacks_some):
                 return False
-        self._said.append((waiting, late))
+        self._reported.append((waiting, late))
         return True
-
-    # -- proofs from traces alone
-
-    def _parted(self, differing: Mapping[int, Note]) -> Divergence:
-        """Return the mismatch of this node's ranks in one collective, with their stacks."""
-        stands = self.traces.stands
-        ranks = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in differing]
-        calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
-        return parted(calls, traced(ranks))
 
     def divergence(self) -> Divergence | None:
         """Return what all traces prove, even those of ended ranks. Slow: call it once."""
-        return self.traces.mismatch() or self._unreached()
-
-    def _unreached(self) -> Divergence | None:
-        """Return the failure of ranks that did not reach a collective that others have queued on their devices.
-
-        A device's backend aborts the waiting ranks at its timeout.
-        """
-        stands = self.traces.stands
-        snapshots = [RankSnapshot(rank, 0.0, stand, notes=self.traces.newest(rank)) for rank, stand in stands.items()]
+        found = self.traces.mismatch()
+        if found is not None:
+            return found
+        # A device's backend aborts ranks that wait in its queue at its timeout. The ranks that did not reach that
+        # collective are the cause.
+        positions = self.traces.positions
+        snapshots = [
+            RankSnapshot(rank, 0.0, position, notes=self.traces.newest(rank)) for rank, position in positions.items()
+        ]
         waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
-        behind = behind_of(snapshots, waiting)
-        waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind]
-        if not behind or not waiting:
+        late = late_ranks(snapshots, waiting)
+        waiting = [snapshot for snapshot in waiting if snapshot.rank not in late]
+        if not late or not waiting:
             return None
-        found = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
-        if any(snapshot.state == GONE for snapshot in found):
+        missing = [self._with_stack(self._snapshot(positions[rank], 0.0, 0.0), 0.0) for rank in sorted(late)]
+        if any(snapshot.state == GONE for snapshot in missing):
             return None  # its end explains why it did not arrive
-        return Divergence(f"{told(found)}, and others do not come out: {told(waiting)}. {RULE}")
+        return Divergence(missing_ranks(missing, waiting))
 
     # -- ranks of this node
 
-    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
-        state = _state(stand.process)
+    def _snapshot(self, position: RankPosition, still: float, now: float) -> RankSnapshot:
+        state = _state(position.process)
         halted = 0.0
         if state == STOPPED:
-            halted = now - self._halted.setdefault(stand.rank, now)
+            halted = now - self._halted.setdefault(position.rank, now)
         else:
-            self._halted.pop(stand.rank, None)
-        notes = self.traces.newest(stand.rank)
-        if any(note.queued for note in notes) and not self.traces.is_watched(stand.rank):
+            self._halted.pop(position.rank, None)
+        notes = self.traces.newest(position.rank)
+        if any(note.queued for note in notes) and not self.traces.is_watched(position.rank):
             notes = tuple(replace(note, queued=False) for note in notes)
-        snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
+        snapshot = RankSnapshot(position.rank, now, position, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
-            self._waits.pop(stand.rank, None)
+            self._waits.pop(position.rank, None)
         return self._holding(snapshot)
 
     def _holding(self, snapshot: RankSnapshot) -> RankSnapshot:
@@ -329,19 +310,19 @@ class HangMonitor:
         """Return this node's ranks with their stacks: the stopped ones, which continue afterwards, or all others."""
         if wakes:
             # A stopped rank answers before it continues. The run ends then in any case.
-            halted = [(each, each.stand) for each in own if each.stopped >= HALTED]
+            halted = [(each, each.position) for each in own if each.stopped >= HALTED]
             return {each.rank: replace(each, stack=ask_stopped(at.process, at.answers)) for each, at in halted}
-        return {each.rank: self._asked(each, now) for each in own}
+        return {each.rank: self._with_stack(each, now) for each in own}
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         """Return the snapshot with its stack. A process with a runnable thread counts as running."""
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
-        stand = snapshot.stand
-        state = RUNS if _runs(stand.process) else snapshot.state
-        stack, worker = ask(stand.process, stand.answers), None
+        position = snapshot.position
+        state = RUNS if _runs(position.process) else snapshot.state
+        stack, worker = ask(position.process, position.answers), None
         if stack is not None and stack.loads:
-            worker = next((each for each in ask_workers(stand.process, stand.answers) if each.fetches), None)
+            worker = next((each for each in ask_workers(position.process, position.answers) if each.fetches), None)
         snapshot = replace(snapshot, state=state, stack=stack, worker=worker, held=0.0)
         if snapshot.waited:
             self._waits.setdefault(snapshot.rank, now)
@@ -369,10 +350,9 @@ def _runs(process: int) -> bool:
     return False
 
 
-def _say(found: Divergence, kill: float) -> None:
+def _print(found: Divergence, kill: float) -> None:
     """Print the warning that the run continues."""
-    then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
         wipe_line()
-        text = f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}"
+        text = f"{found.trace}\nlockstep: {continues(one_line(str(found), None), kill)}"
         print(name_cells(text), file=sys.stderr, flush=True)

@@ -20,31 +20,31 @@ from typing import Any
 
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
-from lockstep.supervise.channel import LONGEST, Message, line_of, message_in
-from lockstep.supervise.screen_text import one_line, reason_of, say
+from lockstep.supervise.channel import MAX_MESSAGE, Message, line_of, message_in
+from lockstep.supervise.screen_text import one_line, print_line, reason_of
 
-IDLE, INTERVAL, PROBES = 10, 5, 4
+PROBE_AFTER, PROBE_PERIOD, PROBES = 10, 5, 4
 """Seconds without a message until a node is probed, seconds between probes, and number of probes."""
 
-SILENCE = IDLE + INTERVAL * PROBES
+SILENCE = PROBE_AFTER + PROBE_PERIOD * PROBES
 """Seconds after which a node that does not answer counts as gone."""
 
 SILENT = f"has not answered for {SILENCE} s"
 """Reason for the loss of such a node."""
 
-CALLING = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds that connecting to the hub may take, and that a connecting node has to identify itself."""
 
-HELLO = 2**16
+MAX_GREETING = 2**16
 """Maximum size of a connecting node's first message in bytes."""
 
 NAME = 100
 """Maximum length of a displayed host name."""
 
-WAITING = 16 * LONGEST
+MAX_BUFFERED = 16 * MAX_MESSAGE
 """Maximum number of buffered bytes of a connection. With more, it is closed."""
 
-FLUSH = 1.0
+FLUSH_TIMEOUT = 1.0
 """Seconds for which `Hub.close` waits until buffered messages are sent."""
 
 WELCOME = b"\n"
@@ -53,13 +53,13 @@ WELCOME = b"\n"
 TAKEN = b"!"
 """Message of the hub to a node whose number is taken."""
 
-SENT_AWAY = "each node needs a number of its own (NODE_RANK, --node_rank). The run goes on with the first"
-"""Message about two nodes with the same number."""
+ONE_NUMBER_EACH = "the run continues with that node. Give each node its own number (NODE_RANK, --node-rank)"
+"""Advice about two nodes with the same number."""
 
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
-Heard = Callable[[int, Any], None]
+Listener = Callable[[int, Any], None]
 
 
 class _Connection:
@@ -70,7 +70,7 @@ class _Connection:
         node, host, name: identity of the other end.
 
     Attributes:
-        well: whether the other end has sent its farewell.
+        has_ended: whether the other end has sent its farewell.
         waits: number of buffered bytes.
         filled: set when there is something to send. Only the event loop may set it.
     """
@@ -78,7 +78,7 @@ class _Connection:
     def __init__(self, opened: socket.socket, node: int, host: str, name: str = "") -> None:
         self.socket = opened
         self.node, self.host, self.name = node, host, name
-        self.well = False
+        self.has_ended = False
         self.waits = 0
         self.filled = asyncio.Event()
         self._out: deque[tuple[str, bytes]] = deque()
@@ -89,7 +89,7 @@ class _Connection:
             return False
         self._out.append((topic, text))
         self.waits += len(text)
-        if self.waits > WAITING:
+        if self.waits > MAX_BUFFERED:
             self.hang_up()
         return True
 
@@ -126,12 +126,12 @@ class Hub:
         self.is_refused = False
         self._name = secrets.token_hex(8)  # recognizes a node that connects again
         self._on_lost = on_lost
-        self._listeners: dict[str, Heard] = {}
+        self._listeners: dict[str, Listener] = {}
         self._connections: dict[int, _Connection] = {}
         self._lock = threading.RLock()
-        self._door: socket.socket | None = None
+        self._server: socket.socket | None = None
         self._token = ""
-        self._has_said_broken = self._is_ending = False
+        self._has_warned = self._is_ending = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,9 +143,9 @@ class Hub:
         with self._lock:
             return sorted(self._connections)
 
-    def listen(self, topic: str, heard: Heard) -> None:
-        """Call ``heard(node, body)`` for each message on a topic."""
-        self._listeners[topic] = heard
+    def listen(self, topic: str, listener: Listener) -> None:
+        """Call ``listener(node, body)`` for each message on a topic."""
+        self._listeners[topic] = listener
 
     def open(self, address: str = "") -> tuple[int, str]:
         """Start to listen, as the hub.
@@ -161,15 +161,15 @@ class Hub:
         host = loopback_of(address) if is_own(address) else ""
         everywhere = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
-        self._door.setblocking(False)
-        self._start(self._admit_callers(self._door))
-        return int(self._door.getsockname()[1]), self._token
+        self._server = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
+        self._server.setblocking(False)
+        self._start(self._accept_nodes(self._server))
+        return int(self._server.getsockname()[1]), self._token
 
     def join(self, address: str, port: int, token: str) -> bool:
         """Connect to the hub and wait for admission. Return True if admitted."""
         try:
-            opened = _kept_alive(socket.create_connection((address, port), CALLING))
+            opened = _kept_alive(socket.create_connection((address, port), CONNECT_TIMEOUT))
         except OSError:
             return False
         try:
@@ -179,7 +179,7 @@ class Hub:
         except OSError:
             welcome = b""
         if self.is_refused:
-            say(f"node {self.node} ({self.host}) is not the first with this number: {SENT_AWAY}")
+            print_line(f"node {self.node} ({self.host}): another node has this number, and {ONE_NUMBER_EACH}")
         if welcome != WELCOME:
             opened.close()
             return False
@@ -199,10 +199,10 @@ class Hub:
             newest: drop the message if the previous one on this topic is still buffered.
 
         Returns:
-            True if it was buffered for a node. False if it exceeds `LONGEST` bytes.
+            True if it was buffered for a node. False if it exceeds `MAX_MESSAGE` bytes.
         """
         text = line_of({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
-        return len(text) <= LONGEST and self._pass(topic, text, to, newest=newest)
+        return len(text) <= MAX_MESSAGE and self._pass(topic, text, to, newest=newest)
 
     def close(self, last: object = None) -> None:
         """Send a farewell, so that the other nodes do not report this one as lost, and close all connections.
@@ -231,21 +231,23 @@ class Hub:
 
     def _run(self) -> None:
         """Run the event loop, in the thread."""
+
+        async def until_end() -> None:
+            await self._ends.wait()
+            until = asyncio.get_running_loop().time() + FLUSH_TIMEOUT
+            while self._has_buffered() and asyncio.get_running_loop().time() < until:
+                await asyncio.sleep(0.01)
+            tasks = [*self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # once more through the loop: transports close their sockets there
+            await asyncio.sleep(0)
+
         assert self._loop is not None
-        self._loop.run_until_complete(self._until_the_end())
+        self._loop.run_until_complete(until_end())
 
-    async def _until_the_end(self) -> None:
-        await self._ends.wait()
-        until = asyncio.get_running_loop().time() + FLUSH
-        while self._waits() and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.01)
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # lets the transports close their sockets
-
-    def _waits(self) -> bool:
+    def _has_buffered(self) -> bool:
         with self._lock:
             return any(connection.waits for connection in self._connections.values())
 
@@ -254,26 +256,26 @@ class Hub:
         self._is_ending = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ends.set)
-            self._thread.join(2 * FLUSH)
+            self._thread.join(2 * FLUSH_TIMEOUT)
         with self._lock:
             self._connections.clear()  # nobody uses the loop from here on
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
                 self._loop = None
-        if self._door is not None:
-            self._door.close()
+        if self._server is not None:
+            self._server.close()
 
     # -- sending
 
-    def _pass(self, topic: str, text: bytes, to: int | None, but: int | None = None, newest: bool = False) -> bool:
+    def _pass(self, topic: str, text: bytes, to: int | None, excluded: int | None = None, newest: bool = False) -> bool:
         """Buffer a message for a node, or for all nodes but one. Return True if buffered anywhere."""
         with self._lock:
-            wanted = [node for node in self._connections if (to is None or node == to) and node != but]
-            told = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
-            if told:
+            wanted = [node for node in self._connections if (to is None or node == to) and node != excluded]
+            receivers = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
+            if receivers:
                 assert self._loop is not None
-                self._loop.call_soon_threadsafe(_wake, told)
-        return bool(told)
+                self._loop.call_soon_threadsafe(_signal, receivers)
+        return bool(receivers)
 
     async def _write(self, connection: _Connection, writer: asyncio.StreamWriter) -> None:
         """Send buffered messages, one after another."""
@@ -292,14 +294,15 @@ class Hub:
 
     # -- connecting nodes
 
-    async def _admit_callers(self, door: socket.socket) -> None:
+    async def _accept_nodes(self, door: socket.socket) -> None:
         """Accept connections and identify their nodes."""
         while True:
             try:
                 opened, _ = await asyncio.get_running_loop().sock_accept(door)
             except OSError as error:
                 if error.errno in _NO_FILES and not raise_limit():
-                    await asyncio.sleep(1.0)  # otherwise accepting would fail in a busy loop
+                    # accepting would fail again at once, in a busy loop
+                    await asyncio.sleep(1.0)
                 continue
             self._do(self._admit(_kept_alive(opened)))
 
@@ -307,8 +310,8 @@ class Hub:
         """Identify a connecting node, and serve it if it is admitted."""
         connection = None
         try:
-            hello = _message(await asyncio.wait_for(_greeting(opened), CALLING))
-            connection = self._meet(opened, hello)
+            hello = _message(await asyncio.wait_for(_first_line(opened), CONNECT_TIMEOUT))
+            connection = self._identify(opened, hello)
         except Exception:  # malformed messages
             pass
         finally:
@@ -317,7 +320,7 @@ class Hub:
         if connection is not None:
             await self._serve(connection)
 
-    def _meet(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
+    def _identify(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
         """Admit a node by its first message. Return None if it is rejected.
 
         A node that connects again replaces its previous connection. A second node with the number of a connected one is
@@ -327,7 +330,8 @@ class Hub:
             return None
         node, name = hello.get("node"), str(hello.get("name"))
         host = one_line(str(hello.get("host")), NAME)
-        given = str(hello.get("token")).encode(errors="backslashreplace")  # compare_digest accepts only ASCII text
+        # compare_digest accepts only ASCII text
+        given = str(hello.get("token")).encode(errors="backslashreplace")
         if not hmac.compare_digest(given, self._token.encode()) or type(node) is not int or node < 1:
             return None
         with self._lock:
@@ -341,82 +345,83 @@ class Hub:
                 return connection
         with contextlib.suppress(OSError):
             opened.send(TAKEN)
-        say(f"{host} calls itself node {node}, and {before.host} is that: {SENT_AWAY}")
+        print_line(f"{host} connected as node {node}, which is {before.host} already: {ONE_NUMBER_EACH}")
         return None
 
     # -- receiving
 
     async def _serve(self, connection: _Connection) -> None:
         """Serve one connection until it ends. Errors do not affect other connections."""
-        reason = "ended without a word"
+        reason = "ended without reporting why"
         try:
-            await self._converse(connection)
+            reader, writer = await asyncio.open_connection(sock=connection.socket, limit=MAX_MESSAGE)
+            # drain() returns only when everything is sent, so that `waits` counts what is not
+            writer.transport.set_write_buffer_limits(0)
+            writing = asyncio.ensure_future(self._write(connection, writer))
+            try:
+                while (message := _message(await reader.readline())) is not None:
+                    self._take(connection, message)
+            finally:
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+                writer.transport.abort()
         except OSError as error:
             if error.errno in _UNREACHED:
                 reason = SILENT
         except ValueError:  # the message is too long
             pass
         finally:
-            self._lose(connection, reason)
-
-    async def _converse(self, connection: _Connection) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection.socket, limit=LONGEST)
-        writer.transport.set_write_buffer_limits(0)  # drain() returns only when everything is sent
-        writing = asyncio.ensure_future(self._write(connection, writer))
-        try:
-            while (message := _message(await reader.readline())) is not None:
-                self._take(connection, message)
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-            writer.transport.abort()
+            self._remove(connection, reason)
 
     def _take(self, connection: _Connection, message: Message) -> None:
         """Handle a message of a node. Drop a malformed one, and keep the connection."""
         try:
-            self._hear(connection, message)
+            self._dispatch(connection, message)
         except Exception as error:  # for instance from another version
-            if not self._has_said_broken:
-                self._has_said_broken = True
-                say(f"a message of node {connection.node} ({connection.host}) makes no sense: {reason_of(error)}")
+            if not self._has_warned:
+                self._has_warned = True
+                print_line(
+                    f"a message of node {connection.node} ({connection.host}) could not be read: {reason_of(error)}"
+                )
 
-    def _hear(self, connection: _Connection, message: Message) -> None:
+    def _dispatch(self, connection: _Connection, message: Message) -> None:
         # node 0 forwards messages, so they name their sender; node 0 itself relies on the connection
         node = connection.node if self.node == 0 else int(message["node"])
         if message.get("farewell"):
-            connection.well = connection.well or node == connection.node
-            self._listeners.get("farewell", _nobody)(node, message.get("body"))
+            connection.has_ended = connection.has_ended or node == connection.node
+            if "farewell" in self._listeners:
+                self._listeners["farewell"](node, message.get("body"))
             return
         topic = str(message.get("topic"))
         if self.node == 0 and "to" not in message:
-            self._pass(topic, line_of(message), None, but=connection.node)
-        heard = self._listeners.get(topic)
-        if heard is not None:
-            heard(node, message["body"])
+            self._pass(topic, line_of(message), None, excluded=connection.node)
+        listener = self._listeners.get(topic)
+        if listener is not None:
+            listener(node, message["body"])
 
-    def _lose(self, connection: _Connection, reason: str) -> None:
+    def _remove(self, connection: _Connection, reason: str) -> None:
         """Remove a connection that has ended, and report the loss of its node."""
         with self._lock:
             own = self._connections.get(connection.node) is connection
             if own:
                 del self._connections[connection.node]
-        if own and not connection.well and not self._is_ending:
+        if own and not connection.has_ended and not self._is_ending:
             self._on_lost(connection.node, connection.host, reason)
 
 
-async def _greeting(opened: socket.socket) -> bytes:
+async def _first_line(opened: socket.socket) -> bytes:
     """Read the first line of a connecting node. It sends nothing more before the answer."""
     opened.setblocking(False)
     text = b""
-    while not text.endswith(b"\n") and len(text) <= HELLO:
-        more = await asyncio.get_running_loop().sock_recv(opened, HELLO)
+    while not text.endswith(b"\n") and len(text) <= MAX_GREETING:
+        more = await asyncio.get_running_loop().sock_recv(opened, MAX_GREETING)
         if not more:
             break
         text += more
     return text
 
 
-def _wake(connections: list[_Connection]) -> None:
+def _signal(connections: list[_Connection]) -> None:
     """Signal that there is something to send, in the event loop."""
     for connection in connections:
         connection.filled.set()
@@ -427,9 +432,9 @@ def _kept_alive(opened: socket.socket) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     options = {
-        "TCP_KEEPIDLE": IDLE,
-        "TCP_KEEPALIVE": IDLE,  # the name on macOS
-        "TCP_KEEPINTVL": INTERVAL,
+        "TCP_KEEPIDLE": PROBE_AFTER,
+        "TCP_KEEPALIVE": PROBE_AFTER,  # the name on macOS
+        "TCP_KEEPINTVL": PROBE_PERIOD,
         "TCP_KEEPCNT": PROBES,
         "TCP_USER_TIMEOUT": SILENCE * 1000,
     }
@@ -437,10 +442,6 @@ def _kept_alive(opened: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return opened
-
-
-def _nobody(node: int, body: object) -> None:
-    """Ignore a message that nobody listens for."""
 
 
 def _message(line: bytes) -> Message | None:

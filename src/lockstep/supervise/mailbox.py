@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
 
-from lockstep.supervise.causes import Cause, Stand
+from lockstep.supervise.causes import Cause
+from lockstep.supervise.snapshot import RankPosition
 
 MAILBOX = "LOCKSTEP_MAILBOX"
 """Environment variable with the address of the mailbox."""
@@ -19,7 +20,7 @@ MAILBOX = "LOCKSTEP_MAILBOX"
 RANK = "LOCKSTEP_RANK"
 """Environment variable with the global rank of a started process, for notes before its Trainer exists."""
 
-MET = "met"
+JOINED = "met"
 """Key of the note by which a rank reports that it has joined the process group."""
 
 
@@ -45,7 +46,7 @@ class Mailbox:
         self._closed = False
         self._read = 0
         self._causes: dict[int, Cause] = {}
-        self._stands: dict[int, Stand] = {}
+        self._positions: dict[int, RankPosition] = {}
         self._others: list[dict[str, Any]] = []
 
     @classmethod
@@ -60,41 +61,41 @@ class Mailbox:
     def read(self) -> list[Cause]:
         """Return the latest exception of each rank, ordered by time."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             return sorted(self._causes.values(), key=lambda cause: cause.at)
 
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Return the latest position of each rank that has made a call, by rank."""
         with self._lock:
-            self._take_in()
-            return dict(self._stands)
+            self._read_new()
+            return dict(self._positions)
 
     def others(self, key: str) -> list[dict[str, Any]]:
         """Return the other notes with a key, in the order in which they were written."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             return [note for note in self._others if key in note]
 
-    def leave(self, note: Cause | Stand | dict[str, Any]) -> None:
+    def leave(self, note: Cause | RankPosition | dict[str, Any]) -> None:
         """Write a note."""
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
         """Return True if the rank has entered a call and not left it."""
-        stand = self.stands().get(rank)
-        return stand is not None and stand.inside
+        position = self.positions().get(rank)
+        return position is not None and position.inside
 
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Return True once some rank has joined the others."""
-        return bool(self.others(MET))
+        return bool(self.others(JOINED))
 
     def is_someone_ending(self) -> bool:
         """Return True if a failed rank has not left its call yet. It may be saving its state."""
         with self._lock:
-            self._take_in()
-            stands = self._stands
+            self._read_new()
+            positions = self._positions
             return any(
-                rank in stands and stands[rank].inside and stands[rank].call == cause.call
+                rank in positions and positions[rank].inside and positions[rank].call == cause.call
                 for rank, cause in self._causes.items()
             )
 
@@ -105,24 +106,25 @@ class Mailbox:
     def close(self) -> None:
         """Close the file. Notes read so far remain available."""
         with self._lock:
-            self._take_in()
+            self._read_new()
             self._closed = True
             if self._file is not None:
                 self._file.close()
 
-    def _take_in(self) -> None:
+    def _read_new(self) -> None:
         size = 0 if self._closed else os.fstat(self.descriptor).st_size
         if size <= self._read:
             return
         text = os.pread(self.descriptor, size - self._read, self._read)
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.split(b"\n"):
-            with suppress(ValueError, TypeError, RecursionError):  # a truncated note from a full disk is skipped
+            # a truncated note from a full disk is skipped
+            with suppress(ValueError, TypeError, RecursionError):
                 note = json.loads(line)
                 if "reason" in note:
                     self._causes[note["rank"]] = Cause(**note)
                 elif "inside" in note:
-                    self._stands[note["rank"]] = Stand(**note)
+                    self._positions[note["rank"]] = RankPosition(**note)
                 else:
                     self._others.append(note)
         self._read += len(whole)
@@ -144,7 +146,7 @@ def file_without_a_name(name: str) -> IO[bytes]:
     return open(descriptor, "w+b", buffering=0)
 
 
-def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:
+def leave_note(address: str, note: Cause | RankPosition | dict[str, Any]) -> None:
     """Write a note to the mailbox at an address. Do nothing if this process did not inherit the file."""
     descriptor, inode = map(int, address.split(":"))
     try:

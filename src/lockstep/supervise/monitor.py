@@ -13,26 +13,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.launch.processes import FAREWELL as LONGEST
-from lockstep.launch.processes import stat_of
+from lockstep.launch.processes import SAVE_TIMEOUT, stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught, went_on
+from lockstep.supervise.causes import Cause, Divergence, located, was_caught, went_on
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
+from lockstep.supervise.hang_text import after_ctrl_c, cannot_stop
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.screen_text import name_cells, wipe_line
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.stack import Stack
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack_proof import QUIET
 from lockstep.supervise.stack_request import ask, is_there
 
 BUSY = 0.05
 """Fraction of a second of processor time per second above which a rank counts as working."""
 
-FAREWELL = 5.0
+LEAVE_TIMEOUT = 5.0
 """Seconds that a failed rank has to leave its call before its stack is requested."""
 
-LATE = 5.0
+STALLED = 5.0
 """Seconds between two checks after which this process must have been stopped itself."""
 
 OPENING = 30.0
@@ -41,13 +41,8 @@ OPENING = 30.0
 AT_ONCE = 3.0
 """Seconds that ranks have to end after a second Ctrl-C, or after the first one before they have joined."""
 
-UNHEARD = 1.0
+REPORT_TIMEOUT = 1.0
 """Seconds after a Ctrl-C in which rank 0's own handler should have reported it."""
-
-BUSY_RANKS = (
-    "lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends them "
-    "at once."
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class RankMonitor:
         self._ended = ended
         self._presses = 0
         self._second_at = 0.0
-        self._told_at = 0.0
+        self._printed_at = 0.0
         self._stopping = threading.Event()
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has been idle
@@ -121,41 +116,41 @@ class RankMonitor:
         self.signal_pipe.close()
         self.hangs.traces.close()
 
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Return the positions of the ranks, even of ended ones and of those on nodes that have ended."""
         others = self.hangs.others
-        return {**self.own_stands(), **({} if others is None else others.ended)}
+        return {**self.own_positions(), **({} if others is None else others.ended)}
 
     def last(self) -> dict[str, Any] | None:
         """Return the content of this node's farewell message."""
-        others, own = self.hangs.others, self.own_stands()
-        return None if others is None else others.last(own.values(), self._told(self._caught(own)))
+        others, own = self.hangs.others, self.own_positions()
+        return None if others is None else others.last(own.values(), self._text_of(self._caught(own)))
 
     @property
     def caught_elsewhere(self) -> str:
         """The caught exception that ended a call on a node that has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
-    def _caught(self, stands: Mapping[int, Stand]) -> Cause | None:
+    def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:
         """Return the caught exception that ended a call on this node, if any."""
-        return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+        return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
-    def _told(self, caught: Cause | None) -> str:
+    def _text_of(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
-    def own_stands(self) -> dict[int, Stand]:
+    def own_positions(self) -> dict[int, RankPosition]:
         """Return the positions of this node's ranks, even of ended ones."""
-        stands = self._mailbox.stands()
+        positions = self._mailbox.positions()
         for rank, at in self._ended().items():
-            there = stands.get(rank) or Stand(rank, at, 0, False, "")
-            stands[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
-        return stands
+            there = positions.get(rank) or RankPosition(rank, at, 0, False, "")
+            positions[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
+        return positions
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._await_period()
             self._on_look()
-            self._presses += self.signal_pipe.heard()
+            self._presses += self.signal_pipe.presses()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
@@ -166,124 +161,110 @@ class RankMonitor:
 
         Traces are opened as soon as ranks announce them: the trace of a rank that dies early is lost unless it is open.
         """
-        until = time.monotonic() + self._seconds_to_next()
+        seconds = PERIOD
+        if self.hangs.is_proving:
+            seconds = PERIOD / 10
+        elif self.hangs.has_halted or any(PERIOD <= still < 2 * QUIET for still in self._seconds.values()):
+            seconds = PERIOD / 4  # a rank is stopped, or has just become idle
+        until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
-                stands = self._mailbox.stands()
-                self.hangs.traces.open(stands)
-                if stands and self._opens_until == math.inf:
+                positions = self._mailbox.positions()
+                self.hangs.traces.open(positions)
+                if positions and self._opens_until == math.inf:
                     self._opens_until = time.monotonic() + OPENING
                 left = min(left, PERIOD / 10)
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
-    def _seconds_to_next(self) -> float:
-        """Return the seconds to the next check: fewer during a proof, if a rank is stopped, or has just become idle."""
-        if self.hangs.is_proving:
-            return PERIOD / 10
-        begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
-        return PERIOD / 4 if begins or self.hangs.has_halted else PERIOD
-
     def _look(self) -> Verdict | None:
-        stands, now = self.own_stands(), time.monotonic()
+        positions, now = self.own_positions(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
-        inside = {rank: stand for rank, stand in stands.items() if stand.inside}
+        inside = {rank: position for rank, position in positions.items() if position.inside}
         if not inside:
-            if stands:  # the call has ended, and the effect of Ctrl-C with it
-                self._presses, self.interrupted_at, self._second_at, self._told_at = 0, None, 0.0, 0.0
+            if positions:  # the call has ended, and the effect of Ctrl-C with it
+                self._presses, self.interrupted_at, self._second_at, self._printed_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
         if self._presses:
             verdict = self._pass_on(inside, now)
             if verdict is not None:
                 return verdict
-        if since > max(3 * PERIOD, LATE):
+        if since > max(3 * PERIOD, STALLED):
             # this process was stopped or starved, so its measured times are wrong
             self._stillness.clear()
             self.hangs.forget()
-        self._seconds = {rank: self._seconds_still(stand, now) for rank, stand in inside.items()}
-        return self._failed(inside, now) or self._hung(inside, now) or self._cannot_be_stopped(inside, now)
+        self._seconds = {
+            rank: self._stillness.setdefault(rank, _Stillness()).seconds(position.process, now)
+            for rank, position in inside.items()
+        }
+        return self._failed(inside, now) or self._hung(inside, now) or self._stuck_after_ctrl_c(inside, now)
 
-    def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on ranks whose wait can never end, or takes too long."""
-        others, own = self.hangs.others, self.own_stands()
+        others, own = self.hangs.others, self.own_positions()
         if not inside and (others is None or not own):
             return None
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
-        outside = [stand for stand in own.values() if not stand.inside]
+        outside = [position for position in own.values() if not position.inside]
         caught = self._caught(own) if outside else None
-        if caught is None:  # or a script caught what ended a call that others are still in, and continued
+        # a script may also have caught the error and continued, while others are still in that call
+        if caught is None:
             caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
-        found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
+        found = self.hangs.look(inside, self._seconds, now, outside, self._text_of(caught), ending)
         if found is None:
             return None
         return Verdict(caught if caught is not None and others is None else found, self.interrupted_at is not None)
 
-    def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _pass_on(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         if self.interrupted_at is None:
             self.interrupted_at = now
-        for stand in inside.values():
-            if stand.process != os.getpid() and is_there(stand.answers):
-                signals.pass_on(stand.process)
-        has_met = self._mailbox.has_met()
-        if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
-            self._told_at = now
-            self._tell_of_interrupt(inside[0])
-        if self._presses > 1 or not has_met:  # nothing to save: the first press counts like a second
+        for position in inside.values():
+            if position.process != os.getpid() and is_there(position.answers):
+                signals.pass_on(position.process)
+        has_joined = self._mailbox.has_joined()
+        if has_joined and 0 in inside and now - self.interrupted_at >= REPORT_TIMEOUT and not self._printed_at:
+            self._printed_at = now
+            # Python runs no handler of rank 0 while its main thread waits for a device or for other ranks
+            position, reports = inside[0], self._mailbox.others("heard")
+            if not any((note["heard"], note["call"]) == (position.rank, position.call) for note in reports):
+                found = ask(position.process, position.answers)
+                where = position.location if found is None else found.described(position.location)
+                with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                    wipe_line()
+                    print(name_cells(after_ctrl_c(where)), file=sys.stderr, flush=True)
+        # nothing to save: the first press counts like a second
+        if self._presses > 1 or not has_joined:
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)
         return None
 
-    def _tell_of_interrupt(self, stand: Stand) -> None:
-        """Print what follows from Ctrl-C, if rank 0 has not.
-
-        Python runs no handler while the main thread waits for a device or for other ranks.
-        """
-        heard = self._mailbox.others("heard")
-        if any((note["heard"], note["call"]) == (stand.rank, stand.call) for note in heard):
-            return
-        found = ask(stand.process, stand.answers)
-        where = stand.location if found is None else found.described(stand.location)
-        with contextlib.suppress(OSError, ValueError):
-            wipe_line()
-            print(name_cells(BUSY_RANKS.format(where=where)), file=sys.stderr, flush=True)
-
-    def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+    def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict on a rank that has failed and is stuck in its call."""
         for cause in self._mailbox.read():
-            stand = inside.get(cause.rank)
-            if stand is None or stand.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
+            position = inside.get(cause.rank)
+            if position is None or position.call != cause.call or now - cause.at < LEAVE_TIMEOUT or cause.is_interrupt:
                 continue
-            stack = ask(stand.process, stand.answers)
-            if now - cause.at >= LONGEST or stack is None or stack.waits:
+            stack = ask(position.process, position.answers)
+            if now - cause.at >= SAVE_TIMEOUT or stack is None or stack.waits:
                 return Verdict(None if cause.lost else cause)
         return None
 
-    def _cannot_be_stopped(self, inside: Mapping[int, Stand], now: float) -> Verdict | None:
+    def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
         """Return the verdict after Ctrl-C if all ranks wait, so that none can reach a boundary."""
-        patience = QUIET if len(inside) >= self._size else LONGEST  # ranks on other nodes may take longer
-        if self.interrupted_at is None or now - self.interrupted_at < patience or self.hangs.is_proving:
+        # ranks on other nodes, which are not seen here, may take longer
+        seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
+        if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:
             return None
         if any(self._seconds[rank] < QUIET for rank in inside):
             return None
-        waiting = _waiting(inside)
+        answers = {rank: ask(position.process, position.answers) for rank, position in inside.items()}
+        waiting = {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
         if waiting.keys() != inside.keys():
             return None
         rank, stack = next(iter(waiting.items()))
         where = stack.described(inside[rank].location)
-        return Verdict(
-            Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
-        )
-
-    def _seconds_still(self, stand: Stand, now: float) -> float:
-        """Return the seconds for which a rank has been idle."""
-        return self._stillness.setdefault(stand.rank, _Stillness()).seconds(stand.process, now)
-
-
-def _waiting(inside: Mapping[int, Stand]) -> dict[int, Stack]:
-    """Return the stacks of the ranks that wait for others, by rank."""
-    answers = {rank: ask(stand.process, stand.answers) for rank, stand in inside.items()}
-    return {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
+        return Verdict(Divergence(cannot_stop(sorted(waiting), where)), interrupted=True)
 
 
 class _Stillness:

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.supervise.causes import Divergence, First, located
-from lockstep.supervise.screen_text import say
+from lockstep.supervise.screen_text import print_line
 
 if TYPE_CHECKING:
     from lockstep.supervise.hub import Hub
 
-MEETING = 60.0
+JOIN_TIMEOUT = 60.0
 """Seconds for which a node tries to connect to the hub."""
 
-LEAVING = 15.0
+LEAVE_TIMEOUT = 15.0
 """Seconds for which a node whose ranks left a call waits for others to notice. A proof takes 5 s."""
 
-UNTOLD = "failures of other nodes are not told here"
+NOT_REPORTED = "failures of other nodes are not reported here"
 """Consequence for a node that cannot reach the others."""
 
 
@@ -42,7 +42,7 @@ class Nodes:
     Args:
         node: number of this node.
         count: number of nodes.
-        put: called in threads with the name and the argument of an event, for `claimed`, `heard` and `lost`.
+        put: called in threads with the name and the argument of an event, for `claimed`, `accept` and `handle_loss`.
         follow: called when the first cause of all nodes is known.
         scheduled: whether a scheduler handles nodes that do not answer. It may restart the run elsewhere, but not if
             the run ended by itself.
@@ -74,7 +74,7 @@ class Nodes:
             # importing asyncio takes 0.1 s, which a single node does not need
             from lockstep.supervise.hub import Hub
 
-            self.hub = Hub(node, self.host, self._lose)
+            self.hub = Hub(node, self.host, self._report_loss)
             self.hub.listen("asked", lambda node, body: put("asked", body))
             self.hub.listen("leaves", lambda node, body: self._leaving.add(node))
         self.decided: Decision | None = None
@@ -94,22 +94,23 @@ class Nodes:
         thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # thread limit reached: the run works without the connection
-            say(f"node {self._node} ({self.host}) may start no more threads (`ulimit -u`): {UNTOLD}")
+        except RuntimeError:
+            # thread limit reached: the run works without the connection
+            print_line(f"node {self._node} ({self.host}) cannot start more threads: {NOT_REPORTED}. Raise `ulimit -u`")
 
     def _call(self, address: str, port: int, token: str) -> None:
         assert self.hub is not None
-        until = time.monotonic() + MEETING
+        until = time.monotonic() + JOIN_TIMEOUT
         while not self.hub.join(address, port, token):
             if self.hub.is_refused:
                 return
             if time.monotonic() >= until:
-                told = f"node {self._node} ({self.host}) could not reach the supervisor of node 0 at {address}:{port}"
-                say(f"{told}: {UNTOLD}")
+                node = f"node {self._node} ({self.host})"
+                print_line(f"{node} could not reach the supervisor of node 0 at {address}:{port}: {NOT_REPORTED}")
                 return
             time.sleep(1.0)
 
-    def say(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
+    def claim(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
         """Send the first cause of this node to the others.
 
         Args:
@@ -124,7 +125,7 @@ class Nodes:
         else:
             self.hub.send("claim", body, to=0)
 
-    def ask(self, body: dict[str, Any]) -> None:
+    def query(self, body: dict[str, Any]) -> None:
         """Ask all other nodes which of their ranks failed or left the call in which a rank of this node lost them."""
         if self.hub is not None:
             self.hub.send("asked", body)
@@ -132,15 +133,16 @@ class Nodes:
     def misses(self) -> bool:
         """Return True while others may wait for this node's ranks, which left a call by ``sys.exit()``.
 
-        This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVING` seconds.
+        This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVE_TIMEOUT`.
         """
         if self.hub is None:
             return False
         if not self._leaves_until:
-            self._leaves_until = time.monotonic() + LEAVING
+            self._leaves_until = time.monotonic() + LEAVE_TIMEOUT
             self.hub.send("leaves", None)
         there = set(self.hub.nodes)
-        if self._node == 0:  # other nodes cannot see who is connected; they follow when this one ends
+        # other nodes cannot see who is connected; they follow when this one ends
+        if self._node == 0:
             there -= self._leaving
         return bool(there) and time.monotonic() < self._leaves_until
 
@@ -184,7 +186,7 @@ class Nodes:
             self.hub.send("first", asdict(decision))
             self._decide(decision)
 
-    def heard(self, body: dict[str, Any]) -> None:
+    def accept(self, body: dict[str, Any]) -> None:
         """Accept the decision of the first node, on another node."""
         if self.decided is None:
             self._decide(Decision(**body))
@@ -193,7 +195,7 @@ class Nodes:
         self.decided = decision
         self._follow(decision)
 
-    def lost(self, what: tuple[int, str]) -> None:
+    def handle_loss(self, what: tuple[int, str]) -> None:
         """Handle the loss of a node's supervisor that sent no farewell."""
         node, words = what
         if node:
@@ -201,7 +203,7 @@ class Nodes:
         elif self.decided is None:  # the deciding node is gone
             self._decide(Decision(words, node))
 
-    def _lose(self, node: int, host: str, reason: str) -> None:
+    def _report_loss(self, node: int, host: str, reason: str) -> None:
         from lockstep.supervise.hub import SILENT
 
         words = f"node {node} ({host}) {reason}"

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
 
 from lockstep.supervise.stack import IN_WORKER, LOCKSTEP, TORCH
 
@@ -46,13 +45,14 @@ def shortened(error: BaseException, most: int = MOST) -> str:
         return text
     lines = text.splitlines()
     if len(lines) > SHORT:
-        lines = list(_without_inner(lines))
+        lines = _without_inner(lines)
     if len(lines) > most:
         first = most // 3
         last = most - first - 1
         note = f"... {len(lines) - first - last} lines ({WHOLE}=1 shows them)"
         lines = [*lines[:first], note, *lines[-last:]]
-    return "".join(f"{printable(_narrow(line))}\n" for line in lines)
+    lines = [line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)" for line in lines]
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def as_imported(text: str) -> str:
@@ -65,10 +65,10 @@ def wipe_line() -> None:
 
     Another rank may have progress bars there. It draws them again, if it still runs.
     """
-    begin = wiping()
-    if begin:
+    start = wiping()
+    if start:
         with contextlib.suppress(OSError):  # stderr is closed
-            os.write(2, begin.encode())
+            os.write(2, start.encode())
 
 
 def wiping() -> str:
@@ -82,47 +82,44 @@ def wiping() -> str:
         return ""
 
 
-def say(words: str) -> None:
+def print_line(words: str) -> None:
     """Print a line on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"lockstep: {words}.\n".encode())
 
 
-def _narrow(line: str) -> str:
-    return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
-
-
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
-def _is_inner(path: str) -> bool:
-    """Return True for a frame's file of lockstep, of torch, or of Python's standard library."""
-    if path.startswith((LOCKSTEP, TORCH, "<frozen ")):
-        return True
-    return path.startswith(_STDLIB) and "-packages" not in path
-
-
-def _without_inner(lines: list[str]) -> Iterator[str]:
-    left_out, at = 0, 0
+def _without_inner(lines: list[str]) -> list[str]:
+    """Replace frames of lockstep, torch and the standard library by their number."""
+    kept: list[str] = []
+    omitted, at = 0, 0
     while at < len(lines):
         frame = _FRAME.match(lines[at])
         if frame is None:
-            yield lines[at]
+            kept.append(lines[at])
             at += 1
             continue
-        end = at + 1  # end of the frame's source and carets, which are indented deeper than its first line
+        # end of the frame's source and carets, which are indented deeper than its first line
+        end = at + 1
         depth = len(lines[at]) - len(lines[at].lstrip())
         while end < len(lines) and lines[end].startswith(" " * (depth + 1)) and not _FRAME.match(lines[end]):
             end += 1
-        goes_on = end < len(lines) and _FRAME.match(lines[end]) is not None
-        if goes_on and _is_inner(frame[1]):
-            left_out += 1
+        is_innermost = end == len(lines) or _FRAME.match(lines[end]) is None
+        # installed packages are in the library's folder, too
+        is_inner = frame[1].startswith((LOCKSTEP, TORCH, "<frozen ")) or (
+            frame[1].startswith(_STDLIB) and "-packages" not in frame[1]
+        )
+        if is_inner and not is_innermost:
+            omitted += 1
         else:
-            if left_out:
-                yield f"{' ' * depth}... {left_out} calls in lockstep, torch and Python ({WHOLE}=1 shows them)"
-            left_out = 0
-            yield from (line for line in lines[at:end] if not _CARETS.match(line))
+            if omitted:
+                kept.append(f"{' ' * depth}... {omitted} calls in lockstep, torch and Python ({WHOLE}=1 shows them)")
+            omitted = 0
+            kept += [line for line in lines[at:end] if not _CARETS.match(line)]
         at = end
+    return kept
 
 
 _PLACES = re.compile(r'File "([^"\n]+)", line (\d+)|([^\s()"\']+):(\d+)')

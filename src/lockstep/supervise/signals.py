@@ -63,8 +63,8 @@ def handling(
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
     users = {number for number in beside if callable(before.get(number)) and before[number] is not signal.SIG_IGN}
-    taken = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
-    for number in taken:
+    replaced = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
+    for number in replaced:
         signal.signal(number, handle)
     if gives_way:
         _giving_way.append(handle)
@@ -74,7 +74,7 @@ def handling(
     finally:
         if gives_way:
             _giving_way.remove(handle)
-        for number, handler in taken.items():
+        for number, handler in replaced.items():
             if signal.getsignal(number) is handle:
                 signal.signal(number, handler)
 
@@ -118,7 +118,8 @@ def ending_at_once() -> Iterator[None]:
 def send_again(number: int) -> None:
     """Send a signal that was not acted on to this process once more, after the handlers are removed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader is gone, or the stream is missing
+        # the reader is gone, or the stream is missing
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os.kill(os.getpid(), number)
 
@@ -130,21 +131,21 @@ PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux")
 """Signal that passes on a Ctrl-C. With SIGINT, a rank that also gets it from the terminal would count two."""
 
 
-def hear() -> None:
+def accept_ctrl_c() -> None:
     """Accept a passed-on Ctrl-C from now on. It has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
-        PASSED_ON.install(_ignore_passed)
+        number = PASS
 
+        def ignore() -> Callable[[], object]:
+            # by default, the signal would end a process that is not in an interruptible call
+            signal.signal(number, signal.SIG_IGN)
+            return functools.partial(signal.signal, number, signal.SIG_DFL)
 
-def _ignore_passed() -> Callable[[], object] | None:
-    if PASS is None:
-        return None
-    signal.signal(PASS, signal.SIG_IGN)
-    return functools.partial(signal.signal, PASS, signal.SIG_DFL)
+        PASSED_ON.install(ignore)
 
 
 def pass_on(process: int) -> None:
-    """Pass a Ctrl-C on to a process that has called :func:`hear`. Repeated calls count once."""
+    """Pass a Ctrl-C on to a process that has called :func:`accept_ctrl_c`. Repeated calls count once."""
     if PASS is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, PASS)
@@ -167,7 +168,8 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal presses
-        if os.getpid() != process:  # a forked process: a loader worker, or one of the user's
+        # a forked process: a loader worker, or one of the user's
+        if os.getpid() != process:
             if current_process().daemon:
                 return
             raise KeyboardInterrupt
@@ -179,8 +181,13 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
             raise KeyboardInterrupt
         ask()
 
-    users = _users_of_ctrl_c()
-    before = {number: signal.getsignal(number) for number in _heard_of_ctrl_c()}
+    found = signal.getsignal(signal.SIGINT)
+    defaults = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, *_asking)
+    users = found if callable(found) and found not in defaults else None
+    numbers = [number for number in (signal.SIGINT, PASS) if number is not None]
+    if found is signal.SIG_IGN:
+        numbers.remove(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
     _asking.append(handle)
     for number in before:
         signal.signal(number, handle)
@@ -190,27 +197,13 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
     finally:
         _asking.remove(handle)
         for number, handler in before.items():
-            if signal.getsignal(number) is handle:  # otherwise the script has set another handler meanwhile
+            # the script may have set another handler meanwhile
+            if signal.getsignal(number) is handle:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 _asking: list[object] = []
 """Installed handlers of :func:`interruptible`."""
-
-
-def _heard_of_ctrl_c() -> list[int]:
-    """Return the signals of a Ctrl-C: SIGINT, unless it is ignored, and the one of :func:`pass_on`."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    heard = (None if ignored else int(signal.SIGINT), PASS)
-    return [number for number in heard if number is not None]
-
-
-def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
-    """Return the handler of Ctrl-C that the script has set, or None."""
-    found = signal.getsignal(signal.SIGINT)
-    if not callable(found) or found in (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, *_asking):
-        return None
-    return found
 
 
 class SignalPipe:
@@ -238,7 +231,7 @@ class SignalPipe:
             signal.set_wakeup_fd(before)
             yield
             return
-        self.heard()
+        self.presses()  # drops earlier ones
         try:
             with WAKEUP.inside():
                 yield
@@ -249,7 +242,7 @@ class SignalPipe:
         """Return the descriptor for ``select``. It is readable when a signal has arrived."""
         return self._read
 
-    def heard(self) -> int:
+    def presses(self) -> int:
         """Return how often Ctrl-C was pressed since the last call."""
         try:
             return os.read(self._read, 4096).count(signal.SIGINT)

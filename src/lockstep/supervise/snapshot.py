@@ -1,22 +1,31 @@
-"""Snapshots of ranks as seen from outside, and their description."""
+"""The position of a rank in its calls, and snapshots of ranks as seen from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import Stand, alike, named
-from lockstep.supervise.stack import LOCKSTEP, TORCH, Stack
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.trace_memory import LAG, Note
 
-_BESIDE = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
-"""States of a process."""
+"""States of a process, as they are printed."""
 
-SHORT = 6
-"""Maximum number of printed frames of a stack."""
-STACKS = 3
-"""Maximum number of different stacks that are printed."""
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The position of a rank in its sequence of calls: inside a call or after it."""
+
+    rank: int
+    at: float  #: when it got there, on the clock of ``time.monotonic``
+    call: int  #: which call, counted from 1
+    inside: bool  #: whether the rank is inside the call; False: the call has returned or raised
+    location: str  #: the line of the user's code that called
+    process: int = 0  #: id of the rank's process
+    answers: str = ""  #: address at which the rank answers requests for its stack
+    ended: bool = False  #: whether its process has ended
+    collectives: str = ""  #: path of its trace of collectives
+    hang_timeout: float | None = None  #: seconds of waiting until the wait is reported; None: never
+    hang_kill: float | None = None  #: seconds of waiting until the run is ended; None: never
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class RankSnapshot:
 
     rank: int
     at: float  #: the moment, on the clock of its host's ``time.monotonic``
-    stand: Stand
+    position: RankPosition
     state: str = SLEEPS
     still: float = 0.0  #: seconds without processor time
     stopped: float = 0.0  #: seconds since it was stopped
@@ -37,7 +46,8 @@ class RankSnapshot:
     @property
     def inside(self) -> Note | None:
         """The collective that the training thread is in; None if it is in none."""
-        for note in self.notes:  # a plain loop for speed: it runs each second for thousands of ranks
+        # a plain loop for speed: it runs each second for thousands of ranks
+        for note in self.notes:
             if note.left is None and not note.aside:
                 return note
         return None
@@ -80,93 +90,4 @@ class RankSnapshot:
             noted = next(iter(self.notes), None)
         if noted is not None and noted.location:
             return noted.location
-        return self.stand.location if self.stack is None else self.stack.location(self.stand.location)
-
-    def described(self) -> str:
-        """Return the rank's activity and line: ``"waits in all_reduce #417, train.py:88 (on_train_epoch_end)"``."""
-        when = _since(self.stack) if self.awaited is None else when_of(self.awaited)
-        return f"{self._doing()}, {self.location}{when}"
-
-    def _doing(self) -> str:
-        inside, queued, stack = self.inside, self.queued, self.stack
-        doing = "" if stack is None else stack.doing
-        if self.state in (STOPPED, GONE):
-            return self.state if inside is None else f"{self.state} in {inside.named}"
-        if inside is not None:
-            return f"waits in {inside.named}" + (f" ({doing})" if doing not in ("", inside.operation) else "")
-        if queued is not None:
-            return f"waits in {queued.named} (queued on its device)"
-        if stack is None:
-            return self.state
-        if stack.loads:
-            return "is in its data loader"
-        if stack.waits:
-            return f"waits in {self._begun(doing) or doing or 'a collective'}"
-        return f"is in {doing or 'its own code'}"
-
-    def _begun(self, doing: str) -> str:
-        """Return the oldest asynchronous collective not known to be complete, if the rank waits for one."""
-        begun = [note for note in self.notes if note.left is not None and note.done is None and not note.aside]
-        return begun[-1].named if begun and doing == "wait" else ""
-
-
-def when_of(note: Note) -> str:
-    """Return the hook and the batch of a collective: ``" (on_validation_epoch_end, batch 7)"``."""
-    function = "" if note.function == "<module>" else note.function
-    return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
-
-
-def _since(stack: Stack | None) -> str:
-    """Return the hook that a rank is in, and since which batch, if it reported them."""
-    if stack is None:
-        return ""
-    phase = "" if stack.loads else stack.phase  # while loading, the hook is that of the last step
-    return _in_brackets(phase, f"since batch {stack.batch}" if stack.batch >= 0 else "")
-
-
-def _in_brackets(*words: str) -> str:
-    said = ", ".join(filter(None, words))
-    return f" ({said})" if said else ""
-
-
-# -- several ranks
-
-
-def told(snapshots: Iterable[RankSnapshot]) -> str:
-    """Describe what ranks do. Ranks that do the same are grouped."""
-    groups = alike(
-        (snapshot.rank, snapshot.described()) for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)
-    )
-    return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups)
-
-
-def _plural(what: str) -> str:
-    verb, _, rest = what.partition(" ")
-    plural = {"is": "are", "waits": "wait", "runs": "run", "sleeps": "sleep"}.get(verb.rstrip(","), verb.rstrip(","))
-    return f"{plural}{',' if verb.endswith(',') else ''} {rest}".replace(" its ", " their ", 1)
-
-
-def traced(snapshots: Iterable[RankSnapshot]) -> str:
-    """Return the ranks' Python stacks, each in a few lines. Equal stacks appear once."""
-    groups = alike(
-        (snapshot.rank, f"{whose}:\n{brief(stack)}")
-        for snapshot in snapshots
-        for stack, whose in ((snapshot.stack, ""), (snapshot.worker, ", a worker of its data loader"))
-        if stack is not None
-    )
-    shown = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]
-    return "\n".join(f"{named(ranks)}{text}" for text, ranks in shown)
-
-
-def brief(stack: Stack, most: int = SHORT) -> str:
-    """Return a stack in a few lines, the innermost call last: the user's lines, and the innermost others."""
-    frames = [frame for frame in stack.frames if not frame.file.startswith(_BESIDE)]
-    users = [index for index, frame in enumerate(frames) if frame.is_users][: most - 2]
-    kept = sorted({*range(min(2, len(frames))), *users})
-    kept = sorted({*kept, *[index for index in range(len(frames)) if index not in kept][: max(0, most - len(kept))]})
-    lines = []
-    for index in reversed(kept):
-        frame = frames[index]
-        file = frame.file.replace(LOCKSTEP, "lockstep/").replace(TORCH, "torch/")
-        lines.append(f"    {file}:{frame.line} in {frame.function}")
-    return "\n".join(lines)
+        return self.position.location if self.stack is None else self.stack.location(self.position.location)

@@ -16,7 +16,8 @@ from lockstep.ground.errors import words_of
 from lockstep.ground.rank import Doing, marks_in
 
 LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_spec = find_spec("torch")  # torch is not imported: a process that only watches ranks does not need it
+# torch is not imported: a process that only watches ranks does not need it
+_spec = find_spec("torch")
 TORCH = os.path.dirname(os.path.abspath((_spec and _spec.origin) or "torch")) + os.sep
 PACKAGES = tuple({folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())})
 """Folders of installed packages, including the user's site packages."""
@@ -86,21 +87,16 @@ class Stack:
         users = next((frame for frame in self.frames if frame.is_users), None)
         if users is not None or called:
             return str(users or called)
-        package = self._callers_package()
-        if package:  # a project that is installed has no line outside of it
-            return str(next(frame for frame in self.frames if frame.file.startswith(package)))
-        outside = (frame for frame in self.frames if not frame.file.startswith((LOCKSTEP, TORCH, "<frozen")))
-        return str(next(outside, self.frames[0] if self.frames else "an unknown place"))
-
-    def _callers_package(self) -> str:
-        """Return the folder of the installed package that called lockstep; "" if none did."""
+        # a project that is installed has no line outside of it: take the package that called lockstep
         calls = [at for at, frame in enumerate(self.frames) if frame.file.startswith(LOCKSTEP)]
         caller = self.frames[calls[-1] + 1].file if calls and calls[-1] + 1 < len(self.frames) else ""
         root = max((folder for folder in PACKAGES if caller.startswith(folder)), key=len, default="")
-        if not root or caller.startswith(TORCH):
-            return ""
-        name, inside, _ = caller.removeprefix(root).partition(os.sep)
-        return root + name + inside
+        if root and not caller.startswith(TORCH):
+            name, separator, _ = caller.removeprefix(root).partition(os.sep)
+            package = root + name + separator
+            return str(next(frame for frame in self.frames if frame.file.startswith(package)))
+        outside = (frame for frame in self.frames if not frame.file.startswith((LOCKSTEP, TORCH, "<frozen")))
+        return str(next(outside, self.frames[0] if self.frames else "an unknown place"))
 
     @property
     def waits(self) -> bool:
@@ -183,9 +179,9 @@ def calling() -> Stack:
 
 def dumped(text: str) -> Stack:
     """Return the stack from the text of `faulthandler` or of the answering thread. The latter adds the batch."""
-    said = _BATCH.search(text)
+    batch = _BATCH.search(text)
     frames = _within(_read(text))
-    return Stack(frames) if said is None else Stack(frames, said[2], int(said[1]))
+    return Stack(frames) if batch is None else Stack(frames, batch[2], int(batch[1]))
 
 
 IN_WORKER = "Original Traceback (most recent call last):\n"

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from lockstep.supervise.causes import Divergence, has_left, strayed
+from lockstep.supervise.causes import Divergence, endless_wait, has_left
 from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
 from lockstep.supervise.stack import Stack
 
@@ -19,22 +19,22 @@ QUIET_AT_FIRST = 3.0
 AGAIN = 0.3
 """Seconds from the answers to one question until the next question."""
 
-SOON = 1.0
+MIN_PAUSE = 1.0
 """Minimum seconds until the next question, if an idle rank could not answer."""
 
 UNANSWERED = 5.0
 """Seconds for which a question waits for nodes that do not answer."""
 
-LONGEST = 60.0
+MAX_PAUSE = 60.0
 """Maximum seconds between failed proofs."""
 
 
 def is_idle(snapshot: RankSnapshot) -> bool:
     """Return True if a rank in a call has been idle for so long that it may be waiting for another."""
-    stand = snapshot.stand
-    connects = stand.hang_timeout is None and stand.hang_kill is None
+    position = snapshot.position
+    connects = position.hang_timeout is None and position.hang_kill is None
     quiet = QUIET_AT_FIRST if connects else QUIET
-    return stand.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
+    return position.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
 
 
 class StackQuestion:
@@ -84,7 +84,7 @@ class StackQuestion:
             return None
         with self._lock:
             self.is_open = False
-            return {**self._kept, **{rank: each for told in self._answers.values() for rank, each in told.items()}}
+            return {**self._kept, **{rank: each for given in self._answers.values() for rank, each in given.items()}}
 
 
 class StackProof:
@@ -120,11 +120,11 @@ class StackProof:
         return False
 
     def _is_suspect(self, every: Sequence[RankSnapshot]) -> bool:
-        idle = [each.stand.call for each in every if is_idle(each)]
+        idle = [each.position.call for each in every if is_idle(each)]
         if not idle:
             return False
         first = min(idle)
-        return len(idle) == len(every) >= self._size > 0 or any(has_left(each.stand, first) for each in every)
+        return len(idle) == len(every) >= self._size > 0 or any(has_left(each.position, first) for each in every)
 
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
@@ -133,13 +133,14 @@ class StackProof:
         if not self._is_suspect(every):
             self._before = None
             return None
-        seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items() if is_idle(each)}
+        seen = {rank: (each.position.call, each.stack) for rank, each in answers.items() if is_idle(each)}
         stacks = {rank: stack for rank, (_, stack) in seen.items() if stack is not None}
-        stands = {each.rank: each.stand for each in every}
-        found = strayed(stands, stacks, len(stands) >= self._size > 0)
+        positions = {each.rank: each.position for each in every}
+        found = endless_wait(positions, stacks, len(positions) >= self._size > 0)
         if found is None:
-            is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy
-            self._wait = min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
+            # a rank that has not answered was busy
+            is_whole = all(each.rank in stacks for each in every if is_idle(each))
+            self._wait = min(MAX_PAUSE, 2 * self._wait + 1) if is_whole else max(self._wait, MIN_PAUSE)
             self._before, self._next_at = None, now + self._wait
         elif self._before != seen:
             self._before, self._next_at = seen, now + AGAIN

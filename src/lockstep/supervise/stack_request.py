@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import IO, Any, TypeAlias
 
@@ -34,7 +33,7 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Hand
 
 _file: IO[bytes] | None = None
 _where: Callable[[], tuple[str, int]] | None = None
-_bell: tuple[int, int] = (0, -1)
+_wake_pipe: tuple[int, int] = (0, -1)
 """The process that has an answering thread, and the writing end of the pipe that wakes it."""
 
 
@@ -44,36 +43,37 @@ def offer() -> str:
     Returns:
         the address for :func:`ask`: the file of the answers, and the pipe. "" on systems without support.
     """
-    global _file, _bell
+    global _file, _wake_pipe
     if ASK is None:
         return ""
     if _file is None:
-        _file = file_without_a_name("lockstep-stack")  # stays open until this process ends
-        STACK.install(_register)
-    if _bell[0] != os.getpid():  # a forked process inherits the descriptors, but not the thread
-        ear, mouth = os.pipe()
-        _bell = os.getpid(), mouth
-        threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
-    locations = (_file.fileno(), _bell[1])
+        # stays open until this process ends
+        _file = file_without_a_name("lockstep-stack")
+        number, file = ASK, _file
+
+        def register() -> Callable[[], object]:
+            # At exit, faulthandler restores the previous handler. A request that arrives then must not end the process.
+            before = _change_handler(number, signal.SIG_IGN)
+            faulthandler.register(number, file=file, all_threads=False, chain=False)
+
+            def unregister() -> None:
+                faulthandler.unregister(number)
+                if before is not None:
+                    _change_handler(number, before)
+
+            return unregister
+
+        STACK.install(register)
+    # a forked process inherits the descriptors, but not the thread
+    if _wake_pipe[0] != os.getpid():
+        read_end, write_end = os.pipe()
+        _wake_pipe = os.getpid(), write_end
+        threading.Thread(target=_answer_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
+    locations = (_file.fileno(), _wake_pipe[1])
     path = f"/proc/{os.getpid()}/fd"
     return (
         f"{path}/{locations[0]}:{os.fstat(locations[0]).st_ino}:{path}/{locations[1]}:{os.fstat(locations[1]).st_ino}"
     )
-
-
-def _register() -> Callable[[], object]:
-    assert ASK is not None
-    assert _file is not None
-    # At exit, faulthandler restores the previous handler. A request that arrives then must not end the process.
-    before = _change_handler(ASK, signal.SIG_IGN)
-    faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
-    return partial(_unregister, ASK, before)
-
-
-def _unregister(number: int, before: Handler) -> None:
-    faulthandler.unregister(number)
-    if before is not None:
-        _change_handler(number, before)
 
 
 def _change_handler(number: int, handler: Handler) -> Handler:
@@ -83,10 +83,10 @@ def _change_handler(number: int, handler: Handler) -> Handler:
     return None
 
 
-def _attend(ear: int, file: IO[bytes]) -> None:
+def _answer_requests(read_end: int, file: IO[bytes]) -> None:
     """Write the main thread's stack at each request, in a thread."""
     main = threading.main_thread().ident
-    while os.read(ear, 4096):
+    while os.read(read_end, 4096):
         frame = None if main is None else sys._current_frames().get(main)
         lines = [HEADER, _batch()]
         while frame is not None:
@@ -136,7 +136,7 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
         return None
     try:
         with _answering(answers) as answer:
-            if not by_signal and _ring(*answers.split(":")[2:]):
+            if not by_signal and _wake_thread(*answers.split(":")[2:]):
                 found = answer(PROMPT)
                 if found is not None:
                     return found
@@ -148,8 +148,13 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
 
 def ask_workers(process: int, answers: str) -> list[Stack]:
     """Return the stacks of the children that a process forked after its :func:`offer`: workers of a loader."""
+    children: list[int] = []
+    with suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
     found = []
-    for child in _children(process):
+    for child in children:
         if ASK is not None and _handles(child, ASK):
             stack = ask(child, answers, by_signal=True)
             if stack is not None:
@@ -175,20 +180,20 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
         return None
 
 
-def _ring(path: str = "", inode: str = "") -> bool:
+def _wake_thread(path: str = "", inode: str = "") -> bool:
     """Wake the answering thread. Return False if it cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:
-        bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return os.write(bell, b"?") == 1
+        return os.write(pipe, b"?") == 1
     except OSError:  # the pipe is full: earlier requests were not read
         return False
     finally:
-        os.close(bell)
+        os.close(pipe)
 
 
 @contextmanager
@@ -197,15 +202,6 @@ def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
         yield lambda seconds=SECONDS: _answer(file, seconds)
-
-
-def _children(process: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
 
 
 def _handles(process: int, number: int) -> bool:
@@ -222,7 +218,8 @@ def _answer(file: IO[bytes], seconds: float) -> Stack | None:
         time.sleep(0.02)
         more = file.read()
         if text and not more:
-            answers = text.decode(errors="replace").split(HEADER)  # a signal also wakes the thread
+            # a signal also wakes the thread
+            answers = text.decode(errors="replace").split(HEADER)
             return dumped(next((each for each in answers if each.strip()), ""))
         text += more
     return None

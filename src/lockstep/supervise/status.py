@@ -18,14 +18,15 @@ from lockstep.ground.errors import RankFailed
 from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
-from lockstep.supervise.causes import Cause, Stand, cause_of
-from lockstep.supervise.mailbox import MAILBOX, MET, RANK, Mailbox, leave_note
+from lockstep.supervise.causes import Cause, cause_of
+from lockstep.supervise.mailbox import JOINED, MAILBOX, RANK, Mailbox, leave_note
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
-from lockstep.supervise.signals import by_default, hear
+from lockstep.supervise.signals import accept_ctrl_c, by_default
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.stack import calling, is_through_lockstep
 from lockstep.supervise.trace_memory import offer as offer_trace
 
-PATIENCE = 1.0
+CAUSE_TIMEOUT = 1.0
 """Seconds that a rank which has lost another waits for the first cause."""
 
 
@@ -62,9 +63,9 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     location = _rank.called = called or calling().location()
     _rank.location = location
     if address or launched:
-        hear()
+        accept_ctrl_c()
         watch_uncaught()
-        _stand(location, inside=True)
+        _note_position(location, inside=True)
     try:
         yield
     except BaseException as error:
@@ -76,7 +77,7 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
         raise
     finally:
         _rank.location = ""
-        _stand(location, inside=False)
+        _note_position(location, inside=False)
 
 
 def without_ranks() -> None:
@@ -113,14 +114,14 @@ def heard_ctrl_c() -> None:
 def met() -> None:
     """Record that this rank has joined the others. From now on, Ctrl-C ends them in an orderly way."""
     if _rank.address:
-        leave_note(_rank.address, {MET: _rank.rank})
+        leave_note(_rank.address, {JOINED: _rank.rank})
 
 
 def report_to(address: str) -> None:
     """Leave notes in a mailbox from now on. The rank may be in a call when its supervisor is found."""
     _rank.address = address
     if _rank.location:
-        _stand(_rank.location, inside=True)
+        _note_position(_rank.location, inside=True)
 
 
 def note_early(environ: Mapping[str, str] = os.environ) -> None:
@@ -134,7 +135,8 @@ def hand_early(environ: Mapping[str, str] = os.environ) -> None:
     """Pass errors that end the script to the agent of `lockstep run`, until a supervisor reports them."""
     if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
         _rank.rank, _rank.hands = int(environ["RANK"]), True
-        sys.excepthook = getattr(sys.excepthook, "before_lockstep", sys.excepthook)  # replaces the hook of launch/site
+        # this hook replaces that of launch/site
+        sys.excepthook = getattr(sys.excepthook, "before_lockstep", sys.excepthook)
         watch_uncaught()
 
 
@@ -146,7 +148,19 @@ def named(error: BaseException) -> BaseException:
     if not _rank.address or not isinstance(error, RuntimeError) or isinstance(error, RankFailed):
         return error
     note = note_on(error, _rank.rank)
-    first = _first_of_others() if note.lost else None
+    if not note.lost:
+        return error
+    notes, start, first = Mailbox.at(_rank.address), time.monotonic(), None
+    while notes is not None and first is None and time.monotonic() - start < CAUSE_TIMEOUT:
+        decided = [each for each in notes.others("first") if each["rank"] != _rank.rank]
+        own = [cause for cause in notes.read() if not cause.lost and cause.rank != _rank.rank]
+        if decided:
+            first = int(decided[0]["rank"]), str(decided[0]["first"])
+        elif own and own[0].call == _rank.call and time.monotonic() - start > CAUSE_TIMEOUT / 4:
+            # the supervisor should have decided by now: it may be gone
+            first = own[0].rank, str(own[0])
+        else:
+            time.sleep(0.02)
     if first is None:
         return error
     reason = RankFailed(
@@ -154,20 +168,6 @@ def named(error: BaseException) -> BaseException:
     )
     _rank.raised = (reason, note)
     return reason
-
-
-def _first_of_others() -> tuple[int, str] | None:
-    """Return the rank and the message of the first cause, if it is another rank's and known within a second."""
-    notes, began = Mailbox.at(_rank.address), time.monotonic()
-    while notes is not None and time.monotonic() - began < PATIENCE:
-        for first in notes.others("first"):
-            if first["rank"] != _rank.rank:
-                return int(first["rank"]), str(first["first"])
-        own = [cause for cause in notes.read() if not cause.lost and cause.rank != _rank.rank]
-        if own and own[0].call == _rank.call and time.monotonic() - began > PATIENCE / 4:
-            return own[0].rank, str(own[0])
-        time.sleep(0.02)
-    return None
 
 
 def is_given_up() -> bool:
@@ -196,14 +196,14 @@ def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
         hang_kill: seconds until the run is ended; None: no limit.
     """
     _rank.limits = {"hang_timeout": hang_timeout, "hang_kill": hang_kill}
-    _stand(_rank.called, inside=True)
+    _note_position(_rank.called, inside=True)
 
 
-def _stand(location: str, inside: bool) -> None:
+def _note_position(location: str, inside: bool) -> None:
     if _rank.address:
         answers, collectives = stack_request.offer(), offer_trace()
-        stand = Stand(_rank.rank, time.monotonic(), _rank.call, inside, location, os.getpid(), answers)
-        leave_note(_rank.address, replace(stand, collectives=collectives, **_rank.limits))
+        position = RankPosition(_rank.rank, time.monotonic(), _rank.call, inside, location, os.getpid(), answers)
+        leave_note(_rank.address, replace(position, collectives=collectives, **_rank.limits))
 
 
 def watch_uncaught() -> None:
@@ -214,20 +214,21 @@ def watch_uncaught() -> None:
     terminal already, and has to be the last line. On a single process, a traceback is shortened if it contains
     lockstep.
     """
-    if not isinstance(sys.excepthook, _Hook):  # another hook: not ours, or one that the script has set since
+    # the script may have set a hook of its own since
+    if not isinstance(sys.excepthook, _Hook):
         EXCEPTHOOK.remove()
-        EXCEPTHOOK.install(_put_hook)
+        hook = _Hook(sys.excepthook)
 
+        def undo() -> None:
+            hook.is_removed = True
+            if sys.excepthook is hook:
+                sys.excepthook = hook.before
 
-def _put_hook() -> Callable[[], object]:
-    sys.excepthook = hook = _Hook(sys.excepthook)
+        def install() -> Callable[[], object]:
+            sys.excepthook = hook
+            return undo
 
-    def undo() -> None:
-        hook.is_removed = True
-        if sys.excepthook is hook:
-            sys.excepthook = hook.before
-
-    return undo
+        EXCEPTHOOK.install(install)
 
 
 class _Hook:
@@ -252,13 +253,13 @@ class _Hook:
         for last in (False, True):
             try:
                 with by_default(signal.SIGCHLD):
-                    self._tell(kind, error, trace)
+                    self._report(kind, error, trace)
                 return
             except RuntimeError:
                 if last:
                     raise
 
-    def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed(error)
         if not _rank.address:
             if _rank.hands and not isinstance(error, KeyboardInterrupt):
@@ -277,7 +278,7 @@ class _Hook:
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's traceback is enough
-                _leave_out_lost(error)
+                _drop_lost(error)
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
             self._print(kind, error, trace, MOST)
@@ -287,7 +288,16 @@ class _Hook:
 
     def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, most: int) -> None:
         failure = ""
-        if _without_torchs(self.before) is not sys.__excepthook__:
+        # torch's own hook, which prefixes each line with the rank once a group exists, is left out
+        innermost: Callable[..., object] | None = self.before
+        while innermost is not None:
+            if isinstance(innermost, _Hook) and innermost.is_removed:
+                innermost = innermost.before
+            elif getattr(innermost, "__name__", "") == "_distributed_excepthook":
+                innermost = inspect.getclosurevars(innermost).nonlocals.get("old_hook")
+            else:
+                break
+        if innermost is not sys.__excepthook__:
             try:
                 if _rank.rank:
                     wipe_line()
@@ -299,21 +309,7 @@ class _Hook:
         print(bar + failure + shortened(error, most), end="", file=sys.stderr, flush=True)
 
 
-def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
-    """Return the hook inside torch's own, which prefixes each line with the rank once a group exists."""
-    while True:
-        if isinstance(hook, _Hook) and hook.is_removed:
-            hook = hook.before
-        elif getattr(hook, "__name__", "") == "_distributed_excepthook":
-            inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
-            if inner is None:
-                return hook
-            hook = inner
-        else:
-            return hook
-
-
-def _leave_out_lost(error: BaseException) -> None:
+def _drop_lost(error: BaseException) -> None:
     """Drop lost connections from an interrupt's context: the other ranks were interrupted, too, a moment earlier."""
     each: BaseException | None = error
     while each is not None:
@@ -329,5 +325,5 @@ def _is_first_to(what: str) -> bool:
         return True
     if not any(note[what] == _rank.rank for note in notes.others(what)):
         notes.leave({what: _rank.rank})
-    said = notes.others(what)
-    return not said or bool(said[0][what] == _rank.rank)
+    reports = notes.others(what)
+    return not reports or bool(reports[0][what] == _rank.rank)

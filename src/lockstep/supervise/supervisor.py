@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.launch.parent_death import bound
-from lockstep.launch.processes import FAREWELL, GRACE, Ended, Foreign, RankProcesses, is_stopped
+from lockstep.launch.processes import GRACE, SAVE_TIMEOUT, Ended, Foreign, RankProcesses, is_stopped
 from lockstep.supervise.causes import (
     Cause,
     Divergence,
@@ -35,15 +35,15 @@ from lockstep.supervise.causes import (
     early_cause,
     final_cause,
     has_left,
-    is_told,
+    is_printed,
     judgement,
-    left,
     located,
     was_caught,
 )
 from lockstep.supervise.changes import plain_notes
-from lockstep.supervise.channel import Channel, Message, caller, door
-from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.channel import Channel, Message, listen_at, peer_process
+from lockstep.supervise.elsewhere import NotesOfAll
+from lockstep.supervise.hang_text import has_left_call
 from lockstep.supervise.mailbox import RANK, Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.nodes import Decision, Nodes
@@ -53,13 +53,13 @@ from lockstep.supervise.signals import HANDLED
 TICK = 0.1
 """Seconds between checks for the first cause while it is not certain."""
 
-ANSWER = 2.0
+ORDER_TIMEOUT = 2.0
 """Seconds that rank 0 has to carry out an order."""
 
-NEWS = 0.8
+NODES_TIMEOUT = 0.8
 """Seconds that other nodes have to report what they know. Longer than a comparison takes."""
 
-IDLE = 1.0
+IDLE_TICK = 1.0
 """Seconds between checks for remaining processes."""
 
 Handlers = dict[str, Callable[[Any], object]]
@@ -84,7 +84,7 @@ class Supervisor:
     def __init__(self, channel: Channel, mailbox: Mailbox, signal_pipe: int, order: Message) -> None:
         self._channel, self._mailbox, self._signal_pipe, self._order = channel, mailbox, signal_pipe, order
         self._rank, self._node = int(order["rank"]), int(order["node"])
-        self._starts = order["command"] is not None
+        self._starts_ranks = order["command"] is not None
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._processes = RankProcesses(
             lambda: self._put("wound up"),
@@ -95,7 +95,7 @@ class Supervisor:
             self._is_excused,
             lambda rank: self._monitor.hangs.traces.waits_since(rank),
         )
-        self._processes.hurries = self._starts
+        self._processes.hurries = self._starts_ranks
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
         self._monitor = RankMonitor(
             mailbox,
@@ -107,23 +107,24 @@ class Supervisor:
             self._processes.memory_kills.look,
         )
         if self._nodes.hub is not None:
-            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
-        self._zero = Foreign(order["process"], lambda: self._said(self._rank))
+            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).compare
+        self._rank_zero = Foreign(order["process"], lambda: self._reported_code(self._rank))
         self._channels: list[Channel] = []
-        self._left: dict[int, Cause] = {}  # errors of ended scripts, whose ranks wait for permission to exit
+        self._exit_causes: dict[int, Cause] = {}  # errors of ended scripts, whose ranks wait for permission to exit
         self._interrupted = False  # by Ctrl-C
-        self._has_left = False
+        self._zero_has_left = False
         numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
         self._signalled = {number: threading.Event() for number in numbers}  # that reached rank 0 or this process
         self._verdict: Verdict | None = None
         self._first: First | None = None
-        self._told = self._has_asked = self._is_over = False
-        self._lingers = False  # all ranks have ended, and those of other nodes may still wait for one that left a call
+        self._has_printed = self._has_queried = self._is_over = False
+        # all ranks have ended, and those of other nodes may still wait for one that left a call
+        self._waits_for_nodes = False
         self._deciding: Handlers = {
             "claim": self._nodes.claimed,
             "compared": self._nodes.compared,
-            "first": self._nodes.heard,
-            "lost": self._nodes.lost,
+            "first": self._nodes.accept,
+            "lost": self._nodes.handle_loss,
         }
 
     def _put(self, event: str, what: object = None) -> None:
@@ -134,8 +135,8 @@ class Supervisor:
     def start(self) -> None:
         """Start the other ranks, or listen for them, and start to watch."""
         order = self._order
-        self._processes.adopt(self._rank, self._zero, stop=not self._starts)
-        if self._starts:
+        self._processes.adopt(self._rank, self._rank_zero, stop=not self._starts_ranks)
+        if self._starts_ranks:
             first = bound()
             environ = {**order["environ"], order["parent"]: str(os.getpid())}
             for local_rank in range(1, order["local_size"]):
@@ -145,11 +146,11 @@ class Supervisor:
                     self._rank + local_rank, order["command"], environ, handed, order["folder"], first
                 )
         elif order["name"]:
-            self._thread(self._admit, door(order["name"]))
+            self._thread(self._admit, listen_at(order["name"]))
         self._processes.watch()
         self._monitor.start()
-        self._thread(self._hear, self._channel, self._rank)
-        self._thread(self._hear_presses)
+        self._thread(self._receive, self._channel, self._rank)
+        self._thread(self._receive_signals)
 
     def starts(self) -> bool:
         """Call `start`. Return False, and end all ranks, if the system starts no more processes or threads."""
@@ -167,59 +168,63 @@ class Supervisor:
     def _admit(self, entrance: socket.socket | None) -> None:
         """Accept ranks that a launcher has started, in a thread."""
         while entrance is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # at a limit, the rank works without a supervisor
+            # at a limit, the rank works without a supervisor
+            with contextlib.suppress(OSError, RuntimeError):
                 connection, _ = entrance.accept()
                 self._thread(self._welcome, connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         """Identify a rank, and receive its messages, in a thread of its own."""
-        process, channel = caller(connection), Channel(connection)
+        process, channel = peer_process(connection), Channel(connection)
         if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
             channel.close()
             return
         rank = (channel.receive() or {}).get("rank")
         first = self._rank
-        if type(rank) is not int or not first < rank < first + self._order["local_size"]:  # not a rank of this node
+        # not a rank of this node
+        if type(rank) is not int or not first < rank < first + self._order["local_size"]:
             channel.close()
             return
         self._channels.append(channel)
-        self._processes.adopt(rank, Foreign(process, lambda: self._said(rank)))
+        self._processes.adopt(rank, Foreign(process, lambda: self._reported_code(rank)))
         self._processes.watch()
-        self._hear(channel, rank)
+        self._receive(channel, rank)
 
-    def _hear(self, channel: Channel, rank: int) -> None:
+    def _receive(self, channel: Channel, rank: int) -> None:
         """Receive the messages of a rank, in a thread."""
         while (message := channel.receive()) is not None:
-            with contextlib.suppress(KeyError, TypeError):  # malformed messages are dropped
+            # malformed messages are dropped
+            with contextlib.suppress(KeyError, TypeError):
                 if message["say"] == "left" and message["cause"] is not None:
                     message["cause"] = Cause(**message["cause"])
                 self._put(message["say"], (rank, message))
         if rank == self._rank:
             self._put("gone")
 
-    def _hear_presses(self) -> None:
+    def _receive_signals(self) -> None:
         """Receive the signals of rank 0, in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
             poll.poll()
             with contextlib.suppress(BlockingIOError):
-                heard = os.read(self._signal_pipe, 4096)
-                if not heard:  # rank 0 and all its forked processes have ended
+                received = os.read(self._signal_pipe, 4096)
+                if not received:  # rank 0 and all its forked processes have ended
                     return
-                self._note_signals(heard)
-                for _ in range(heard.count(signal.SIGINT)):
+                self._note_signals(received)
+                for _ in range(received.count(signal.SIGINT)):
                     self._monitor.interrupt()
 
-    def _said(self, rank: int) -> int | None:
+    def _reported_code(self, rank: int) -> int | None:
         """Return the exit code that a rank has announced, or None."""
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
         """Return True if a scheduler's signal to all ranks ended this one. The scheduler handles the others, too."""
-        if self._starts or self._first is not None:
+        if self._starts_ranks or self._first is not None:
             return False
-        until = time.monotonic() + NEWS  # the same signal may not have arrived here yet
+        # the same signal may not have arrived here yet
+        until = time.monotonic() + NODES_TIMEOUT
         while not any(self._is_ended_by(number, code) for number in self._signalled):
             if time.monotonic() >= until or not any(code in _codes(number) for number in self._signalled):
                 return False
@@ -228,7 +233,7 @@ class Supervisor:
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
         """Return True if a signal arrived that ends a process with this code; any code before the ranks have joined."""
-        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_met())
+        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_joined())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
         for number, event in self._signalled.items():
@@ -239,13 +244,14 @@ class Supervisor:
 
     def on_signal(self, number: int) -> None:
         """Handle a signal to this process, which its process group or job step has received."""
-        if number == signal.SIGINT and self._starts:
+        if number == signal.SIGINT and self._starts_ranks:
             self._processes.signal(number)  # like a Ctrl-C from the terminal
         self._note_signals([number])
         if number == signal.SIGTSTP:
             self._processes.signal_groups(signal.SIGSTOP)
             before = signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # stops this process, unless its group is orphaned
+            # has no effect if its group is orphaned
+            os.kill(os.getpid(), number)
             signal.signal(number, before)  # after SIGCONT
             self._processes.signal_groups(signal.SIGCONT)
 
@@ -261,17 +267,25 @@ class Supervisor:
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
             **self._deciding,
-            "asked": self._on_asked,
+            "asked": self._on_question,
             "running": lambda _: self._channel.send({"do": "running", "ranks": self._processes.running}),
-            "silent": self._on_silent,
+            # the scheduler restarts the run only if this process does not end it
+            "silent": lambda words: self._write(
+                f"lockstep: {words}: waiting for the scheduler to end the run, or to start it elsewhere"
+            ),
             "hub": self._on_hub,
             "join": self._on_join,
         }
         while not self._is_over:
             try:
-                event, what = self._events.get(timeout=TICK if self._is_open() or self._lingers else IDLE)
+                event, what = self._events.get(timeout=TICK if self._is_open() or self._waits_for_nodes else IDLE_TICK)
             except queue.Empty:
-                self._on_silence()
+                self._look()
+                if self._waits_for_nodes:
+                    self._on_ended(None)
+                if not self._processes.running and self._rank_zero.wait(0):
+                    # no process is left that could produce an event
+                    self._is_over = True
             else:
                 handlers.get(event, _nothing)(what)
 
@@ -280,24 +294,16 @@ class Supervisor:
         self._nodes.close(self._monitor.last())
         self._monitor.stop()
 
-    def _on_silence(self) -> None:
-        """Check for progress after some time without events."""
-        self._look()
-        if self._lingers:
-            self._on_ended(None)
-        if not self._processes.running and self._zero.wait(0):
-            self._is_over = True  # no process is left that could produce an event
-
     def _is_open(self) -> bool:
         """Return True if a rank has failed and the first cause is not certain yet."""
-        return self._first is None and bool(self._processes.failed or self._left)
+        return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _look(self) -> None:
         """Find the first cause if it is certain by now, and report it to the others."""
         if not self._is_open():
             return
         found: First | None
-        found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
+        found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.positions(), self._exit_causes)
         if _may_be_gloos(found):
             found = self._monitor.hangs.divergence() or found
         elsewhere = self._monitor.caught_elsewhere
@@ -305,25 +311,24 @@ class Supervisor:
             found = Divergence(elsewhere)
         if found is not None:
             self._publish(found)
-        elif not self._has_asked:
-            self._has_asked = True
-            self._ask_nodes()
+        elif not self._has_queried:
+            self._has_queried = True
+            # the ranks that this node's ranks have lost may be another node's
+            for each in self._mailbox.read():
+                if each.lost and each.call:
+                    self._nodes.query(
+                        {"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"}
+                    )
 
-    def _ask_nodes(self) -> None:
-        """Ask the other nodes, since ranks of this node have lost ranks that may be theirs."""
-        for each in self._mailbox.read():
-            if each.lost and each.call:
-                self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
-
-    def _on_asked(self, body: Message) -> None:
+    def _on_question(self, body: Message) -> None:
         """Answer a node whose rank has lost others, if a rank here left that call, or failed in a caught call."""
         if self._first is not None or self._nodes.decided is not None:
             return
-        stands = self._monitor.own_stands()
-        found: First | None = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
-        gone = [stand for stand in stands.values() if has_left(stand, int(body["call"]))]
-        if found is None and gone:
-            found = left(gone[0], [int(body["rank"])], str(body["where"]))
+        positions = self._monitor.own_positions()
+        found: First | None = next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
+        departed = [position for position in positions.values() if has_left(position, int(body["call"]))]
+        if found is None and departed:
+            found = Divergence(has_left_call(departed[0], [int(body["rank"])], str(body["where"])))
         if found is not None:
             self._publish(found)
             self._thread(self._processes.wind_up, time.monotonic())
@@ -331,12 +336,15 @@ class Supervisor:
     def _on_ended(self, _: object) -> None:
         self._look()
         if self._is_failing():
-            self._is_over = self._told and not self._processes.running
-        elif self._starts and not self._has_left and self._rank not in self._processes.running:
+            self._is_over = self._has_printed and not self._processes.running
+        elif self._starts_ranks and not self._zero_has_left and self._rank not in self._processes.running:
             self._stop(None)  # rank 0 ended by itself, outside of calls
         elif not self._processes.running:
-            self._lingers = self._has_exited() and self._nodes.misses()
-            if not self._lingers:
+            # after sys.exit() in a call, without any failure so far, others may still wait for the ranks of this node
+            positions = self._monitor.own_positions()
+            has_exited = any(note.is_exit and was_caught(note, positions) for note in self._mailbox.read())
+            self._waits_for_nodes = has_exited and self._nodes.misses()
+            if not self._waits_for_nodes:
                 self._end()
 
     def _end(self) -> None:
@@ -349,26 +357,21 @@ class Supervisor:
         self._processes.stop()
         self._end()
 
-    def _has_exited(self) -> bool:
-        """Return True if ``sys.exit()`` ended the newest call of a rank of this node, without any failure so far."""
-        stands = self._monitor.own_stands()
-        return any(note.is_exit and was_caught(note, stands) for note in self._mailbox.read())
-
     def _is_failing(self) -> bool:
         known = self._verdict or self._first or self._nodes.decided
-        return bool(self._processes.failed or self._left or known or self._interrupted)
+        return bool(self._processes.failed or self._exit_causes or known or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> None:
         """Handle a rank that has ended and waits for permission to exit. Launched ranks report only failures."""
         rank, message = what
         cause: Cause | None = message["cause"]
-        if not self._starts:
+        if not self._starts_ranks:
             if cause is not None:
-                self._left[rank] = cause
+                self._exit_causes[rank] = cause
             self._thread(self._processes.wind_up, message["at"])
             self._look()
             return
-        self._take_leave(*what)
+        self._record_leave(*what)
         if self._interrupted and self._verdict is None:
             until = time.monotonic() + GRACE
             while self._processes.running and time.monotonic() < until:
@@ -379,21 +382,22 @@ class Supervisor:
             self._thread(self._processes.wind_up, cause.at)
         self._on_ended(None)
 
-    def _take_leave(self, rank: int, message: Message) -> None:
+    def _record_leave(self, rank: int, message: Message) -> None:
         cause: Cause | None = message["cause"]
-        self._has_left = True
+        self._zero_has_left = True
         self._interrupted = cause is not None and cause.is_interrupt
         if cause is not None:
-            self._left[rank] = cause
+            self._exit_causes[rank] = cause
         self._processes.has_left(rank, message["at"] if cause is None else None)
 
     def _on_gone(self, _: object) -> None:
         """Handle the end of rank 0's process. If it was killed while waiting for the others, end them."""
-        if self._starts and self._has_left and not self._is_failing():
+        if self._starts_ranks and self._zero_has_left and not self._is_failing():
             self._stop(None)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        if self._told or self._processes.failed:  # its consequences are already being handled
+        # its consequences are already being handled
+        if self._has_printed or self._processes.failed:
             return
         self._verdict = verdict
         cause = verdict.cause
@@ -401,12 +405,9 @@ class Supervisor:
             self._publish(cause)
         self._processes.stop(GRACE / 4)
         if not self._monitor.hangs.is_halted(self._rank):
-            self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
+            # it may be waiting in a collective, which raises now
+            self._await_rank_zero(GRACE / 2)
         self._conclude()
-
-    def _on_silent(self, words: str) -> None:
-        """Report a silent node and wait: the scheduler restarts the run only if this process does not end it."""
-        self._write(f"lockstep: {words}: waiting for the scheduler to end the run, or to start it elsewhere")
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
@@ -425,17 +426,17 @@ class Supervisor:
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
-        if not self._starts:
-            self._tell_at_once()
+        if not self._starts_ranks:
+            self._print_early()
 
     def _publish(self, cause: First) -> None:
         """Report the first cause of this node to its ranks, whose collectives raise now, and to the other nodes."""
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
-        self._nodes.say(cause, plain_notes(notes))
-        if self._nodes.hub is None and not self._starts:
-            self._tell_at_once()
+        self._nodes.claim(cause, plain_notes(notes))
+        if self._nodes.hub is None and not self._starts_ranks:
+            self._print_early()
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -444,23 +445,25 @@ class Supervisor:
 
         The first cause is not decided meanwhile: events of other nodes are handled later.
         """
-        began, later = time.monotonic(), list[tuple[str, Any]]()
+        start, later = time.monotonic(), list[tuple[str, Any]]()
 
         def is_over() -> bool:
-            waited = time.monotonic() - began
-            return waited >= seconds and (waited >= FAREWELL or not self._mailbox.is_someone_ending())
+            waited = time.monotonic() - start
+            return waited >= seconds and (waited >= SAVE_TIMEOUT or not self._mailbox.is_someone_ending())
 
         def keep(name: str) -> Callable[[Any], None]:
             return lambda what: later.append((name, what))
 
         handlers: Handlers = {name: keep(name) for name in self._deciding}
-        if self._starts:
-            handlers["left"] = lambda what: self._take_leave(*what)
-        self._hear_until(lambda: self._rank not in self._processes.running or self._has_left or is_over(), handlers)
+        if self._starts_ranks:
+            handlers["left"] = lambda what: self._record_leave(*what)
+        self._handle_until(
+            lambda: self._rank not in self._processes.running or self._zero_has_left or is_over(), handlers
+        )
         for event in later:
             self._put(*event)
 
-    def _hear_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
+    def _handle_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
         """Handle some kinds of events until the condition holds or the time is over. Drop all other events."""
         until = time.monotonic() + seconds
         while not condition():
@@ -473,71 +476,71 @@ class Supervisor:
 
     def _conclude(self) -> None:
         """Report the first cause after all others have ended, and end."""
-        if not self._starts:
-            if not self._told:
+        if not self._starts_ranks:
+            if not self._has_printed:
                 self._print(self._judged())
             self._is_over = not self._processes.running
             return
         if self._is_by_ctrl_c():
-            self._await_interrupt()
+            # it ends rank 0, too: its script outside of a call, or a call that waits for ranks that are gone
+            rank = self._rank
+            self._handle_until(
+                lambda: rank not in self._processes.running or self._zero_has_left or self._mailbox.is_inside(rank),
+                {"left": lambda what: self._record_leave(*what)},
+            )
+            self._await_rank_zero(GRACE / 4)
         if self._interrupted and self._verdict is None:
             self._end()
         else:
-            self._tell_rank_zero(self._judged())
+            self._end_rank_zero(self._judged())
         self._is_over = True
 
     def _is_by_ctrl_c(self) -> bool:
         """Return True if Ctrl-C ended the failed ranks. It ends ranks that are not in a call."""
         failed, number = self._processes.failed, signal.SIGINT
         return (
-            self._starts
+            self._starts_ranks
             and bool(failed)
             and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
         )
 
-    def _await_interrupt(self) -> None:
-        """Let Ctrl-C end rank 0, too: its script outside of a call, or a call that waits for ranks that are gone."""
-        rank = self._rank
-        self._hear_until(
-            lambda: rank not in self._processes.running or self._has_left or self._mailbox.is_inside(rank),
-            {"left": lambda what: self._take_leave(*what)},
-        )
-        self._await_rank_zero(GRACE / 4)
-
-    def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
+    def _cause(self, printed: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
         """Return the first cause as known on this node, and whether its traceback was printed.
 
         Args:
-            shown: ranks that have printed their tracebacks.
+            printed: ranks that have printed their tracebacks.
             folded: ranks that have omitted theirs.
             notes: records of the ranks' exceptions.
         """
         failed = self._processes.failed
         if self._verdict is not None:
-            printed = {end.rank for end in failed} | self._left.keys() | shown
-            return self._verdict.cause, is_told(self._verdict.cause, printed - folded, notes)
+            printed = {end.rank for end in failed} | self._exit_causes.keys() | printed
+            return self._verdict.cause, is_printed(self._verdict.cause, printed - folded, notes)
         proof = self._monitor.hangs.divergence()
-        cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
-        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), told
+        cause, is_shown = final_cause(
+            failed, notes, self._monitor.positions(), self._exit_causes, printed, proof, folded
+        )
+        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), is_shown
 
     def _judged(self) -> Judgement:
-        failed, verdict, shown = self._processes.failed, self._verdict, self._who("printed")
-        folded, notes = self._who("folded"), self._mailbox.read()
-        cause, told = self._cause(shown, folded, notes)
+        failed, verdict, printed = self._processes.failed, self._verdict, self._ranks_that("printed")
+        folded, notes = self._ranks_that("folded"), self._mailbox.read()
+        cause, is_shown = self._cause(printed, folded, notes)
         interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
             if self._first is None and cause is not None:
-                self._await_decision()  # nothing is certain here: another node may know more and decides first
+                # nothing is certain here: another node may know more and decides first
+                self._await_decision()
                 if self._nodes.decided is None:
                     self._publish(cause)
             self._await_decision()
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
                 return judgement(Divergence(self._nodes.decided.words), True, False, codes)
         also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
-        return judgement(cause, told, interrupted, codes, self._nodes.host, also)
+        return judgement(cause, is_shown, interrupted, codes, self._nodes.host, also)
 
-    def _who(self, did: str) -> set[int]:
+    def _ranks_that(self, did: str) -> set[int]:
         """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
         return {note[did] for note in self._mailbox.others(did)}
 
@@ -545,45 +548,43 @@ class Supervisor:
         nodes = self._nodes
         if nodes.hub is not None:
             others = nodes.hub
-            self._hear_until(lambda: nodes.decided is not None or not others.nodes, self._deciding, NEWS)
+            self._handle_until(lambda: nodes.decided is not None or not others.nodes, self._deciding, NODES_TIMEOUT)
 
-    def _tell_rank_zero(self, found: Judgement) -> None:
+    def _end_rank_zero(self, found: Judgement) -> None:
         """Let rank 0 print the last line and exit. If it cannot, kill it and print the line here."""
-        text = "" if self._is_quiet() else _left_to_say(found.text)
-        if self._rank in self._processes.running or self._has_left:
+        # a received SIGTERM that explains the ends of all ranks is not a failure
+        number, failed = signal.SIGTERM, self._processes.failed
+        is_ended = self._signalled[number].is_set() and not self._exit_causes
+        is_ended = is_ended and all(self._is_ended_by(number, end.code) for end in failed)
+        text = "" if is_ended else _without_agents_line(found.text)
+        if self._rank in self._processes.running or self._zero_has_left:
             stopped = is_stopped(self._order["process"])
             if not stopped and self._channel.send({"do": "end", "text": text, "code": found.code}):
                 acted: list[object] = []
-                acts = self._hear_until(lambda: bool(acted), {"acts": acted.append}, ANSWER)
-                if acts and self._zero.wait(ANSWER):
+                acts = self._handle_until(lambda: bool(acted), {"acts": acted.append}, ORDER_TIMEOUT)
+                if acts and self._rank_zero.wait(ORDER_TIMEOUT):
                     return
                 text = "" if acts else text
-            self._zero.signal(signal.SIGKILL)
-            self._zero.wait(ANSWER)
+            self._rank_zero.signal(signal.SIGKILL)
+            self._rank_zero.wait(ORDER_TIMEOUT)
         self._write(text)
 
-    def _is_quiet(self) -> bool:
-        """Return True if a received SIGTERM explains the ends of all ranks, so that nothing has failed."""
-        number, failed = signal.SIGTERM, self._processes.failed
-        is_set = self._signalled[number].is_set()
-        return is_set and not self._left and all(self._is_ended_by(number, end.code) for end in failed)
-
-    def _tell_at_once(self) -> None:
+    def _print_early(self) -> None:
         """Print the first cause at once, before a launcher ends the ranks and prints its own summary."""
         nodes, decided = self._nodes, self._nodes.decided
-        if self._told or (nodes.hub is not None and decided is None):
+        if self._has_printed or (nodes.hub is not None and decided is None):
             return
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided.words), True, False, []))
         elif self._first is not None:
-            told = is_told(self._first, self._who("printed"), self._mailbox.read())
-            self._print(judgement(self._first, told, False, [], nodes.host))
+            is_shown = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
+            self._print(judgement(self._first, is_shown, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
-        self._told = True
+        self._has_printed = True
         hub = self._nodes.hub
         if not (self._order["one_screen"] and self._node and hub is not None and hub.nodes):
-            self._write(_left_to_say(found.text))
+            self._write(_without_agents_line(found.text))
         for channel in [self._channel, *self._channels]:
             channel.send({"do": "go"})
 
@@ -603,9 +604,10 @@ def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 
-def _left_to_say(text: str) -> str:
+def _without_agents_line(text: str) -> str:
     """Return the text to print. The agent of `lockstep run`, if there is one, prints the last line itself."""
-    before, _, last = text.rpartition("\n")  # only the last line, whatever earlier lines contain
+    # only the last line, whatever earlier lines contain
+    before, _, last = text.rpartition("\n")
     words = last.removeprefix("lockstep: ")
     return before.rstrip("\n") if words != last and hand_cause(words) else text
 
@@ -627,7 +629,8 @@ def main(channel: int, mailbox: int, signal_pipe: int) -> None:
     for number in HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: supervisor.on_signal(number))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with an inherited SIG_IGN, exit codes of ranks would be lost
+    # with an inherited SIG_IGN, exit codes of ranks would be lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     promise_cause()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if supervisor.starts():

@@ -120,7 +120,7 @@ class Note:
         return self.left is None
 
     @property
-    def named(self) -> str:
+    def name(self) -> str:
         """Name and number, such as ``"all_reduce #417"``."""
         return f"{self.operation} #{self.number}" if self.number else self.operation
 
@@ -134,8 +134,8 @@ class Note:
 
         Gloo then aborts the process (SIGABRT). Other backends may support uneven sizes, so this is no proof by itself.
         """
-        alike = self.operation == other.operation and self.operation in _OF_ONE_SIZE
-        return alike and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
+        same = self.operation == other.operation and self.operation in _OF_ONE_SIZE
+        return same and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
 
     @property
     def _bytes(self) -> int | None:
@@ -150,14 +150,14 @@ class Note:
         operation: str | None = rest.rpartition(") ")[2] if self.operation in _REDUCING else None
         if operation in ("", "?"):
             operation = None
-        elements = None if self.elements < 0 or self.operation not in _ALIKE else self.elements
+        elements = None if self.elements < 0 or self.operation not in _EQUAL_SIZES else self.elements
         dtype_too = dtype if self.operation in _REDUCING and dtype else None
         root = None if self.root < 0 else self.root
         return self.operation, elements, dtype_too, operation, root
 
 
 _REDUCING = ("all_reduce", "reduce")
-_ALIKE = ("all_reduce", "reduce", "broadcast")
+_EQUAL_SIZES = ("all_reduce", "reduce", "broadcast")
 _OF_ONE_SIZE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter")
 _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
@@ -207,8 +207,8 @@ class TraceMemory:
             if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
                 self._full.add(kind)
                 return 0
-            begin = _SIZE - WORDS + length
-            self._memory[begin : begin + len(line)] = line
+            start = _SIZE - WORDS + length
+            self._memory[start : start + len(line)] = line
             self._longs[_LENGTH] = length + len(line)
             number = self._counts[kind] = self._numbers[line] = self._counts[kind] + 1
             return number
@@ -244,7 +244,7 @@ def _writers(
 
     def leave(index: int, complete: bool) -> None:
         at = _FIRST + (index & _MASK) * 8
-        if longs[at] == index:  # otherwise another note has overwritten it
+        if longs[at] == index:  # another note may have overwritten it
             now = times[at + _LEFT] = clock()
             if complete:
                 times[at + _DONE] = now
@@ -338,19 +338,26 @@ class Reading:
         if self._memory[at : at + ENTRY.size] != raw:  # it is being written
             raw = self._memory[at : at + ENTRY.size]
         values = ENTRY.unpack(raw)
-        if values[0] != index or not values[_ENTERED]:  # the time is written last: an incomplete note has none
+        # the time is written last: an incomplete note has none
+        if values[0] != index or not values[_ENTERED]:
             return None
         _, number, payload, location, operation, group, phase, flags, batch, root, entered, left, done = values
         text, elements = self._word("payload", payload, ["", -1])
         file, line, function = self._word("location", location, ["", 0, ""])
         name, members = self._word("group", group, ["", []])
-        number, behind = number & 2**_NUMBER - 1, number >> _NUMBER
+        found = self._members.get(group)
+        if found is None:
+            found = shared(tuple(members))
+            if members:  # a word that is not written yet has none
+                self._members[group] = found
+        number, bypassed = number & 2**_NUMBER - 1, number >> _NUMBER
         return Note(
             index=index,
             number=number,
             operation=self._word("operation", operation, ["a collective"])[0],
-            group=f"{name}~{behind:x}" if behind else name,  # comparable only with the same history
-            members=self._members_of(group, members),
+            # comparable only with the same history
+            group=f"{name}~{bypassed:x}" if bypassed else name,
+            members=found,
             payload=text,
             elements=elements,
             location=f"{file}:{line}" if file else "",
@@ -366,27 +373,17 @@ class Reading:
             queued=bool(flags & QUEUED) and not done,
         )
 
-    def _members_of(self, word: int, members: list[int]) -> Members:
-        found = self._members.get(word)
-        if found is None:
-            found = shared(tuple(members))
-            if members:
-                self._members[word] = found
-        return found
-
     def _word(self, kind: str, number: int, unknown: list[Any]) -> list[Any]:
         words = self._words[kind]
         if number > len(words):
-            self._read_words()
+            # read what was added since the last call
+            length = self._long(_LENGTH)
+            start = _SIZE - WORDS
+            for line in self._memory[start + self._length : start + length].splitlines():
+                its_kind, *value = json.loads(line)
+                self._words[its_kind].append(value)
+            self._length = length
         return words[number - 1] if 0 < number <= len(words) else unknown
-
-    def _read_words(self) -> None:
-        length = self._long(_LENGTH)
-        begin = _SIZE - WORDS
-        for line in self._memory[begin + self._length : begin + length].splitlines():
-            kind, *value = json.loads(line)
-            self._words[kind].append(value)
-        self._length = length
 
     def _long(self, location: int) -> int:
         return int.from_bytes(self._memory[8 * location : 8 * location + 8], sys.byteorder)

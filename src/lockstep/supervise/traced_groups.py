@@ -49,7 +49,8 @@ class TracedGroup:
     def follow(self, group: Any) -> None:
         """Count the next collective, and record those that the backend has counted in between."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
-        if sequence is None:  # another group, which does not count, at the address of a freed one
+        # another group, which does not count, at the address of a freed one
+        if sequence is None:
             self.counts = self.whole = False
             return
         if sequence != self.sequence:

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lockstep.supervise.causes import Divergence, Stand
-from lockstep.supervise.hang import Position, mismatched, position
+from lockstep.supervise.causes import Divergence
+from lockstep.supervise.hang import CollectiveKey, key_of, mismatched
+from lockstep.supervise.snapshot import RankPosition
 from lockstep.supervise.trace_memory import Note, Reading
 
 MOST = 256
@@ -20,7 +21,7 @@ RECENT = 16
 KNOWN = 8192
 """Maximum number of collectives kept that some ranks have made and others have not."""
 
-Made = tuple[list[int], str, Note]
+RankCalls = tuple[list[int], str, Note]
 """Ranks that did the same, the line of the user's code, and the note."""
 
 
@@ -28,7 +29,7 @@ class Histories:
     """History of each collective of each group, compared among ranks as notes arrive."""
 
     def __init__(self) -> None:
-        self._open: dict[Position, dict[int, Note]] = {}
+        self._open: dict[CollectiveKey, dict[int, Note]] = {}
 
     def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
         """Add notes of a rank.
@@ -44,7 +45,7 @@ class Histories:
         for note in notes:
             if not note.whole or not note.number or len(note.members) < 2:
                 continue
-            key = position(note)
+            key = key_of(note)
             made = self._open.setdefault(key, {})
             if any(note.differs(other) for other in made.values()):
                 return {**made, rank: note}
@@ -64,7 +65,7 @@ class _Trace:
         read: the number of the newest note that has been compared.
     """
 
-    stand: Stand
+    position: RankPosition
     reading: Reading
     read: int = 0
 
@@ -76,7 +77,7 @@ class _Trace:
 
     def where(self, note: Note) -> str:
         """Return the line of the user's code that made a collective."""
-        return note.location or self.stand.location
+        return note.location or self.position.location
 
 
 class Traces:
@@ -87,16 +88,16 @@ class Traces:
         self._histories = Histories()
         self._lock = threading.RLock()  # reading changes the cached words
 
-    def open(self, stands: Mapping[int, Stand]) -> None:
+    def open(self, positions: Mapping[int, RankPosition]) -> None:
         """Open the traces of ranks while their processes live."""
         with self._lock:
-            for rank, stand in stands.items():
+            for rank, position in positions.items():
                 known = self._traces.get(rank)
-                if known is not None and known.stand.collectives == stand.collectives:
-                    known.stand = stand
-                elif stand.collectives:
+                if known is not None and known.position.collectives == position.collectives:
+                    known.position = position
+                elif position.collectives:
                     with contextlib.suppress(OSError, ValueError):
-                        self._traces[rank] = _Trace(stand, Reading(stand.collectives))
+                        self._traces[rank] = _Trace(position, Reading(position.collectives))
 
     def close(self) -> None:
         """Close all traces."""
@@ -106,10 +107,10 @@ class Traces:
             self._traces.clear()
 
     @property
-    def stands(self) -> dict[int, Stand]:
+    def positions(self) -> dict[int, RankPosition]:
         """Positions of the ranks with open traces, by rank."""
         with self._lock:
-            return {rank: trace.stand for rank, trace in sorted(self._traces.items())}
+            return {rank: trace.position for rank, trace in sorted(self._traces.items())}
 
     # -- one rank
 
@@ -137,12 +138,13 @@ class Traces:
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.take(rank, trace.new(), len(self._traces))
-                if found and all(self._is_so(rank, note) for rank, note in found.items()):
+                if found and all(self._is_confirmed(rank, note) for rank, note in found.items()):
                     return found
         return {}
 
-    def _is_so(self, rank: int, note: Note) -> bool:
+    def _is_confirmed(self, rank: int, note: Note) -> bool:
         """Return True if a second reading gives the same. An overwritten note counts as first read."""
+        # the rank may have been writing the note during the first reading, and a proof ends the run
         for again in self._traces[rank].reading.notes(note.index):
             if again.index == note.index:
                 return (again.operation, again.payload, again.number) == (note.operation, note.payload, note.number)
@@ -157,14 +159,14 @@ class Traces:
                 for note in trace.reading.notes(1)
             )
 
-    def made(self, positions: Collection[Position]) -> list[Made]:
+    def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
         """Return what the ranks did in these collectives. Ranks that did the same are grouped."""
-        found: dict[tuple[object, ...], Made] = {}
+        found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):
                 for note in trace.reading.newest(RECENT):
-                    if position(note) in positions:
+                    if key_of(note) in keys:
                         where = trace.where(note)
-                        same = (position(note), note.operation, note.payload, note.root, note.inside, where)
+                        same = (key_of(note), note.operation, note.payload, note.root, note.inside, where)
                         found.setdefault(same, ([], where, note))[0].append(rank)
         return list(found.values())

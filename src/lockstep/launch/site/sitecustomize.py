@@ -71,7 +71,8 @@ class Early:
             package.__path__ = [os.path.dirname(os.path.dirname(HERE))]
         causes = importlib.import_module("lockstep.supervise.causes")
         called = ""
-        if isinstance(error, SyntaxError) and error.__traceback__ is None:  # an error in the script itself
+        # a syntax error of the script itself has no traceback
+        if isinstance(error, SyntaxError) and error.__traceback__ is None:
             called = f"{error.filename}:{error.lineno}"
         cause = causes.cause_of(int(os.environ["RANK"]), error, called=called)
         importlib.import_module("lockstep.cluster.torchelastic").hand_cause(str(cause))
