@@ -210,12 +210,12 @@ def batch_sampler() -> DataLoader[Any]:
     ],
 )
 def test_loaders_of_whole_batches_are_refused_by_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader gives whole batches"):
+    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields whole batches"):
         feed_of(make(), 0, 2, shares=(3, 1))
 
 
 def test_shares_that_cannot_be() -> None:
-    with pytest.raises(MisconfigurationException, match="gives whole batches"):
+    with pytest.raises(MisconfigurationException, match="yields whole batches"):
         feed_of(loader(40), 0, 2, shares=(3, 1), distribute=False)
     for wrong in ((1, 2, 3), (1, 0), (1, -2), (1, math.nan), (math.inf, 1)):
         with pytest.raises(MisconfigurationException, match="give 2 positive numbers, one for each replica"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lockstep.data.cut import WindowPlan, apportion
 from lockstep.data.fixed import Untouched, in_order
 from lockstep.data.order import make_key
-from lockstep.data.own_batches import check_own_batches, makes_own_batches
+from lockstep.data.own_parts import check_own_batches, makes_own_batches
 from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
 from lockstep.data.source import (
     Gather,
@@ -268,8 +268,8 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     """
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise WrongType(
-            f"{name} is {loader!r:.100}, a {type(loader).__name__}, which gives no batches: return or pass a "
-            "DataLoader, or what can be iterated."
+            f"{name} is {loader!r:.100}, a {type(loader).__name__}, which cannot be iterated: return or pass a "
+            "DataLoader or another iterable of batches."
         )
     measure = Measure(name, spec.stage)
     key = make_key(spec.seed, spec.stage, number)
@@ -292,9 +292,9 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
 
 
 SEEN_WHOLE = (
-    "{name} is a {kind}, no DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all that it "
-    "gives. Unless it gives each rank a part of its own, every sample is seen {size} times: make a DataLoader of it, "
-    "or shard it by rank. Trainer(use_distributed_sampler=False) says that ranks have data of their own."
+    "{name} is a {kind}, not a DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all of it. "
+    "Unless it shards itself by rank, every sample is seen {size} times: make a DataLoader of it or shard it. "
+    "Trainer(use_distributed_sampler=False) silences this where each rank has its own data."
 )
 
 
@@ -343,13 +343,13 @@ def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
         MisconfigurationException: the loader yields whole batches only, or a replica would get no sample.
     """
     if not source.divisible:
-        asked, else_do = f"shares={spec.shares}", "give equal shares"
+        flag, else_do = f"shares={spec.shares}", "give equal shares"
         if spec.reshared:
-            asked, else_do = "Trainer(balance=True)", "leave `balance` out"
+            flag, else_do = "Trainer(balance=True)", "leave `balance` out"
         raise MisconfigurationException(
-            f"{asked}: {name} gives whole batches, which lockstep cannot share out by weight. Make it a "
-            "DataLoader over a map-style data set, with a batch_size and without a DistributedSampler or a batch "
-            f"sampler of its own, and leave Trainer(use_distributed_sampler=True); or {else_do}."
+            f"{flag}: {name} yields whole batches, which lockstep cannot share out by weight. Make it a DataLoader "
+            "over a map-style data set, with a batch_size and without a DistributedSampler or its own batch sampler, "
+            f"and keep Trainer(use_distributed_sampler=True); or {else_do}."
         )
     if not spec.shares:
         return
@@ -367,9 +367,8 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
     if (sampler.rank, sampler.num_replicas) != (spec.rank, spec.size):
         raise MisconfigurationException(
             f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
-            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out: lockstep shares the data "
-            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
-            "taken as it is."
+            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out, since lockstep shares the data out over "
+            "the ranks; or set Trainer(use_distributed_sampler=False) to use the loader unchanged."
         )
 
 

@@ -68,7 +68,7 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     The path of a batch is otherwise unchanged. Iterators that differ from those of torch 2 are returned unchanged,
     except for a loader that is its own iterator: its ``__iter__`` may rewind it, and any `for` would call it again.
     """
-    with _deaf(loader):
+    with _signals_blocked(loader):
         iterator = iter(loader)
     if iterator is loader and rewinds(iterator):
         return _rest(iterator)
@@ -120,9 +120,9 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
                 raise
             time.sleep(0.01)  # torch's handler may raise here and name the signal that killed a worker
         gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
-        told = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
-        name_death(told)
-        raise told from error
+        death = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
+        name_death(death)
+        raise death from error
 
 
 # -- the cause of a worker's death ----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def _how(worker: BaseProcess) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    why = ", by the system for want of memory, say, or by hand" if code == -signal.SIGKILL else ""
+    why = ", perhaps by the system for lack of memory, or by hand" if code == -signal.SIGKILL else ""
     return f"it was killed by {name}{why}"
 
 
@@ -218,7 +218,7 @@ SHOWN = 8
 
 
 @contextmanager
-def _deaf(loader: Iterable[Any]) -> Iterator[None]:
+def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
     """Block, in processes that ``loader`` starts inside, the signals that this process handles in Python code."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
