@@ -78,9 +78,7 @@ def test_another_batch_size_than_the_epoch_is_planned_by_is_refused() -> None:
     feed = feed_of(plain)
     epoch(feed)
     plain.batch_sampler.batch_size = 3  # type: ignore[union-attr]
-    with pytest.raises(
-        MisconfigurationException, match=r"batch_size was changed from 2 to 3 .*reload_dataloaders_every_n_"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"batch_size was changed from 2 to 3 .*reload_dataloaders_"):
         epoch(feed, 1)
 
 

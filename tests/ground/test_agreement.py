@@ -143,7 +143,7 @@ def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
 def _race_without_reductions(hosts: list[str], every: int | None, windows: int) -> tuple[str, Any]:
     with (
         mock.patch.object(shared_pages, "host", return_value=hosts[dist.get_rank()]),
-        mock.patch.object(module, "_shared_page", return_value=None),  # which needs reductions that hold up
+        mock.patch.object(module, "on_one_host", return_value=False),  # shared flags need reductions that hold up
     ):
         agreement = ConsensusFlags(every=every)
         heads = agreement._channel._maximum._heads  # type: ignore[attr-defined]

@@ -43,5 +43,5 @@ def test_impossible_numbers_of_ranks_are_refused(devices: Any) -> None:
 
 
 def test_a_card_that_is_named_twice_is_refused_with_the_way_for_tests() -> None:
-    with pytest.raises(MisconfigurationException, match=r"devices=\[0, 0\] names a device twice.*SharedCard"):
+    with pytest.raises(MisconfigurationException, match=r"devices=\[0, 0\] contains a device twice.*SharedCard"):
         Trainer(accelerator="gpu", devices=[0, 0], strategy="ddp", **QUIET)

@@ -423,7 +423,12 @@ def broadcast_tensors(
     if world_size(group) == 1:
         return
     with torch.no_grad():
-        for chunk in _messages(tensors, BROADCAST_BYTES if piece is None else piece, over is None):
+        # Wide dtypes first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its
+        # dtype. Empty tensors have no bytes to send.
+        sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
+        max_bytes = BROADCAST_BYTES if piece is None else piece
+        for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if over is None else None):
+            chunk = [sent[index] for index in indices]
             there = carrier(group, chunk[0].device if over is None else over)
             parts = [as_bytes(tensor) if over is None else as_bytes(tensor).to(there) for tensor in chunk]
             flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(there)
@@ -433,16 +438,6 @@ def broadcast_tensors(
             arrived = flat.to(chunk[0].device) if over is None else flat
             for tensor, data in zip(chunk, arrived.split([part.numel() for part in parts]), strict=True):
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
-def _messages(tensors: Iterable[Tensor], max_bytes: int, apart: bool) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each message: of each device ``apart``, or of all together. Empty tensors are left out.
-
-    Wide dtypes are first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its dtype.
-    """
-    sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
-    for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if apart else None):
-        yield [sent[index] for index in indices]
 
 
 def _global_rank(member: int, group: Group) -> int:

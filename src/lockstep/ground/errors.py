@@ -162,7 +162,7 @@ def no_inner_part(path: str, does: str = "reads") -> AttributeError:
         does: verb for the access: "reads" or "sets".
     """
     return AttributeError(
-        f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer that lockstep does not have. "
+        f"{path}, which {asked_by()} {does}, is an internal part of Lightning's Trainer that lockstep does not have. "
         f"{way_out()}"
     )
 

@@ -308,7 +308,7 @@ def load(group: Group, name: str) -> Any:
     except Exception as error:
         raise MissingExtension(
             f"{what} of {_origin(points[0])} cannot be imported from {points[0].value!r}: {type(error).__name__}: "
-            f"{error}. Mend or uninstall that package."
+            f"{error}. Repair or uninstall that package."
         ) from error
 
 

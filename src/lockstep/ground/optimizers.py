@@ -171,7 +171,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
     seen: set[int] = set()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("CombinedOptimizer(LBFGS): it steps several times on one batch, and needs to be alone")
+            raise ValueError("CombinedOptimizer(LBFGS): LBFGS steps several times on one batch and cannot be combined")
         mine = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for shared in mine.keys() & seen:
             raise ValueError(

@@ -58,9 +58,9 @@ def grad_norm(
 
 
 LAZY = (
-    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape in its first forward, and has to have one "
-    "before. Give the layer its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its "
-    "`configure_model`: `self(torch.zeros(2, in_features))`."
+    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape only in its first forward. Give the layer "
+    "its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its `configure_model`: "
+    "`self(torch.zeros(2, in_features))`."
 )
 
 
@@ -262,10 +262,18 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
     place = mesh.get_coordinate()
     if place is None:
         return tuple(slice(0, 0) for _ in shape)
+    # Mesh dimensions shard a tensor from left to right, except for those that sharded again what dimensions on their
+    # right had sharded: these come last, from right to left.
+    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
+    again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
     box = [slice(0, size) for size in shape]
-    for axis in _in_order_of_cuts(placements):
+    for axis in [*(axis for axis in cut if axis not in again), *reversed(again)]:
         dim = cast("Shard", placements[axis]).dim
-        box[dim] = _chunk(box[dim], mesh.size(axis), place[axis])
+        whole = box[dim]
+        # as `torch.chunk` divides: the last chunks are smaller or empty
+        step = -(-(whole.stop - whole.start) // mesh.size(axis))
+        start = min(whole.start + place[axis] * step, whole.stop)
+        box[dim] = slice(start, min(start + step, whole.stop))
     return tuple(box)
 
 
@@ -277,23 +285,6 @@ def begins_of(tensor: Tensor) -> list[int]:
 def is_cut_again(tensor: Tensor) -> bool:
     """Return True if ``fully_shard`` has sharded a dimension of a DTensor that tensor parallelism had sharded."""
     return any(hasattr(placement, "split_factor") for placement in getattr(tensor, "placements", ()))
-
-
-def _in_order_of_cuts(placements: Sequence[Placement]) -> list[int]:
-    """Return the mesh dimensions that shard a tensor, in the order in which they did.
-
-    That is from left to right, except for those that sharded again what dimensions on their right had sharded.
-    """
-    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
-    again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
-    return [axis for axis in cut if axis not in again] + again[::-1]
-
-
-def _chunk(whole: slice, chunks: int, number: int) -> slice:
-    """Return one chunk of a range, as `torch.chunk` divides it: the last chunks are smaller or empty."""
-    step = -(-(whole.stop - whole.start) // chunks)
-    begin = min(whole.start + number * step, whole.stop)
-    return slice(begin, min(begin + step, whole.stop))
 
 
 FSDP, DEEPSPEED, PIPELINE = "fsdp", "deepspeed", "balanced"

@@ -36,7 +36,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     global _current
     if seed is None:
         if _current is None and verbose:
-            rank_zero_warn("seed_everything() got no seed and none was set before: taking 0", stacklevel=2)
+            rank_zero_warn("seed_everything() got no seed and none was set before: using 0", stacklevel=2)
         seed = _current or 0
     seed = _checked(seed)
     random.seed(seed)

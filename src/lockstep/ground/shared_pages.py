@@ -92,7 +92,11 @@ def common_pages(
         made = _make(make, size) if leader else None
         handle, place = made or (None, None)
         try:
-            place = _place_told(place, mine, leaders, group)
+            if leaders is None:
+                place = comm.broadcast_object(place, 0, group)
+            else:  # the place of this rank's leader; none if the leader of any host failed
+                places: list[_PageFile | None] = comm.all_gather_object(place, group)
+                place = None if any(places[each] is None for each in set(leaders)) else places[mine]
             if place is None:
                 _close(handle)
                 continue
@@ -110,17 +114,6 @@ def common_pages(
             return Pages(memory, handle)
         _close(handle)
     return None
-
-
-def _place_told(
-    place: _PageFile | None, mine: int, leaders: Sequence[int] | None, group: comm.Group
-) -> _PageFile | None:
-    """Return the place of the pages of this rank's leader; None if any leader failed. Collective."""
-    if leaders is None:
-        told: _PageFile | None = comm.broadcast_object(place, 0, group)
-        return told
-    places: list[_PageFile | None] = comm.all_gather_object(place, group)
-    return None if any(places[each] is None for each in set(leaders)) else places[mine]
 
 
 def _close(handle: int | None) -> None:
