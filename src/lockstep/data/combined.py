@@ -182,6 +182,7 @@ def rows(
         begun: number of passes of each iterator that have already ended; default: 0.
     """
     turns = list(begun or [0] * len(openers))
+    # All are opened before the first row, so that the workers of all loaders start now.
     iterators = [opener(turn) for opener, turn in zip(openers, turns, strict=True)]
     return _drawn_from(iterators, openers, mode, turns)
 
@@ -272,6 +273,7 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
             "DataLoader or another iterable of batches."
         )
     measure = Measure(name, spec.stage)
+    # The index is part of the key: loaders of a stage are shuffled independently.
     key = make_key(spec.seed, spec.stage, number)
     if not isinstance(loader, DataLoader) or not spec.distribute:
         if spec.distribute and spec.size > 1:
@@ -304,6 +306,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
         own = own_generator(sampler)
+        # Ranks may have seeded their generators differently; rank 0's seed counts.
         own_key = key if own is None else make_key(spec.agreed(own.initial_seed()), "generator")
         order = order_of(sampler, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
         if order is not None:
@@ -333,6 +336,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
                 f"shares={shares!r} are not the same on all ranks ({of_ranks.tolist()}): samples would be seen twice "
                 "and others never. Measure on one rank and broadcast the numbers."
             )
+    # Equal shares take the faster even cut.
     return shares if len(set(shares)) > 1 else ()
 
 
@@ -480,6 +484,7 @@ class Mixed(LoaderSource):
     def row(self, number: int) -> list[Sequence[float]]:
         found: list[Sequence[float] | None] = []
         for part, length in zip(self._parts, self._lengths, strict=True):
+            # A shorter part restarts: its micro-batches are numbered within its own pass.
             local = number % int(length) if self._mode == "max_size_cycle" else number
             found.append(part.weights(local) if local < length and part.has(local) else None)
         size = max(len(weights) for weights in found if weights is not None)
@@ -546,6 +551,7 @@ class Mixed(LoaderSource):
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
         same = resume.get("epoch", epoch if start else None) == epoch  # earlier versions did not save it
+        # The checkpoint is of an earlier epoch, or there is none: the pass starts with the current states.
         if not (resume and same):
             self._set_own_states(resume.get("now", []))
             self._states = random_states(include_cuda=False)

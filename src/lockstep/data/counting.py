@@ -120,6 +120,7 @@ class BatchPlan:
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
         named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
         orders = None if self.orders is None else list(map(list, self.orders))
+        # The keys are those of existing checkpoints, so they differ from the fields' names.
         return {**named, "at": self.at.state_dict(), "origin": origin, "orders": orders}
 
     @classmethod
@@ -273,6 +274,7 @@ def _changes(
 
 def _table(flag: Accumulation) -> dict[int, int]:
     """Return a dict from each epoch at which the number changes to the new number."""
+    # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
@@ -292,6 +294,7 @@ def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) ->
         windows, more = divmod(at.rows, accumulate)
         number = windows * made.micro(accumulate) + more * saved.ranks // attempt.size
         return ResumePoint(at.epoch, number, at.rows, at.position)
+    # With another batch_size the rows that are done are converted by their samples.
     before = saved.ranks * max(saved.batches, default=1)
     number = at.rows * before // (attempt.size * max(attempt.batches, default=1))
     return ResumePoint(at.epoch, number, number, at.position)
@@ -301,6 +304,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
     flag, epoch = saved.accumulate, saved.at.epoch
     values = {batches_of_window(flag, epoch)}
     if isinstance(flag, dict):
+        # Later windows are checked now, too: better an error at the start than in a later epoch.
         values |= {value for first, value in flag.items() if first >= epoch}
     for value in sorted(values):
         whole = value * saved.ranks

@@ -202,6 +202,7 @@ class WindowPlan:
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
+            # Counted from the resume: what was drawn before it stays in the epoch.
             n -= (n - self.drawn) % whole
         return n
 

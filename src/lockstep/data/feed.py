@@ -232,6 +232,7 @@ class Feed:
             self._shared_epoch = -1  # the next epoch, whichever it is
         if number is None or not self._source.reshares:
             return None
+        # Only at the start of a window: within one, the shares of its micro-batches are fixed.
         number += (self._first - number) % self.micro
         if number >= self._stop:
             return None
@@ -255,6 +256,7 @@ class Feed:
             number: micro-batches of its epoch that are done.
             keep: if False, use them only until the current window ends, then the initial shares of the ranks.
         """
+        # Shares belong to ranks: they mean nothing on another number of ranks.
         if state["size"] != self._size:
             return
         begins, self._latest = self._latest, tuple(state["latest"])
@@ -328,6 +330,7 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`; call it before the :meth:`begin` that resumes the epoch."""
         point = self.counting.resumed_at
+        # A stream that other ranks resume is read by position; the state of one rank does not apply.
         reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
         if not reads_again:
             self._source.load_state_dict(state)
@@ -341,6 +344,7 @@ class Feed:
 
     def _known(self, accumulate: int) -> Iterator[Window]:
         source, batches, stop = self._source, self._batches, self._stop
+        # A resume may be within a window; its first micro-batches are done.
         begun = (self._start - self._first) % accumulate
         number = self._start - begun
         self._even = -1
@@ -431,6 +435,7 @@ class Feed:
     def _fetched(self, accumulate: int) -> Iterator[Window]:
         begun, stop = (self._start - self._first) % accumulate, self._stop
         number = self._start - begun
+        # From the start of a window that is under way: its shares need the weights of all its micro-batches.
         batches = self._spec.compared(self._source.weighed(self._epoch, 0, number, stop))
         self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
@@ -480,6 +485,7 @@ class Feed:
         sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
         if self._spec.gather is None:
             return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
+        # One message for everything; float64 holds all counts exactly.
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
         mine = [len(weights), sum(weights), more, *there, *sums]
         ranks = self._spec.gather(torch.tensor(mine, dtype=torch.float64))
@@ -530,6 +536,7 @@ class LastingBatches:
         drawn = itertools.islice(batches, max(0, count - len(held)))
         if self.copies:
             held.extend((tree_map(_copy, batch, ARRAYS), weight) for batch, weight in drawn)
+        # Known to last: a comparison of every window would copy all batches.
         elif self._lasting >= count:
             held.extend(drawn)
         else:
@@ -653,6 +660,7 @@ class EvaluationFeed:
             stop = count if self._limit is None else min(count, self._limit)
             batches = self._compared(source.weighed(self._epoch, 0, 0, stop))
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
+            # Items without weight only keep parallel loaders in step with the other ranks.
             mine = (each for each in wanted if each[1]) if self._gaps else wanted
             for batch_idx, (batch, weight) in enumerate(mine):
                 self.batch_indices = source.noted.popleft() if source.noted else []

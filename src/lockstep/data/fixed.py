@@ -90,8 +90,10 @@ class Untouched(LoaderSource):
             self._indexed = not isinstance(loader.dataset, IterableDataset)
             if self._indexed:
                 self._cut = _cut_of(loader)
+                # torch itself shuffles an unchanged loader, whatever `order` the run has; checkpoints record that.
                 as_torch = replace(spec, torch_order=True)
                 self._sampling = Sampling.of(loader, as_torch, 0, measure.name)
+            # A loader with a state restores its order itself.
             if self._indexed and not self._stateful:
                 self._watch_order(loader, measure.name)
         self.ahead = self.fixed = self._cut is not None
@@ -122,6 +124,7 @@ class Untouched(LoaderSource):
         """Start a pass without a checkpoint of it; ``resume`` is a state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
+        # After a checkpoint of an earlier pass the generators continue from its end.
         self.set_generator_states(resume.get("now", []))
         if self._watched is not None:
             self._watched.order.begin()  # it has drawn nothing until the first read
@@ -287,6 +290,7 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
     if isinstance(sampler, DistributedSampler):
         if not sampler.shuffle:
             return loader
+        # A copy, since the user may use the sampler elsewhere.
         ordered: Sampler[Any] = copy.copy(sampler)
         ordered.shuffle = False  # type: ignore[attr-defined]
     else:

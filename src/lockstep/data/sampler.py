@@ -63,6 +63,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
     if sampler.replacement:
         return lambda epoch, turn: WithReplacement(n, make_key(key, "replacement", epoch, turn))
     if torch_order:
+        # For more samples than the data set has, torch's sampler draws further permutations, which are not a table.
         return (lambda epoch, turn: table(n, seed + epoch + turn)) if sampler.num_samples <= n else None
     return lambda epoch, turn: Shuffled(n, make_key(key, "shuffle", epoch, turn))
 
@@ -126,6 +127,7 @@ class Drawn(Indexed):
             each.load_state_dict(state)
         self._before, self._pass = states_of(self._stateful), (epoch, turn)
         nothing_left = start >= min(self._stop, self.length, saved.get("length") or math.inf)
+        # If nothing is left of the pass, there is nothing that another order could change.
         self._order.begin(() if nothing_left else saved.get("drawn", ()))
         seeds = [(held, make_key(seed, epoch, turn)) for held, seed in self._generators]
         self._states = SeparateStates(make_key(self._key, "sampler", epoch, turn), seeds)
@@ -138,6 +140,7 @@ class Drawn(Indexed):
             self._iterator = iter(self._sampler)
             for first in range(0, self._position, _DRAW):
                 self._next(min(_DRAW, self._position - first))
+        # Once an epoch is enough: a sampler that differs between ranks does so from the start.
         if self._gather is not None and turn == 0:
             self._pull()
             self._order.compare(self._gather)

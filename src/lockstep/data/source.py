@@ -109,6 +109,7 @@ def _digest(batch: object) -> int:
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
             continue  # no bytes that could be compared
         whole = leaf.detach().cpu().contiguous() if isinstance(leaf, Tensor) else leaf
+        # The same bytes in another dtype or shape are another batch.
         found = zlib.crc32(f"{whole.dtype}{list(whole.shape)}".encode() if hasattr(whole, "dtype") else b"", found)
         if isinstance(whole, Tensor):
             found = zlib.crc32(as_bytes(whole).numpy().data, found)
@@ -389,6 +390,7 @@ class Indexed(LoaderSource):
         self._stop = stop
         self._epoch_key = make_key(self._key, "draw", epoch, turn)
         self.begin(epoch, turn, start)
+        # torch draws the seeds of workers from it; they must not depend on what training has drawn.
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
@@ -436,6 +438,7 @@ class Indexed(LoaderSource):
         if self.noted is not None:
             drawn = noting(drawn, self.noted)
         if not self._own_process:
+            # If a worker dies, the error names the samples that it had to fetch.
             return Remembered(drawn, self._copy.num_workers)
         return drawn if self._quiet else _seeding(drawn)
 

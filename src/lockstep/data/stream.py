@@ -82,6 +82,7 @@ class Stream(LoaderSource):
         self._counts = batches is not None
         self.flexible = self._counts and self.batch > 1
         self._own_process = loader.num_workers == 0
+        # torch warns if a stream is longer than the length that the user's loader has cached; a shard has its own.
         changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
         if self._counts:
             changes["collate_fn"] = Counting(loader.collate_fn, self._shard)
@@ -150,6 +151,7 @@ class Stream(LoaderSource):
         old = state.get("pass", [epoch, turn])  # earlier versions did not save it
         if old == [epoch, turn]:
             return True
+        # Training's random numbers must not depend on this additional pass.
         random = capture()
         self._begin(*old)
         next(opened(self._copy), None)
@@ -330,6 +332,7 @@ class Sizes:
     def taken(self, batches: int, workers: int) -> list[list[int]]:
         """Return what each rank's workers have drawn after ``batches`` micro-batches; a window must end there."""
         if self.micro == 1 and self.window == self.batch * self.size:
+            # Equal batches, dealt out to the workers in turn: no need to walk over them.
             mine = [(batches // workers + (worker < batches % workers)) * self.batch for worker in range(workers)]
             return [mine] * self.size
         if workers == 1:

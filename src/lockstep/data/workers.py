@@ -175,6 +175,7 @@ def name_death(error: BaseException) -> None:
     torch raises the error at any point of the program, from a handler of SIGCHLD.
     """
     found = _DEATH.match(words_of(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
+    # Text after torch's sentence: the cause has been added already.
     if found is None or found.end() < len(str(error).rstrip()):
         return
     for process in map(int, found[1].split(",")):

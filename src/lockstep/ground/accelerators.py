@@ -239,6 +239,7 @@ def _by_name(asked: object) -> Accelerator:
     if isinstance(asked, str) and asked in ACCELERATORS:
         return _make(asked)
     try:
+        # "meta" is a device of torch without memory, on which nothing can train.
         made = TorchAccelerator(torch.device(asked).type if isinstance(asked, str) and asked != "meta" else "")
         there = made.name == asked and all(
             hasattr(device_module(made.name), needed) for needed in ("is_available", "device_count")

@@ -227,6 +227,7 @@ class _Shared:
             parity = window & 1
             for bit in wanted:
                 self._cells[2 * bit + parity] = window
+            # Lets `settle` skip the search over all bits in a window without requests, which is the usual one.
             self._cells[_ANY + parity] = window
 
     @waits()
@@ -289,6 +290,7 @@ class _Messages:
             row[BITS + 1] = int(min(self._costs) * 1e6)
         self._at, self._next = now, window + self._every
         self._maximum.begin(row)
+        # The next boundary reads it already, so there is no later one at which to start it.
         if self._every == 1:
             self._maximum.start()
         self._costs.append(time.monotonic() - now)
@@ -406,6 +408,7 @@ class HostMaximum:
             most = max(hosts.count(each) for each in first)
             pages = common_pages(group, 2 * (most + 1) * self._row.size, on_disk=True, leaders=self.leaders)
             if pages is None:
+                # Without shared memory each rank is its own leader.
                 self.leaders = list(range(world))
         self._page = None if pages is None else pages.memory
         close_handle(pages)

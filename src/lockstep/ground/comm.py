@@ -293,6 +293,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
             others = range(me + step, min(me + block, world), step)
             rows = tensor.new_empty((1 + len(others), *tensor.shape))
             rows[0] = tensor
+            # All receives are posted before the first wait, so that messages may arrive in any order.
             waiting = [
                 dist.irecv(rows[number], _global_rank(other, group), group, _TAG)
                 for number, other in enumerate(others, 1)
@@ -324,6 +325,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
                 f"{dtype} of shape {shape}; there must be a dimension, and only the first may differ"
             )
     lengths = [shape[0] for shape, _ in kinds]
+    # Collectives need the same shape on all ranks.
     padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor.detach()
     gathered = all_gather_tensor(padded, group)

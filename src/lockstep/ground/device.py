@@ -94,6 +94,7 @@ def device_name(device: torch.device) -> str:
 @cache
 def has_float64(kind: str) -> bool:
     """Return True if a kind of device computes in double precision."""
+    # Known without the tensor below, which would initialize the device.
     if kind in ("cpu", "cuda", "meta"):
         return True
     try:
@@ -177,6 +178,7 @@ def creating(
         in_parts: this rank gets only shards of the module: with ``empty`` it allocates no memory (meta device).
     """
     if empty and in_parts:
+        # On the meta device nothing is drawn: `torch.nn.init` need not be skipped.
         device, empty = torch.device("meta"), False
     before = torch.get_default_dtype()
     with ExitStack() as stack:

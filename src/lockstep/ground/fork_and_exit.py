@@ -47,6 +47,7 @@ def protect_forks() -> None:
     """
     collector = _Collector()
     FORK_GARBAGE.at_fork(collector.hold, collector.leave, collector.go_on)
+    # Since 3.12 the child reinitializes the lock before it takes it.
     if sys.version_info < (3, 12) and sys.platform == "linux":
         FORK_THREADS.at_fork(before=wait_for_torch_threads)
 

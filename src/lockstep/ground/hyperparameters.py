@@ -118,6 +118,7 @@ class HyperparametersMixin:
         chosen, self._hparams_name = _choose(args, {k: value for k, value in arguments.items() if k not in ignored})
         self._set_hparams(chosen)
         self.remove_ignored_hparams(list(ignored))
+        # Not for a call in a base class: a subclass may still ignore the argument.
         if calls < 2:
             plain_hyperparameters(self.hparams)
         for name, value in self.hparams.items():

@@ -61,6 +61,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 def floats(values: Sequence[Any]) -> list[float]:
     """Convert numbers and tensors of one element to floats, in their order."""
+    # One copy for all values: each copy waits for all queued work of the device.
     far = [value.detach().reshape(()) for value in values if _is_far(value)]
     if len({value.device for value in far}) != 1:
         return [float(value) for value in values]

@@ -115,6 +115,7 @@ class CombinedOptimizer(Optimizer):
         parts = []
         for optimizer in self.optimizers:
             mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            # Parameters are numbered consecutively over all optimizers, and from 0 in each one's own state dict.
             place = {number: index for index, number in enumerate(n for group in mine for n in group["params"])}
             numbered = [{**group, "params": [place[number] for number in group["params"]]} for group in mine]
             state = {place[number]: entry for number, entry in saved["state"].items() if number in place}

@@ -148,6 +148,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
     for parameter in module.parameters():
         if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():
             shown.append((parameter, parameter.data))
+            # An expanded scalar takes no memory, whatever its shape.
             one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
             parameter.data = one.expand(whole_shape(parameter))
     try:
@@ -222,6 +223,7 @@ def takes_names_as_they_are(module: nn.Module) -> bool:
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return False
     for layer in module.modules():
+        # Normalization layers override it only to add a counter that old state dicts lack.
         by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
         if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
             return False

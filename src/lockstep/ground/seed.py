@@ -79,6 +79,7 @@ def random_states(include_cuda: bool = True) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
+        # Tensors and numbers only: torch.load(weights_only=True) reads nothing else.
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
     numpy = _numpy()

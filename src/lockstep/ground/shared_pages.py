@@ -46,6 +46,7 @@ class _PageFile(NamedTuple):
 def on_one_host(group: comm.Group) -> bool:
     """Return True if all ranks of ``group`` run on one host. Collective."""
     mine = host_number()
+    # One maximum gives the largest number and, negated, the smallest.
     most, least = comm.all_reduce(torch.tensor([mine, -mine]), "max", group).tolist()
     return bool(most == -least)
 
@@ -57,6 +58,7 @@ def host_number() -> int:
 
 def host() -> str:
     """Return a string that is the same for processes on one host and one boot of it."""
+    # Different machines may have the same hostname.
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

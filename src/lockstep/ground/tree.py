@@ -243,6 +243,7 @@ def described(value: object) -> str:
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
+    # Objects may refer to one another in a circle.
     seen: set[int] = set()
 
     def found(value: object, depth: int) -> Iterator[Tensor]:
