@@ -454,7 +454,8 @@ class Mixed(LoaderSource):
         self._measure()
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
-        for part in self._parts:  # its micro-batches are numbered differently, so one share holds for a whole pass
+        # Its micro-batches are numbered differently, so one share holds for a whole pass.
+        for part in self._parts:
             part.use_shares([(0, shares[-1][1])])
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
@@ -550,7 +551,8 @@ class Mixed(LoaderSource):
         """Yield the rows from ``start`` on of a pass that is read from its start, with a checkpoint's random states."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
-        same = resume.get("epoch", epoch if start else None) == epoch  # earlier versions did not save it
+        # Earlier versions did not save the epoch.
+        same = resume.get("epoch", epoch if start else None) == epoch
         # The checkpoint is of an earlier epoch, or there is none: the pass starts with the current states.
         if not (resume and same):
             self._set_own_states(resume.get("now", []))

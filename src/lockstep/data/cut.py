@@ -147,7 +147,8 @@ def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequenc
 
 @functools.lru_cache(maxsize=64)  # an epoch has full windows and a last one
 def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    ratios = [weight.as_integer_ratio() for weight in weights]  # exact: rounding must not depend on the machine
+    # Exact: rounding must not depend on the machine.
+    ratios = [weight.as_integer_ratio() for weight in weights]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     exact = [numerator * (unit // denominator) for numerator, denominator in ratios]
     total = sum(exact)

@@ -63,7 +63,8 @@ class Feed:
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
         num_batches = source.length if counting.is_replanned else count
-        if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all continue to the longest
+        # The ranks' lengths may differ: all continue to the longest.
+        if spec.gather is not None and not ahead:
             num_batches = longest(num_batches, spec.gather)
         self._source = source
         self._spec = spec

@@ -253,7 +253,8 @@ class Stream(LoaderSource):
         self._was_first = state.get("first", [])
         self._resume = state if "loader" in state or "stream" in state else {}
         if self._resume and self._own_parts is not None:
-            self._own_parts.found = bool(state.get("own"))  # it resumes after the samples that would show it
+            # It resumes after the samples that would show it.
+            self._own_parts.found = bool(state.get("own"))
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -466,7 +467,8 @@ class Shard(IterableDataset[Any]):
         """Yield the stream, after the ranks have compared its first samples to see whether it is the same on all."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
-            ahead = 1 if isinstance(self, StatefulShard) else 2  # one with a state must not be read ahead
+            # One with a state must not be read ahead.
+            ahead = 1 if isinstance(self, StatefulShard) else 2
             try:
                 head = list(itertools.islice(samples, ahead))
             except BaseException:

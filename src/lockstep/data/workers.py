@@ -118,7 +118,8 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
         while all(worker.is_alive() for worker in workers):
             if time.monotonic() > until:
                 raise
-            time.sleep(0.01)  # torch's handler may raise here and name the signal that killed a worker
+            # torch's handler may raise here and name the signal that killed a worker.
+            time.sleep(0.01)
         gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
         death = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
         name_death(death)
@@ -243,7 +244,8 @@ def _kill_at_exit() -> None:
     """Kill remaining workers at exit, once; Python would send SIGTERM, which they block, and wait forever."""
 
     def kill() -> None:
-        with contextlib.suppress(AttributeError, ValueError):  # torch's handler would raise during exit
+        # torch's handler of SIGCHLD would raise during exit.
+        with contextlib.suppress(AttributeError, ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             if worker.daemon:

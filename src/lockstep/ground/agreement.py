@@ -104,7 +104,8 @@ class ConsensusFlags:
 
     def _use(self, channel: _Channel) -> None:
         self._channel = channel
-        self.publish = partial(channel.publish, self._wanted)  # runs at each step: a method would be one more call
+        # Runs at each step: a method would be one more call.
+        self.publish = partial(channel.publish, self._wanted)
 
     def _open(self, every: int | None) -> _Channel:
         if self._alone:
@@ -321,7 +322,8 @@ BRANCHES = 8
 """The number of leaders that exchange their rows directly."""
 LIMIT = 1800.0
 """Seconds that a rank waits for the other ranks of its host."""
-_FIRST_TAG = 41_000  # of messages: each object has its own tag, and users' messages use none of them
+# Tags of messages: each object has its own, and users' messages use none of them.
+_FIRST_TAG = 41_000
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 

@@ -189,7 +189,8 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     source = tensor.detach().to(carrier(group, tensor.device)).contiguous()
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
-    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not support every dtype
+    # gloo does not support every dtype, so bytes are sent.
+    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)
     if source.device.type == "cpu":
         dist.all_gather(list(parts.unbind()), as_bytes(source), group)
     else:  # NCCL gathers a list in its own memory and copies each piece out
@@ -303,6 +304,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
                     each.wait()
             tensor = combine(rows.unsqueeze(0))[0]
         step = block
+    # A copy, since the broadcast writes into it and the argument must not change.
     result = tensor.clone(memory_format=torch.contiguous_format)  # the argument is not changed
     dist.broadcast(result, _global_rank(0, group), group)
     return result

@@ -65,6 +65,7 @@ def current_of(kind: str) -> torch.device:
 
 def make_current(device: torch.device) -> None:
     """Make ``device`` the current one of its kind in this process, if the kind can have several."""
+    # Kinds with a single device, such as mps, lack the function.
     choose = getattr(device_module(device), "set_device", None)
     if device.type != "cpu" and choose is not None:
         choose(device)

@@ -106,6 +106,7 @@ _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<
 
 def _asking() -> tuple[str, str]:
     """Return the package and place of the running code outside of lockstep and of the import system."""
+    # The import system's frames are skipped, too: a name may be requested by an import statement.
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back

@@ -326,7 +326,8 @@ def _at(extension: str, place: str) -> Any:
 @functools.cache
 def _others(group: Group) -> dict[str, list[EntryPoint]]:
     """Return the entry points of other distributions, by name."""
-    from importlib.metadata import entry_points  # takes 10 ms, so it is imported only for names that lockstep lacks
+    # Takes 10 ms, so it is imported only for names that lockstep lacks.
+    from importlib.metadata import entry_points
 
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"lockstep.{group}"):

@@ -158,6 +158,7 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> AttributeDict:
         """A copy of the hyperparameters as they were last saved."""
+        # A copy, so that changes do not affect the values that were logged.
         found: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
         return found
 

@@ -30,6 +30,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     Waits for the device once, and again only if something is found.
     """
     parts = parts_with_values(tensors)
+    # A single norm of all values needs only one wait for the device.
     norm = total_norm(parts)
     return [] if norm is None or bool(norm.isfinite()) else names_not_finite(parts)
 

@@ -220,7 +220,8 @@ def takes_closure(optimizer: Optimizer) -> bool:
     ``**kwargs``.
     """
     step = inspect.unwrap(type(optimizer).step)
-    package = (step.__module__ or "torch").partition(".")[0]  # a mock of one of torch's optimizers has no module
+    # A mock of one of torch's optimizers has no module.
+    package = (step.__module__ or "torch").partition(".")[0]
     return package not in ("torch", "lockstep") and ("closure" in _parameters(optimizer) or may_ignore(optimizer))
 
 

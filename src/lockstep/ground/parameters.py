@@ -83,7 +83,8 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
     """Clip the gradients of ``parameters`` in place; real and imaginary parts separately for complex ones."""
     real: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_complex():  # torch has no clamp for complex numbers
+        # torch has no clamp for complex numbers.
+        if parameter.grad is not None and parameter.grad.is_complex():
             torch.view_as_real(parameter.grad).clamp_(-value, value)
         else:
             real.append(parameter)
@@ -227,6 +228,7 @@ def takes_names_as_they_are(module: nn.Module) -> bool:
         by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
         if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
             return False
+        # FSDP's hooks leave names and values as they are.
         hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
             return False

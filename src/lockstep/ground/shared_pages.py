@@ -108,7 +108,8 @@ def common_pages(
             everyone = comm.all_reduce(torch.tensor([memory is not None]).int(), "min", group).item() == 1
         finally:
             if made and not made[1].space:
-                with contextlib.suppress(FileNotFoundError):  # another program cleans up that folder
+                # Another program may clean up that folder.
+                with contextlib.suppress(FileNotFoundError):
                     os.unlink(made[1].path)
         if everyone:
             assert memory is not None
@@ -193,7 +194,8 @@ def _map(handle: int, size: int, part: tuple[int, int]) -> mmap.mmap | None:
         for begin in range(start, start + length, PIECE):
             piece = min(PIECE, start + length - begin)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, begin, piece)  # a full /dev/shm is an error here, not a SIGBUS later
+                # A full /dev/shm is an error here, not a SIGBUS later.
+                os.posix_fallocate(handle, begin, piece)
             else:
                 os.pwrite(handle, bytes(piece), begin)
         return mmap.mmap(handle, size)

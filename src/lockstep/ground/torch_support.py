@@ -250,7 +250,8 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
         version: version as torch writes it: ``"2.13.0+cpu"``.
     """
     major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
+    # Loader workers would repeat the warning of their rank.
+    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:
         tried = ".".join(map(str, TRIED))
         warn_once(
             f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: if "

@@ -207,7 +207,8 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         number = value.item()
-        if type(number) in LEAVES or type(number) is int:  # dates and long doubles have no plain equivalent
+        # Dates and long doubles have no plain equivalent.
+        if type(number) in LEAVES or type(number) is int:
             return number
     elif numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype.kind in "biufc":
