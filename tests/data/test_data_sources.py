@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -40,22 +39,6 @@ def test_samples_are_those_of_the_samplers_data_source(kind: Any, order: str, si
     found = sorted(seen(kind(range(20)), size, dataset, order=order))
     plain = [int(index) for batch in over(kind(range(20)), WithoutLength()) for index in batch]
     assert found == sorted(plain) == list(range(20))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("order", ["keyed", "torch"])
-def test_more_samples_than_the_data_source_has_begin_it_anew(order: str, size: int) -> None:
-    found = Counter(seen(RandomSampler(range(20), num_samples=50), size, order=order))
-    assert set(found) == set(range(20))
-    assert set(found.values()) == {2, 3}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_with_replacement_nothing_outside_the_data_source_is_drawn(size: int) -> None:
-    found = seen(RandomSampler(range(20), replacement=True, num_samples=200), size)
-    assert len(found) == 200
-    assert set(found) <= set(range(20))
-    assert len(set(found)) > 15
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

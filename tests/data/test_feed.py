@@ -131,10 +131,6 @@ def test_one_process_has_as_many_batches_as_the_loader_says(n: int, batch: int, 
 # -- the order
 
 
-def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
-    assert drawn(epoch(feed_of(loader(10, shuffle=False)))) == list(range(10))
-
-
 def test_the_order_follows_seed_epoch_and_place_among_the_loaders() -> None:
     feed = feed_of(loader(50))
     orders = [drawn(epoch(feed, number)) for number in (0, 1, 0)]

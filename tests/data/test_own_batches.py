@@ -43,17 +43,6 @@ class MultiEpochs(DataLoader[Any]):
             yield next(self.iterator)
 
 
-class Kept(DataLoader[Any]):
-    """Draws from an iterator that was made with the loader."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept = super().__iter__()
-
-    def __iter__(self) -> Any:
-        return itertools.islice(self.kept, len(self))
-
-
 class Twice(DataLoader[Any]):
     """Reads its data twice in a pass."""
 
@@ -113,7 +102,6 @@ def test_a_pass_is_what_the_class_says_in_training_and_in_validation(kind: Any, 
     ("kind", "reason"),
     [
         (MultiEpochs, "a MultiEpochs, and it holds an iterator of its own (`iterator`)"),
-        (Kept, "a Kept, and it holds an iterator of its own (`kept`)"),
         (Twice, "a Twice, and its length is 6 batches, where that of its sampler is 3"),
     ],
 )

@@ -108,7 +108,7 @@ def test_lists_and_loaders_begin_anew_and_nothing_is_said() -> None:
 
 
 class Rewound:
-    """A loader that is its own iterator, and restarts on each call with each call of ``__iter__``."""
+    """A loader that is its own iterator, and restarts with each call of ``__iter__``."""
 
     def __init__(self, count: int) -> None:
         self.count, self.at = count, 0

@@ -158,14 +158,6 @@ def test_ranks_of_a_row_draw_alike_on_devices_of_other_numbers(
     assert torch.equal(first.mask(0), second.mask(own))
 
 
-def test_a_resume_on_another_device_number_goes_on_with_the_ranks_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 3 of a node went on by number 0 where each task sees one device, with numbers that nobody had drawn from."""
-    before, after = Process(4), Process(1)
-    before.mask(3)
-    heard(monkeypatch, after, told(monkeypatch, before, [3]), [0])
-    assert torch.equal(before.mask(3), after.mask(0))
-
-
 def test_a_process_with_several_devices_puts_each_state_into_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = Process(4), Process(6)
     heard(monkeypatch, after, told(monkeypatch, before, [2, 0]), [5, 1])
