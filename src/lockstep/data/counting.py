@@ -264,10 +264,10 @@ def _changes(
     if not _has_other_workers(saved, attempt):
         return message, before.samples != now.samples
     workers = (
-        f"trainer.fit: num_workers differs from the checkpoint: each rank reads its stream by {attempt.workers} at once, "
-        f"before by {saved.workers}. The stream of this epoch is read again, without the samples that were "
-        "drawn before. A data set that shards itself over its workers (`torch.utils.data.get_worker_info`) is cut "
-        "differently now: some samples are seen twice and others never. For such a data set keep num_workers."
+        f"trainer.fit: num_workers differs from the checkpoint: {attempt.workers} at once read the stream of a "
+        f"rank, before {saved.workers}. The stream of this epoch is read again, without the samples that were drawn "
+        "before. A data set that shards itself over its workers (`torch.utils.data.get_worker_info`) is cut "
+        "differently now: some samples are seen twice and others never. Resume such a data set with the num_workers that it had."
     )
     return (workers if planned and saved.size == attempt.size else f"{message} {workers}"), True
 
