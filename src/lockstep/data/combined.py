@@ -172,16 +172,16 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
 
 def rows(
-    openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, begun: Sequence[int] | None = None
+    openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
     """Draw rows of batches from several iterators in any mode except ``"sequential"``. The iterators are opened now.
 
     Args:
         openers: functions that open one iterator each, given the number of passes that have ended.
         mode: decides when to end, and what an iterator yields after its end.
-        begun: number of passes of each iterator that have already ended; default: 0.
+        turns: number of passes of each iterator that have already ended; default: 0.
     """
-    turns = list(begun or [0] * len(openers))
+    turns = list(turns or [0] * len(openers))
     # All are opened before the first row, so that the workers of all loaders start now.
     iterators = [opener(turn) for opener, turn in zip(openers, turns, strict=True)]
     return _drawn_from(iterators, openers, mode, turns)

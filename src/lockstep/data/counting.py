@@ -267,7 +267,7 @@ def _changes(
         f"trainer.fit: num_workers differs from the checkpoint: {attempt.workers} at once read the stream of a "
         f"rank, before {saved.workers}. The stream of this epoch is read again, without the samples that were drawn "
         "before. A data set that shards itself over its workers (`torch.utils.data.get_worker_info`) is cut "
-        "differently now: some samples are seen twice and others never. Resume such a data set with the num_workers that it had."
+        "differently now: some samples are seen twice and others never. To resume such a data set, keep num_workers."
     )
     return (workers if planned and saved.size == attempt.size else f"{message} {workers}"), True
 

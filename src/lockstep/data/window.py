@@ -67,7 +67,7 @@ class Window:
         for weight, share in self._parts:
             batch = next(batches, _END)
             if batch is _END:
-                raise RuntimeError("A training loader ended earlier than its length (its `len()`) says: correct it.")
+                raise RuntimeError("A training loader ended earlier than its length (its `len()`): correct the length.")
             yield batch, weight, share
 
 

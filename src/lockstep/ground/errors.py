@@ -67,12 +67,12 @@ def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[An
         gather: returns an object of all ranks, by rank.
         what: name of the thing that could not be written.
     """
-    told = gather(None if error is None else f"{type(error).__name__}: {error}")
+    reasons = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, said in enumerate(told):
-        if said is not None:
-            raise RankFailed(f"rank {rank} could not write {what}: {said}", rank)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise RankFailed(f"rank {rank} could not write {what}: {reason}", rank)
 
 
 class CorruptCheckpoint(RuntimeError):

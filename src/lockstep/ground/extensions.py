@@ -171,7 +171,7 @@ EXTENSIONS: dict[str, Extension] = {
             "submit": ("submit_command:submit", "submit a script to SLURM"),
             "trials": (
                 "trials_command:trials",
-                "show the trials of a search on SLURM, submit them anew, cancel them",
+                "show, resubmit or cancel the trials of a search on SLURM",
             ),
         },
         services={"trial": "trials:TrialFolder"},
@@ -189,7 +189,7 @@ EXTENSIONS: dict[str, Extension] = {
     ),
     "verify": Extension(
         commands={
-            "verify": ("command:verify", "say whether a script trains on N ranks what it trains as one process"),
+            "verify": ("command:verify", "check that a script trains on N ranks what it trains as one process"),
         },
         services={"trainer.verify": "fitted:verify_fit"},
         paths={"cli.verify": "command", "verify": ""},

@@ -13,7 +13,7 @@ host_group.register()
 
 
 class SharedCard(CUDAAccelerator):
-    """One CUDA device for all ranks, each of which has its own process and context.
+    """One CUDA device for all ranks; each rank has its own process and context.
 
     For tests only: ranks are not faster than one process, and the card holds the weights, gradients and optimizer
     states of all of them. NCCL needs a card for each rank, so messages are sent through the host
