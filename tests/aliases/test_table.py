@@ -205,17 +205,6 @@ def test_what_is_gone_since_2019_names_todays_way(line: str, said: str) -> None:
         exec(line)
 
 
-def test_paths_of_the_years_between_lead_home() -> None:
-    from lockstep.callbacks.pt_callbacks import EarlyStopping  # type: ignore[import-not-found]
-    from lockstep.core.lightning import LightningModule  # type: ignore[import-not-found]
-    from lockstep.root_module.root_module import LightningModule as of_2019  # type: ignore[import-not-found]
-    from lockstep.utilities.distributed import rank_zero_only  # type: ignore[import-not-found]
-
-    assert LightningModule is of_2019 is lockstep.LightningModule
-    assert EarlyStopping is lockstep.callbacks.EarlyStopping
-    assert rank_zero_only is lockstep.utilities.rank_zero_only
-
-
 def test_a_refused_name_is_no_attribute() -> None:
     """``hasattr(lockstep, "fabric")`` raised ImportError, and so did a look at any other name that is refused."""
     for module, name in (

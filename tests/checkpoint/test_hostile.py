@@ -213,11 +213,11 @@ def test_members_of_a_zip_file_that_share_their_bytes_are_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"\xff\xfe\x00\x00", "it is no YAML"),
-        (b"a: \xe9\n", "it is no YAML"),
+        (b"\xff\xfe\x00\x00", "it is not YAML"),
+        (b"a: \xe9\n", "it is not YAML"),
         (b"[" * 5_000, "it is"),
-        (b"a: b: c\n", "it is no YAML"),
-        (b"a: !!python/object/apply:os.system [ls]\n", "it is no YAML"),
+        (b"a: b: c\n", "it is not YAML"),
+        (b"a: !!python/object/apply:os.system [ls]\n", "it is not YAML"),
     ],
 )
 def test_yaml_that_cannot_be_what_it_says_is_refused_early(tmp_path: Path, text: bytes, says: str) -> None:

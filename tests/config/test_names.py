@@ -60,9 +60,6 @@ def test_every_flag_may_be_given_at_its_default(name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"max_epoch": 3}, "no flag `max_epoch`.*`max_epochs`"),
-        ({"overfit_batch": 3}, "no flag `overfit_batch`.*`overfit_batches`"),
-        ({"zzz": 1}, "no flag `zzz`.*The flags are: .*max_epochs"),
         ({"sync_batchnorm": "yes"}, "sync_batchnorm='yes'.*True or False"),
         ({"model_registry": "me/model"}, "model_registry='me/model'.*ModelCheckpoint"),
     ],

@@ -38,7 +38,7 @@ def test_a_list_of_devices_is_refused_where_a_cluster_deals_them(
     assert Trainer(**flags, devices=devices).device_ids == [0, 1]
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MisconfigurationException, match=r"devices=.*torchelastic has placed this process.*number"):
+    with pytest.raises(MisconfigurationException, match=r"devices=.*torchelastic has started this process.*number"):
         Trainer(**flags, devices=devices)
     assert Trainer(**flags, devices=2).device_ids == [0, 1]
 
@@ -47,14 +47,14 @@ def test_a_root_is_a_folder_that_need_not_be_there_yet(tmp_path: Path) -> None:
     assert quiet(default_root_dir=tmp_path / "a" / "b").default_root_dir == str(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(MisconfigurationException, match="there is a file of this name"):
+    with pytest.raises(MisconfigurationException, match="this path is a file"):
         quiet(default_root_dir=tmp_path / "file")
 
 
 def test_a_root_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
     flags: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path / "new"}
-    said = rf"default_root_dir='{tmp_path}/new'.*'{tmp_path}' cannot be written to.*another folder"
+    said = rf"default_root_dir='{tmp_path}/new'.*'{tmp_path}' is not writable.*another folder"
     for wanting in ({"logger": True}, {"callbacks": ModelCheckpoint(), "enable_checkpointing": True}):
         with pytest.raises(MisconfigurationException, match=said):
             Trainer(**{**flags, **wanting})

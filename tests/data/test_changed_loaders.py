@@ -191,7 +191,7 @@ def test_a_fit_goes_on_with_other_workers_and_says_so(tmp_path: Path) -> None:
 
     seen, told = resumed(tmp_path / "a.ckpt", make(2), make(0), {}, {})
     assert sorted(seen) == list(range(40))
-    assert [each.startswith("trainer.fit: num_workers is not that of the checkpoint") for each in told] == [True]
+    assert [each.startswith("trainer.fit: num_workers differs from the checkpoint") for each in told] == [True]
 
 
 def test_a_stream_that_shards_itself_over_other_workers_is_refused() -> None:
@@ -203,4 +203,4 @@ def test_a_stream_that_shards_itself_over_other_workers_is_refused() -> None:
         told = str(error)
     gc.collect()  # the error's frames held the workers
     assert "Stream shards itself over the loader's workers" in told
-    assert "3 now and were 2 when the epoch was begun" in told
+    assert "num_workers is 3 now but was 2 when the epoch was started" in told

@@ -71,9 +71,6 @@ def test_a_rest_smaller_than_the_ranks_leaves_some_without() -> None:
     assert [even_span(2, 3, rank, start=10) for rank in range(3)] == [(10, 11), (11, 12), (12, 12)]
 
 
-# -- one cut in place of two: what the former ones gave
-
-
 # -- parts by weight
 
 

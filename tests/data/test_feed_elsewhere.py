@@ -242,7 +242,7 @@ def test_whole_batches_that_do_not_divide_are_refused_with_the_numbers() -> None
         return DataLoader(Stream(64), 1)
 
     first = play(make, 4, {0: 3, 2: 2}, stop=1)
-    said = r"after 8 batches \(4 ranks x accumulate_grad_batches=2\), which do not divide by its 3 .* 1, 2, 4, 8; or"
+    said = r"has 8 batches \(4 ranks x accumulate_grad_batches=2\), which cannot be .* over 3 .* 1, 2, 4, 8;"
     with pytest.raises(MisconfigurationException, match=said):
         play(make, 3, {0: 3, 2: 2}, saved=first.plan)
     assert in_all(first, play(make, 3, 1, saved=first.plan)) == list(range(64))
@@ -253,7 +253,7 @@ def test_what_is_taken_as_it_is_goes_on_by_its_batches() -> None:
         return loader(48, 4, shuffle=False)
 
     first = play(make, 4, 1, stop=1, distribute=False)
-    with pytest.raises(MisconfigurationException, match="do not divide"):
+    with pytest.raises(MisconfigurationException, match="cannot be divided evenly"):
         play(make, 3, 1, saved=first.plan, distribute=False)
     second = play(make, 2, 1, saved=first.plan, distribute=False)
     assert second.feed.counting.micro(1) == 2

@@ -204,20 +204,6 @@ def test_data_sets_that_are_known_to_shard_themselves() -> None:
     assert not any(map(shards_itself, [Pipeline(single_node_only), InIter()]))
 
 
-class Known(Sized):
-    """Of known parts the length is that of a rank's own; here they differ."""
-
-    _distributed = True
-
-    def part(self) -> range:
-        return range(4, COUNT) if dist.get_rank() == 0 else range(4)
-
-
-def known() -> tuple[int | float, list[int]]:
-    feed = Feed.train(DataLoader(Known(), 2), replicas=Replicas(dist.get_rank(), 2), seed=1)
-    return feed.num_batches, drawn([step for step in epoch(feed) if step[1]])
-
-
 # -- a pass that goes on ---------------------------------------------------------------------------------------
 
 
@@ -256,19 +242,11 @@ def of_webdataset(folder: str, workers: int) -> list[int]:
     return [int(number) for batch, weight, _ in epoch(feed) if weight for number in batch[0]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_webdataset_itself(ranks: RankPool, tmp_path: Any, workers: int) -> None:
-    pytest.importorskip("webdataset")
-    first, second = ranks(2).run(of_webdataset, str(tmp_path), workers)
-    assert sorted(first + second) == list(range(15))
-
-
-def of_datasets(workers: int) -> list[int]:
+def of_datasets(folder: str, workers: int) -> list[int]:
     import datasets
     from datasets.distributed import split_dataset_by_node
 
-    table = datasets.table.InMemoryTable.from_pydict({"x": list(range(COUNT))})
+    table = datasets.table.InMemoryTable.from_pydict({"x": list(range(15))})
     data = datasets.Dataset(table, fingerprint="numbers").to_iterable_dataset(num_shards=4)
     data = split_dataset_by_node(data, rank=dist.get_rank(), world_size=2)
     feed = Feed.train(DataLoader(data, 2, num_workers=workers), replicas=Replicas(dist.get_rank(), 2), seed=1)
@@ -277,7 +255,8 @@ def of_datasets(workers: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_datasets_of_hugging_face(ranks: RankPool, workers: int) -> None:
-    pytest.importorskip("datasets")
-    first, second = ranks(2).run(of_datasets, workers)
-    assert sorted(first + second) == list(range(COUNT))
+@pytest.mark.parametrize(("package", "play"), [("webdataset", of_webdataset), ("datasets", of_datasets)])
+def test_packages_that_shard_themselves(ranks: RankPool, tmp_path: Any, package: str, play: Any, workers: int) -> None:
+    pytest.importorskip(package)
+    first, second = ranks(2).run(play, str(tmp_path), workers)
+    assert sorted(first + second) == list(range(15))

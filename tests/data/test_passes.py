@@ -56,7 +56,11 @@ def fitted(train: object, val: object = None, **flags: Any) -> tuple[Seen, str, 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         result = quiet(**flags).fit(module, train, val)
-    return module, result.stopped, [text for text in map(str, (each.message for each in said)) if "begins anew" in text]
+    return (
+        module,
+        result.stopped,
+        [text for text in map(str, (each.message for each in said)) if "restarts on each" in text],
+    )
 
 
 def test_a_generators_later_epochs_are_told_to_be_empty() -> None:
@@ -64,7 +68,7 @@ def test_a_generators_later_epochs_are_told_to_be_empty() -> None:
     assert module.trained == [0, 1, 2, 3, 4]
     assert stopped == "max_epochs=3 reached"
     assert len(said) == 1
-    assert said[0].startswith("train_dataloader gives no batches in this pass")
+    assert said[0].startswith("train_dataloader yields no batches in this pass")
 
 
 @pytest.mark.parametrize("flags", [{}, {"max_steps": 10}])
@@ -90,7 +94,7 @@ def test_a_data_set_that_gives_one_iterator_is_told() -> None:
 def test_a_generator_for_validation_is_told_to_go_on_behind_the_sanity_check() -> None:
     module, _, said = fitted(list(batches(4)), batches(7), max_epochs=2, num_sanity_val_steps=2)
     assert module.validated == [0, 1, 2, 3, 4, 5, 6]
-    assert [text.partition(" (")[0].partition(" gives")[0] for text in said] == [
+    assert [text.partition(" (")[0].partition(" yields")[0] for text in said] == [
         "val_dataloader is an iterator",
         "val_dataloader",
     ]
@@ -104,7 +108,7 @@ def test_lists_and_loaders_begin_anew_and_nothing_is_said() -> None:
 
 
 class Rewound:
-    """A loader that is its own iterator, and begins anew with each call of ``__iter__``."""
+    """A loader that is its own iterator, and restarts with each call of ``__iter__``."""
 
     def __init__(self, count: int) -> None:
         self.count, self.at = count, 0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from tests.data.loaders import Augmented, AugmentedBatches, epoch, feed_of, noisy_collate, numbers
+from tests.data.loaders import Augmented, AugmentedBatches, epoch, feed_of, noisy_collate
 
 
 def samples(feed: Any, number: int = 0, start: int = 0) -> Tensor:
@@ -83,16 +83,3 @@ def test_fetching_does_not_touch_the_random_numbers_of_training(workers: int) ->
     feed = feed_of(augmented(num_workers=workers))
     feed.begin(0)
     assert played(window_batch for window in feed.windows(2) for window_batch in window) == played(range(6))
-
-
-def test_a_sampler_with_a_generator_of_its_own_keeps_its_state() -> None:
-    class Mine(RandomSampler):
-        pass
-
-    generator = torch.Generator().manual_seed(9)
-    before = generator.get_state()
-    data = numbers(20)
-    steps = epoch(feed_of(DataLoader(data, 4, sampler=Mine(data, generator=generator))))
-    assert generator.get_state().equal(before)
-    assert generator.initial_seed() == 9
-    assert len(steps) == 5

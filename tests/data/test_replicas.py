@@ -78,23 +78,18 @@ def test_a_stream_is_shared_out_over_replicas_which_agree_on_its_end() -> None:
     assert sorted(i for samples, weight, _ in first + second if weight for i in samples) == list(range(23))
 
 
-def test_each_sample_is_evaluated_on_one_replica() -> None:
-    def play(replicas: Replicas) -> list[int]:
-        feed = EvaluationFeed.of(loader(23, 3), replicas=replicas, seed=1)
-        return [i for batch, _, _, _ in feed for i in indices(batch)]
+def evaluated(replicas: Replicas) -> list[int]:
+    return [i for batch, *_ in EvaluationFeed.of(loader(24, 4), replicas=replicas, seed=1) for i in indices(batch)]
 
+
+def trained_by_shares(replicas: Replicas) -> list[int]:
+    return drawn(epoch(Feed.train(loader(24, 4), replicas=replicas, seed=1, shares=(3, 1))))
+
+
+@pytest.mark.parametrize(("play", "counts"), [(evaluated, (12, 12)), (trained_by_shares, (18, 6))])
+def test_each_sample_is_evaluated_on_one_replica_and_shares_are_of_replicas(play: Any, counts: Any) -> None:
     first, twin, second, other_twin = on_ranks(play)
-    assert (first, second) == (twin, other_twin)
-    assert sorted(first + second) == list(range(23))
-
-
-def test_shares_are_of_replicas() -> None:
-    def play(replicas: Replicas) -> list[int]:
-        return drawn(epoch(Feed.train(loader(24, 4), replicas=replicas, seed=1, shares=(3, 1))))
-
-    first, twin, second, other_twin = on_ranks(play)
-    assert (first, second) == (twin, other_twin)
-    assert (len(first), len(second)) == (18, 6)
+    assert (first, second, (len(first), len(second))) == (twin, other_twin, counts)
     assert sorted(first + second) == list(range(24))
 
 

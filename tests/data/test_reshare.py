@@ -149,5 +149,5 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
 
 @pytest.mark.parametrize("make", [batch_sampler, lambda: DataLoader(Stream(40), 4), lambda: [torch.arange(4)]])
 def test_loaders_of_whole_batches_are_refused_by_the_flags_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader gives whole"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader yields whole"):
         feed_of(make(), 0, 2, reshared=True)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lockstep.data.counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.data.cut import apportion
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
@@ -149,37 +148,6 @@ def test_several_loaders_are_weighed_each_by_its_own_samples() -> None:
 # -- other numbers of ranks, empty parts
 
 
-def test_a_run_goes_on_with_other_shares_and_other_ranks() -> None:
-    """Windows are ranges of positions, whoever takes which part of them."""
-
-    def play(shares: Any, saved: BatchPlan | None, stop: float) -> tuple[list[list[int]], BatchPlan]:
-        found: list[list[int]] = []
-        size = len(shares)
-        for rank in range(size):
-
-            def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
-                return count_batches(saved, RunAttempt(size, 1, batches, flexible))
-
-            feed = feed_of(loader(61, 4), rank, size, shares=shares, counting=counting, planned=3)
-            goes_on = saved is not None and saved.size == size
-            number = saved.at.number if saved is not None and goes_on else feed.counting.begins(0)[0]
-            feed.begin(0, number, 1)
-            for index, window in enumerate(feed.windows(1)):
-                if index >= stop:
-                    break
-                number += window.size
-                found.extend([] for _ in range(index + 1 - len(found)))
-                found[index] += [i for batch, weight, _ in window if weight for i in indices(batch)]
-        plan = BatchPlan(feed.counting.ranks, 1, feed.batches, size, feed.reached(number), feed.counting.resumed_at)
-        return [sorted(window) for window in found], plan
-
-    whole, _ = play((1, 1, 1), None, math.inf)
-    first, plan = play((1, 3, 2), None, 2)
-    for shares in ((2, 1, 5), (5, 2), (1, 2, 3, 4)):
-        second, later = play(shares, plan, 1)
-        assert first + second + play((3, 1), later, math.inf)[0] == whole
-
-
 def test_a_rank_without_a_part_of_the_tail_gets_a_padding_batch() -> None:
     first, second = (epoch(feed_of(loader(9, 4), rank, 2, shares=(1, 3), padded=True)) for rank in range(2))
     assert [weight for _, weight, _ in first] == [2.0, 0.0]
@@ -210,12 +178,12 @@ def batch_sampler() -> DataLoader[Any]:
     ],
 )
 def test_loaders_of_whole_batches_are_refused_by_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader gives whole batches"):
+    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields whole batches"):
         feed_of(make(), 0, 2, shares=(3, 1))
 
 
 def test_shares_that_cannot_be() -> None:
-    with pytest.raises(MisconfigurationException, match="gives whole batches"):
+    with pytest.raises(MisconfigurationException, match="yields whole batches"):
         feed_of(loader(40), 0, 2, shares=(3, 1), distribute=False)
     for wrong in ((1, 2, 3), (1, 0), (1, -2), (1, math.nan), (math.inf, 1)):
         with pytest.raises(MisconfigurationException, match="give 2 positive numbers, one for each replica"):

@@ -15,7 +15,7 @@ from lockstep import LightningModule
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of, indices
+from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of
 from tests.loop.pieces import quiet
 
 
@@ -217,21 +217,6 @@ class StatefulLoader(DataLoader[Any]):
         self.begin = state["read"]
 
 
-@pytest.mark.parametrize("distribute", [True, False])
-def test_a_loader_with_state_goes_on_by_it(distribute: bool) -> None:
-    def made() -> Feed:
-        return feed_of(StatefulLoader(Quiet(20), 2), distribute=distribute)
-
-    feed = made()
-    feed.begin(0)
-    window = next(feed.windows(3))
-    list(window)
-    resumed = made()
-    resumed.load_state_dict(feed.state_dict())
-    rest = epoch(resumed, 0, start=3, accumulate=3)
-    assert [i for batch, _, _ in rest for i in indices(batch)] == list(range(6, 20))
-
-
 @pytest.mark.parametrize(
     ("made", "length"),
     [
@@ -246,27 +231,12 @@ def test_lengths(made: DataLoader[Any], length: float) -> None:
     assert feed_of(made).num_batches == length
 
 
-def test_a_stream_of_ready_made_batches_weighs_by_their_first_tensor() -> None:
-    steps = epoch(feed_of(DataLoader(Stream(5), None)), accumulate=2)
-    assert [(int(sample[0]), weight, share) for sample, weight, share in steps] == [
-        *((index, 2.0, 0.5) for index in range(4)),
-        (4, 2.0, 1.0),
-    ]
-
-
 def test_a_stream_is_read_up_to_the_length_it_tells() -> None:
     class Endless(SizedStream):
         def __iter__(self) -> Any:
             return iter(torch.arange(1000).unsqueeze(1).expand(-1, 2))
 
     assert drawn(epoch(feed_of(DataLoader(Endless(10), 4)))) == list(range(12))
-
-
-def test_a_data_set_that_shards_over_ranks_itself_is_taken_whole() -> None:
-    data = Stream(6)
-    data._distributed = (0, 2)  # type: ignore[attr-defined]
-    made = Feed.train(DataLoader(data, 2), replicas=Replicas(1, 2, lambda tensor: tensor.unsqueeze(0)), seed=1)
-    assert drawn(epoch(made)) == list(range(6))
 
 
 class Thinned(LightningModule):

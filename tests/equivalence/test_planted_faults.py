@@ -210,7 +210,7 @@ def rank_1_clips_by_its_own_norm() -> AbstractContextManager[Any]:
 def test_clipping_by_another_norm_on_each_rank(ranks: RankPool) -> None:
     report = report_with(ranks, rank_1_clips_by_its_own_norm, **CLIP)
     assert (report.first[0].step, report.first[0].what, report.first[0].ranks) == (0, "clipped gradient", (1,))
-    assert report.cause.startswith("clipping on each rank by another norm")
+    assert report.cause.startswith("clipping by a different norm on each rank")
 
 
 def every_rank_clips_by_value() -> AbstractContextManager[Any]:
@@ -290,4 +290,4 @@ def test_zeros_in_place_of_no_gradient(ranks: RankPool) -> None:
     report = report_with(ranks, zeros_for_none, Sometimes, length=23, batch_size=2)
     assert names(report) == {"rare.weight", "rare.bias"}
     assert report.first[0].size == float("inf")
-    assert "there in one of the runs only" in str(report)
+    assert "exists in only one of the runs" in str(report)

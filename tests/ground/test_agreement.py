@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -143,7 +144,7 @@ def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
 def _race_without_reductions(hosts: list[str], every: int | None, windows: int) -> tuple[str, Any]:
     with (
         mock.patch.object(shared_pages, "host", return_value=hosts[dist.get_rank()]),
-        mock.patch.object(module, "_shared_page", return_value=None),  # which needs reductions that hold up
+        mock.patch.object(module, "on_one_host", return_value=False),  # shared flags need reductions that hold up
     ):
         agreement = ConsensusFlags(every=every)
         heads = agreement._channel._maximum._heads  # type: ignore[attr-defined]
@@ -269,38 +270,25 @@ def test_now_answers_at_once_and_is_not_answered_again(ranks: RankPool, mode: st
     assert ranks(2).run(_asked_at_once, mode) == [expected] * 2
 
 
-def _kind(hidden: bool) -> str:
-    """The channel that is chosen; ``hidden``: as if rank 1 were on another host."""
-    if hidden and dist.get_rank() == 1:
-        original, shared_pages.host = shared_pages.host, lambda: "elsewhere"
-    agreement = ConsensusFlags()
-    if hidden and dist.get_rank() == 1:
-        shared_pages.host = original
+def _kind(patched: str, value: object) -> str:
+    """The channel that is chosen where a function of `shared_pages` returns something else on rank 1."""
+    with mock.patch.object(shared_pages, patched, return_value=value) if dist.get_rank() else contextlib.nullcontext():
+        agreement = ConsensusFlags()
     kind = type(agreement._channel).__name__
     agreement.close()
+    assert not list(Path("/dev/shm").glob(f"lockstep-{os.getpid()}-*"))
     return kind
 
 
-def test_memory_on_one_host_messages_between_hosts(ranks: RankPool) -> None:
-    assert ranks(2).run(_kind, False) == ["_Shared"] * 2
-    assert ranks(2).run(_kind, True) == ["_Messages"] * 2
-
-
-def _unmapped() -> tuple[str, int]:
-    if dist.get_rank() == 1:
-        original, shared_pages._map = shared_pages._map, lambda handle, size, part: None
-    agreement = ConsensusFlags()
-    if dist.get_rank() == 1:
-        shared_pages._map = original
-    kind = type(agreement._channel).__name__
-    agreement.close()
-    return kind, os.getpid()
-
-
-def test_a_rank_that_cannot_map_the_page_moves_all_to_messages(ranks: RankPool) -> None:
-    for kind, process in ranks(2).run(_unmapped):
-        assert kind == "_Messages"
-        assert not list(Path("/dev/shm").glob(f"lockstep-{process}-*"))
+@pytest.mark.parametrize(
+    ("patched", "value", "kind"),
+    # `close_handle` is imported by its name: nothing changes there.
+    [("close_handle", None, "_Shared"), ("host", "elsewhere", "_Messages"), ("_map", None, "_Messages")],
+)
+def test_memory_on_one_host_messages_between_hosts_or_without_a_map(
+    ranks: RankPool, patched: str, value: object, kind: str
+) -> None:
+    assert ranks(2).run(_kind, patched, value) == [kind] * 2
 
 
 def test_one_rank_sees_its_own_request_at_the_boundary() -> None:

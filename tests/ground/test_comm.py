@@ -15,16 +15,8 @@ from lockstep.ground import comm
 from lockstep.supervise.collective_trace import install_trace, take_down
 from tests.tools.pool import RankPool
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int64,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-]
+NAMES = ("float32", "float64", "bfloat16", "complex64", "int64", "int16", "uint8", "bool")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def _of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:

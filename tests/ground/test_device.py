@@ -109,7 +109,7 @@ def test_gpus(two_gpus: None, accelerator: str, devices: Any, indices: list[int]
     [
         (3, r"devices=3, but this machine has 2 cuda device.*devices=2 or less"),
         ([0, 2], r"devices=\[0, 2\], but this machine has 2"),
-        ([1, 1], r"devices=\[1, 1\] names a device twice"),
+        ([1, 1], r"devices=\[1, 1\] contains a device twice"),
         (0, "devices=0: give a number"),
         (True, "devices=True: give a number"),
         ("0,x", "devices='0,x': give a number"),
@@ -126,9 +126,7 @@ def test_auto_without_a_gpu_is_the_cpu(no_gpu: None) -> None:
 
 @pytest.mark.parametrize("accelerator", ["hpu", "ipu", "tpu", "xla"])
 def test_a_refused_accelerator_says_why(accelerator: str) -> None:
-    why = (
-        rf"accelerator='{accelerator}' is not known: .*a device that a package has added.*import it before the Trainer"
-    )
+    why = rf"accelerator='{accelerator}' is unknown: .*a device that a package adds.*import it before you create"
     with pytest.raises(MisconfigurationException, match=why):
         resolve_accelerator(accelerator)
 

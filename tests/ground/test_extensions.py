@@ -293,8 +293,8 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
     claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
     assert said["twice"] == claimed
     assert said["broken"] == (
-        "broken: the strategy 'broken' of broken 1.5 cannot be imported from 'broken:Quiet': OSError: no card. Mend or "
-        "uninstall that package."
+        "broken: the strategy 'broken' of broken 1.5 cannot be imported from 'broken:Quiet': OSError: no card. Repair "
+        "or uninstall that package."
     )
     assert "'quiet:Never': AttributeError" in said["nothing"]
     assert said["number"] == 'number: Trainer(strategy="number"): its entry point gives a int, and not a Strategy.'

@@ -223,7 +223,7 @@ class TestErrors:
                 super().__init__()
                 self.save_hyperparameters("b")
 
-        with pytest.raises(MisconfigurationException, match=r"'b' is no argument.*\['a'\]"):
+        with pytest.raises(MisconfigurationException, match=r"'b' is not an argument.*\['a'\]"):
             Wrong(1)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
 from lockstep import LightningDataModule, LightningModule
 from lockstep.checkpoint.arguments import restricted_classmethod
-from tests.loop.pieces import Slope, numbers, quiet
 
 
 class Base:
@@ -34,10 +32,3 @@ def test_it_is_called_on_classes_only() -> None:
 def test_a_checkpoint_is_loaded_by_the_class(kind: type) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__}.load_from_checkpoint makes a new object"):
         kind().load_from_checkpoint("any.ckpt")
-
-
-def test_a_checkpoint_loaded_by_the_class_is_of_that_class(tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Slope(lr=0.5), numbers(2))
-    trainer.save_checkpoint(tmp_path / "slope.ckpt")
-    assert type(Slope.load_from_checkpoint(tmp_path / "slope.ckpt")) is Slope

@@ -14,7 +14,7 @@ PARTS = (
     # the core
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py data/weighing.py engines/sharded/sharded_init.py",
+        "data/combined.py data/stream.py data/window.py engines/sharded/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         CARE,
     ),

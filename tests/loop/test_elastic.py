@@ -307,8 +307,8 @@ def test_what_is_said_of_it(
 
     assert told() == (
         "trainer.fit: the run was planned as 2 ranks x batch_size=4 x accumulate_grad_batches=1 = 8 samples a step. "
-        "On 1 rank each step is the same, as 2 micro-batches of 4 on each rank; flags that count batches go on "
-        "counting those of 2 ranks."
+        "On 1 rank each step is the same, as 2 micro-batches of 4 on each rank. Flags that count batches still "
+        "count those of 2 ranks."
     )
     planned = "2 ranks x batch_size=4 x accumulate_grad_batches=1 = 8 samples a step"
     had = f"trainer.fit: the checkpoint has {planned}; now it is "
@@ -323,15 +323,15 @@ def test_what_is_said_of_it(
     ):
         assert told(given, accumulate_grad_batches=accumulate) == (
             f"{had}1 rank x batch_size={size} x accumulate_grad_batches={accumulate} = {size * accumulate} samples a "
-            f"step, {other} global batch (batch_size or accumulate_grad_batches is not that of the checkpoint, and "
-            "holds from here on)."
+            f"step, {other} global batch (batch_size or accumulate_grad_batches differs from the checkpoint, and "
+            "applies from here on)."
         )
 
 
 def test_by_hand_a_step_has_what_the_user_gives_it(ranks: RankPool, tmp_path: Path) -> None:
     make, flags, cut = Rows(59, 4), {"max_epochs": 1, "module": ByHand}, Cut(2, tmp_path / "cut.ckpt")
     first = play(ranks, 2, make, flags, None, cut)
-    with pytest.warns(UserWarning, match=r"another global batch \(in manual optimization a step is what"):
+    with pytest.warns(UserWarning, match=r"another global batch \(in manual optimization lockstep cannot"):
         fewer = play(ranks, 1, make, flags, cut.path)
     assert sorted(s for _, _, s in first["seen"] + fewer["seen"]) == list(range(59))
     more = play(ranks, 3, make, flags, cut.path)

@@ -77,9 +77,7 @@ def test_a_loader_that_gives_no_batches_is_named() -> None:
         def train_dataloader(self) -> Any:
             return object()
 
-    with pytest.raises(
-        MisconfigurationException, match=r"train_dataloader is <object .*> *, an? object, which gives no"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"train_dataloader is <object .*> *, an? object, which cannot"):
         quiet().fit(Returns())
 
 
@@ -226,7 +224,7 @@ def test_the_loop_tells_which_batch_runs() -> None:
     trainer.fit(BoringModel(), loader())
     assert seen == [(0, 0, 0), (1, 1, 0), (0, 2, 1), (1, 3, 1)]
     assert trainer.fit_loop.epoch_progress.current.completed == 2
-    with pytest.raises(AttributeError, match=r"epoch_progress\.current\.completed, which .* sets, is an inner"):
+    with pytest.raises(AttributeError, match=r"epoch_progress\.current\.completed, which .* sets, is an internal"):
         trainer.fit_loop.epoch_progress.current.completed = 5
     with pytest.raises(AttributeError, match=r"_batches_that_stepped, which .* sets"):
         trainer.fit_loop.epoch_loop._batches_that_stepped = 5

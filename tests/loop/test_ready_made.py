@@ -141,11 +141,11 @@ def said(make: Callable[[], Any], stage: str = "fit", ranks: bool = False, **fla
 
 def test_the_size_that_was_taken_is_said_once() -> None:
     [training] = said(LOADERS["a list"])
-    assert training.startswith("train_dataloader gives ready-made batches")
-    assert "the first one 4 (shape (4,))" in training
+    assert training.startswith("train_dataloader yields ready-made batches")
+    assert "4 in the first batch (shape (4,))" in training
     assert '"weight": samples' in training
     [validation] = said(LOADERS["batch_size=None"], "validate")
-    assert validation.startswith("val_dataloader gives ready-made batches")
+    assert validation.startswith("val_dataloader yields ready-made batches")
     assert "batch_size=samples" in validation
     assert said(lambda: numbers(5, 2)) == []
 
@@ -218,8 +218,8 @@ def test_a_list_of_ready_made_nests_was_taken_for_several_loaders(kind: str) -> 
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "the first one 1 (shape ())"),
-        ([torch.zeros(0, dtype=torch.float64), *BATCHES], "the first one 4 (shape (4,))"),
+        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "1 in the first batch (shape ())"),
+        ([torch.zeros(0, dtype=torch.float64), *BATCHES], "4 in the first batch (shape (4,))"),
     ],
 )
 def test_what_a_batch_weighs_is_said_where_the_first_tensor_does_not_tell(

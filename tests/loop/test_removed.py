@@ -10,7 +10,7 @@ from lockstep import Callback
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.names.former_methods import former_methods
+from lockstep.names.table import former_methods
 from lockstep.precision.base import Precision
 from tests.loop.pieces import Slope, numbers, quiet
 

@@ -116,5 +116,5 @@ class Wrong(Two):
 
 
 def test_losses_in_another_nest_than_the_batches_are_refused() -> None:
-    with pytest.raises(Exception, match="one loss for each loader, in the nest in which its batch came"):
+    with pytest.raises(Exception, match="one loss for each loader, in the structure of the batch"):
         quiet(max_epochs=1).fit(Wrong(), loaders("dict", "indexed", 1, (2, 2)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.loop.checks import EPOCH_ENDS
-from lockstep.names.former_methods import former_methods
+from lockstep.names.table import former_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "lockstep" / "extensions" / "lightning" / "differences.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -21,11 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep import seed_everything
-from lockstep.ground.seed import current_seed
 from tests.tools import leaks
 from tests.tools.leaks import command_line
-from tests.tools.pool import RankFailure, RankPool, Ranks, RankTimeout, pool_processes
+from tests.tools.pool import RankFailure, RankPool, RankTimeout, pool_processes
 from tests.tools.pool_worker import CALLS_PER_COLLECTION
 
 FACTOR = 3.0
@@ -67,11 +64,6 @@ def hold_group_in_a_circle() -> None:
 def gloo_threads() -> int:
     threads = Path("/proc/self/task").iterdir()
     return sum((thread / "comm").read_text().startswith("gloo_tcp") for thread in threads)
-
-
-def gloo_threads_of_what_is_alive() -> int:
-    gc.collect()
-    return gloo_threads()
 
 
 def sum_over_a_mesh(groups: int, columns: int = 1) -> float:
@@ -118,12 +110,6 @@ def test_results_come_back_by_rank(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(lambda: dist.get_rank()) == list(range(world))
 
 
-def test_one_process_per_rank_serves_many_calls(ranks: RankPool) -> None:
-    first, second = ranks(2).run(os.getpid), ranks(2).run(os.getpid)
-    assert first == second
-    assert len({*first, os.getpid()}) == 3
-
-
 def test_ranks_may_leave_at_once(ranks: RankPool) -> None:
     """A rank that returned while another was still connecting to it broke that one's group, under load."""
 
@@ -162,20 +148,10 @@ def test_a_call_may_make_its_own_group(ranks: RankPool) -> None:
     assert ranks(2).run(dist.is_initialized, group=False) == [False, False]
 
 
-def test_callers_directory_is_seen(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ranks(2).run(os.getcwd) == [str(tmp_path)] * 2
-
-
 def test_a_call_sees_nothing_of_the_one_before(ranks: RankPool) -> None:
     before = ranks(2).run(condition)
     ranks(2).run(spoil)
     assert ranks(2).run(condition) == before
-
-
-def test_ranks_start_from_different_random_states(ranks: RankPool) -> None:
-    first, second = ranks(2).run(condition)
-    assert all(a != b for a, b in zip(first[-3:], second[-3:], strict=True))
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -206,13 +182,6 @@ def test_a_rank_that_dies_is_named_and_replaced(ranks: RankPool, how: Callable[[
     assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
 
 
-def test_a_rank_that_died_between_calls_is_replaced(ranks: RankPool) -> None:
-    ranks(2).run(total, 1.0)
-    os.kill(ranks.pids[1], signal.SIGKILL)
-    time.sleep(0.1)
-    assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
-
-
 def test_a_rank_that_hangs_is_named_with_its_stack(ranks: RankPool) -> None:
     with pytest.raises(RankTimeout, match=r"no answer after 0\.5 s from rank 1\n") as caught:
         ranks(2).run(stay, 1, 600.0, timeout=0.5)
@@ -231,19 +200,6 @@ def test_of_a_rank_that_does_not_answer_the_system_is_asked(ranks: RankPool) -> 
         ranks(2).run(stop, timeout=1)
 
 
-def test_ranks_that_wait_for_a_dead_one_are_ended(ranks: RankPool) -> None:
-    def fail_or_sleep() -> None:
-        if dist.get_rank() == 0:
-            raise Fish("first")
-        time.sleep(600)
-
-    start = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 1 did not come back") as caught:
-        ranks(2).run(fail_or_sleep)
-    assert caught.value.rank == 0
-    assert time.monotonic() - start < 10
-
-
 def test_what_a_call_leaves_running_is_its_failure(ranks: RankPool) -> None:
     def start() -> None:
         if dist.get_rank() == 1:
@@ -253,18 +209,6 @@ def test_what_a_call_leaves_running_is_its_failure(ranks: RankPool) -> None:
     said = r"rank 1 of 2: .*child process \d+ still runs: sleep 600; thread 'dreamer' still runs"
     with pytest.raises(RankFailure, match=said):
         ranks(2).run(start)
-
-
-def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="pickle"):
-        ranks(1).run(threading.Lock)
-    with pytest.raises(TypeError, match="pickle"):
-        ranks(1).run(str, threading.Lock())
-
-
-def test_a_seed_of_one_call_is_not_the_next_ones(ranks: RankPool) -> None:
-    assert ranks(1).run(lambda: seed_everything(7, verbose=False)) == [7]
-    assert ranks(1).run(current_seed) == [None]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
@@ -278,14 +222,6 @@ def test_a_mesh_of_an_earlier_call_was_asked_for_its_group(ranks: RankPool) -> N
     """torch's caches gave it to an equal mesh: "Could not resolve the process group registered under the name 5"."""
     for groups in (4, 0, 2):
         assert ranks(4).run(sum_over_a_mesh, groups) == [8.0] * 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
-def test_meshes_of_earlier_calls_kept_their_threads(ranks: RankPool) -> None:
-    """In torch's caches, one for each shape."""
-    for columns in (1, 2):
-        ranks(2).run(sum_over_a_mesh, 0, columns)
-    assert ranks(2).run(gloo_threads_of_what_is_alive, group=False) == [0, 0]
 
 
 def test_an_open_pool_is_no_leak_and_closing_leaves_no_process_and_no_file(
@@ -330,11 +266,3 @@ def test_a_killed_owner_leaves_no_process_and_no_file(tmp_path: Path, monkeypatc
         time.sleep(0.02)
     assert [command_line(pid) for pid in pids] == ["", ""]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (-2, ValueError)])
-def test_impossible_sizes_are_refused(ranks: RankPool, size: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match=str(size)):
-        RankPool(size)
-    with pytest.raises(error, match=str(size)):
-        Ranks(ranks, size).run(total, 1.0)

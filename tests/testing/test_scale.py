@@ -146,8 +146,3 @@ def test_hosts_agree_with_a_logarithm_of_messages(hosts: int) -> None:
     levels = max(1, math.ceil(math.log(hosts, 8) - 1e-9))
     assert found["depth"] <= 2 * levels - 1
     assert found["most"] <= 14 * levels
-
-
-def test_one_node_is_no_run_of_several() -> None:
-    with pytest.raises(ValueError, match=r"SimulatedRun\(nodes=1\): give at least 2"):
-        SimulatedRun(1)

@@ -40,8 +40,3 @@ def test_a_backend_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_numbers_of_ranks_are_refused(devices: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"SharedCard.*number of ranks"):
         SharedCard().get_parallel_devices(devices)
-
-
-def test_a_card_that_is_named_twice_is_refused_with_the_way_for_tests() -> None:
-    with pytest.raises(MisconfigurationException, match=r"devices=\[0, 0\] names a device twice.*SharedCard"):
-        Trainer(accelerator="gpu", devices=[0, 0], strategy="ddp", **QUIET)

@@ -84,8 +84,3 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     for thread in threading.enumerate():  # it goes on as a daemon, and takes its group down
         if thread.name == "rank-1":
             thread.join(30)
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="world=0"):
-        run_threads(0, sums, 7)

@@ -1,1 +1,1 @@
-"""What the Trainer's flags mean, decided before anything is started."""
+"""The Trainer's flags, checked and completed before a run starts."""

@@ -1,4 +1,4 @@
-"""``Trainer(compile=...)``: what of a module is compiled, and how."""
+"""``Trainer(compile=...)``: the layers that are compiled, and the options of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from lockstep.ground.errors import MisconfigurationException
 
 Blocks = bool | tuple[type[nn.Module] | str, ...] | None
 OWN = "blocks"
-"""The key that is lockstep's; the others are arguments of ``torch.compile``."""
+"""The key of lockstep's own option; all others are arguments of ``torch.compile``."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What is compiled, and how."""
+    """The layers that are compiled, and the options of ``torch.compile``."""
 
     blocks: Blocks = None
-    """True: the repeated blocks; False: the whole module, layer by layer from the top; classes of layers, or their
-    names; None: the repeated blocks where several ranks train, else the whole module."""
+    """True: the repeated blocks; False: the whole module, layer by layer from the top; or classes of layers, or their
+    names; None: the repeated blocks if several ranks train, else the whole module."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``torch.compile``."""
 
     @property
     def backend(self) -> str:
-        """The name of the compiler."""
+        """Name of the compiler."""
         backend = self.options.get("backend", "inductor")
         return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
 
 def compile_options(flag: str, value: object) -> CompileOptions | None:
-    """The options; None where nothing is to be compiled.
+    """Return the options; None if nothing is compiled.
 
     Raises:
-        MisconfigurationException: it is no bool and no dict, or names no layers.
+        MisconfigurationException: the value is not a bool or dict, or "blocks" does not name layers.
     """
     if isinstance(value, CompileOptions):
         return value
-    if value is None or value is False:  # 0 is no answer
+    if value is None or value is False:  # but not 0, which is refused
         return None
     if value is True:
         value = {}
@@ -57,13 +57,10 @@ def _blocks(flag: str, given: object) -> Blocks:
     if given is None or isinstance(given, bool):
         return given
     kinds = tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
-    if not kinds or not all(isinstance(kind, str) or _is_layer(kind) for kind in kinds):
+    are_layers = [isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in kinds]
+    if not kinds or not all(are_layers):
         raise MisconfigurationException(
             f"Trainer({flag}={{'blocks': {given!r:.100}}}): give True (the repeated blocks), False (the whole module), "
             "or classes of layers."
         )
     return kinds
-
-
-def _is_layer(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, nn.Module)

@@ -1,4 +1,4 @@
-"""Checks of the flags that say where a run takes place (nodes, devices, folders), and torch's process-wide flags."""
+"""Checks of the flags for nodes, devices and folders, and torch's process-wide flags."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.torch_support import untried
 from lockstep.launch.environment import fix_cublas_workspaces
 
-# -- where a run takes place ---------------------------------------------------------------------------------
+# -- nodes, devices and folders ------------------------------------------------------------------------------
 
 
 def nodes(value: object) -> int:
-    """The number of machines.
+    """Return the number of machines.
 
     Raises:
-        MisconfigurationException: no whole number of at least 1.
+        MisconfigurationException: the value is not a whole number of at least 1.
     """
     return whole("num_nodes", value, at_least=1) or 1
 
 
 def check_devices(devices: list[int] | str | int, cluster: str) -> None:
-    """Refuse devices by name where a cluster has dealt them out.
+    """Refuse a list of devices if a cluster has assigned them.
 
     Args:
-        devices: as in ``Trainer(devices=...)``.
-        cluster: who placed the ranks, "local" where it was this machine's user.
+        devices: value of ``Trainer(devices=...)``.
+        cluster: name of the cluster that started the ranks; "local" if it was the user on this machine.
 
     Raises:
-        MisconfigurationException: with what to give instead.
+        MisconfigurationException: the message has the way out.
     """
     named = isinstance(devices, (MutableSequence, tuple)) or (isinstance(devices, str) and "," in devices)
     if named and cluster != "local":
         raise MisconfigurationException(
-            f"Trainer(devices={devices!r}): {cluster} has placed this process and given it its devices: give the "
+            f"Trainer(devices={devices!r}): {cluster} has started this process and assigned its devices: give their "
             "number, or devices='auto', and choose devices when you submit the job (CUDA_VISIBLE_DEVICES)."
         )
 
@@ -52,26 +52,26 @@ def check_devices(devices: list[int] | str | int, cluster: str) -> None:
 def node_devices(
     accelerator: Accelerator, devices: list[int] | str | int, dealt_out: bool, alone: bool = False
 ) -> tuple[list[torch.device], int | None]:
-    """The devices that this process may have, and how many ranks on each node the flags ask for.
+    """Return the devices of this process, and the number of ranks on each node that the flags request.
 
     Args:
-        accelerator: an Accelerator.
-        devices: as in ``Trainer(devices=...)``.
-        dealt_out: whether a cluster has given this process its devices: then it sees those, and the flag is a number
-            of ranks, which is compared with those that were started.
-        alone: whether one process is to have all devices that are asked for.
+        accelerator: the accelerator.
+        devices: value of ``Trainer(devices=...)``.
+        dealt_out: a cluster has assigned this process its devices.
+        alone: one process uses all requested devices.
 
     Returns:
-        this node's devices by local rank, or the only one; and the number, None for as many as there are.
+        This node's devices by local rank, or the only one; and the number of ranks (None: as many as were started).
 
     Raises:
-        MisconfigurationException: devices that are not there, or a value that names none.
+        MisconfigurationException: a device does not exist, or the value is malformed.
     """
     if alone:
         return accelerator.get_parallel_devices(devices), 1
     if accelerator.device_type == "cpu" or not dealt_out:
         found = accelerator.get_parallel_devices(devices)
         return found, None if devices == "auto" and accelerator.device_type == "cpu" else len(found)
+    # This process sees only its own devices. The flag is a number of ranks, which is compared with those started.
     found = accelerator.get_parallel_devices("auto")
     if devices in ("auto", -1, "-1"):
         return found, None
@@ -81,34 +81,36 @@ def node_devices(
 
 
 def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
-    """The device of a rank: the only one that it sees, else the one of its number.
+    """Return the device of a rank: the only one that it sees, or the one with the index of its local rank.
 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
     """
     on_cpu = devices[0].type == "cpu"
+    # A single visible device is the rank's own, unless no cluster has assigned devices to ranks.
     if len(devices) == 1 and (on_cpu or not sees_all_devices()):
         return devices[0]
     if not on_cpu and local_size > len(devices):
         has = f"{len(devices)} {devices[0].type} device{'s' * (len(devices) > 1)}"
         raise MisconfigurationException(
-            f"{local_size} ranks on this node, which has {has} for them: start {len(devices)} or less, or ask the "
-            f"cluster for {local_size} devices a node (SLURM: --gres=gpu:{local_size})"
+            f"{local_size} ranks were started on this node, which has {has} for them: start {len(devices)} or less, or "
+            f"request {local_size} devices for each node (SLURM: --gres=gpu:{local_size})"
         )
     return devices[local_rank % len(devices)]
 
 
 def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
-    """Refuse a ``default_root_dir`` that cannot be written to, where files are to go there.
+    """Refuse a ``default_root_dir`` that cannot be written to, if the run writes files there.
 
     Args:
-        config: the RunConfig.
-        logger: as in ``Trainer(logger=...)``.
-        callbacks: of the Trainer.
+        config: the config of the run.
+        logger: value of ``Trainer(logger=...)``.
+        callbacks: callbacks of the Trainer.
 
     Raises:
-        MisconfigurationException: with the folder.
+        MisconfigurationException: the message names the folder.
     """
+    # A remote folder is checked by the first write: a check would be a request to the storage.
     if config.fast_dev_run or is_remote(config.default_root_dir):
         return
     homeless = [c for c in callbacks if isinstance(c, Checkpoint) and getattr(c, "dirpath", "") is None]
@@ -120,26 +122,28 @@ def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
 
 
 def apply_to_process(config: RunConfig, device_type: str) -> None:
-    """Set what ``deterministic`` and ``benchmark`` ask for in this process; None leaves torch as it is.
+    """Set torch's switches for ``deterministic`` and ``benchmark`` in this process; None leaves them unchanged.
 
     Args:
-        config: the RunConfig.
-        device_type: of the run; only CUDA needs more than torch's own switch.
+        config: the config of the run.
+        device_type: device type of the run.
     """
     deterministic, benchmark = config.deterministic, config.benchmark
+    # cuDNN's benchmark may choose another algorithm in each run.
     if deterministic and benchmark is None:
         benchmark = False
     if benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+    # cuBLAS is deterministic only with a fixed workspace, which torch's switch does not set.
     if deterministic and device_type == "cuda":
         fix_cublas_workspaces()
 
 
 @cache
 def announce_device(device_type: str, several: bool = False) -> None:
-    """Say, once and on rank 0, that this release never ran on such a device, or several, where that is so."""
-    told = untried(device_type, several)
-    if told is not None:
-        rank_zero_info(told)
+    """Report once, on rank 0, if this release never ran on such a device, or on several of them."""
+    message = untried(device_type, several)
+    if message is not None:
+        rank_zero_info(message)

@@ -1,4 +1,4 @@
-"""Objects that users give a Trainer (plugins, callbacks, loggers, a profiler), and those that it has by default."""
+"""Objects that users pass to a Trainer (plugins, callbacks, loggers, a profiler), and the default ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.profilers.base import Profiler
 
 
 def several(given: object) -> list[Any]:
-    """One or several things as a list; None: nothing."""
+    """Return one object or several as a list; empty for None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -48,17 +48,17 @@ PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def check_kind(where: str, thing: object, kind: type, name: str) -> None:
-    """Refuse what is no instance of ``kind``.
+    """Refuse an object that is not an instance of ``kind``.
 
     Args:
         where: the call and its argument, for the message.
-        thing: what was given.
+        thing: the object.
         kind: lockstep's class.
-        name: how users import it from lockstep.
+        name: its name in lockstep, for the message.
 
     Raises:
-        WrongType: a class in place of an instance, or something else.
-        MisconfigurationException: an object of Lightning's.
+        WrongType: the object is a class, or an instance of another class.
+        MisconfigurationException: the object is Lightning's.
     """
     if isinstance(thing, type) and issubclass(thing, kind):
         raise WrongType(f"{where}: {thing.__name__} is a class; give an instance, {thing.__name__}().")
@@ -66,14 +66,14 @@ def check_kind(where: str, thing: object, kind: type, name: str) -> None:
         return
     check_not_lightnings(where, thing)
     shown = type(thing).__name__ if not isinstance(thing, type) else f"the class {thing.__name__}"
-    raise WrongType(f"{where}: it must be a `{name}` of lockstep, got `{shown}` ({thing!r:.100}).")
+    raise WrongType(f"{where}: expected a `{name}` of lockstep, got `{shown}` ({thing!r:.100}).")
 
 
 def check_not_lightnings(where: str, thing: object) -> None:
-    """Refuse an object whose class derives from one of an installed Lightning.
+    """Refuse an object with a class that derives from a class of an installed Lightning.
 
     Raises:
-        MisconfigurationException: with the import to change, and the command under which it need not be.
+        MisconfigurationException: the message has the import to change, and the command that makes this unnecessary.
     """
     kind = thing if isinstance(thing, type) else type(thing)
     base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
@@ -87,27 +87,27 @@ def check_not_lightnings(where: str, thing: object) -> None:
         script = os.path.basename(sys.argv[0])
         way = f"`lockstep run --lightning {script if script.endswith('.py') else 'script.py'}`"
     raise MisconfigurationException(
-        f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep runs "
-        f"classes of lockstep: change its import from `{package}` to `lockstep`; or, where it is a third party's, have "
-        f"`{package}` mean lockstep everywhere: {way}."
+        f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, but lockstep's Trainer runs "
+        f"classes of lockstep: change its import from `{package}` to `lockstep`; or, if it is a third party's, replace "
+        f"`{package}` by lockstep everywhere: {way}."
     )
 
 
 def check_constructed(where: str, thing: object, attribute: str) -> None:
-    """Refuse an object whose class forgot to call the constructor of its base.
+    """Refuse an object if its class does not call the constructor of its base class.
 
     Args:
         where: the call, for the message.
         thing: a module or data module.
-        attribute: that the base's ``__init__`` sets.
+        attribute: an attribute that the base class sets in ``__init__``.
 
     Raises:
-        MisconfigurationException: with the line to add.
+        MisconfigurationException: the message has the line to add.
     """
     if attribute not in vars(thing):
         name = type(thing).__name__
         raise MisconfigurationException(
-            f"{where}: {name}.__init__ does not call `super().__init__()`; make it its first line."
+            f"{where}: {name}.__init__ does not call `super().__init__()`: make that its first line."
         )
 
 
@@ -116,7 +116,7 @@ def check_constructed(where: str, thing: object, attribute: str) -> None:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The plugins of a Trainer, sorted."""
+    """The plugins of a Trainer by kind."""
 
     precision: Precision | None = None
     cluster: DescribesRanks | None = None
@@ -124,15 +124,15 @@ class Plugins:
 
 
 def sort_plugins(given: object, precision_flag: str | int | None, carried: Iterable[Any] = ()) -> Plugins:
-    """Tell a Trainer's plugins apart.
+    """Return a Trainer's plugins by kind.
 
     Args:
-        given: as in ``Trainer(plugins=...)``: None, one, or several.
-        precision_flag: as in ``Trainer(precision=...)``, which must not name another precision.
-        carried: plugins that were given to the strategy.
+        given: value of ``Trainer(plugins=...)``: None, one, or several.
+        precision_flag: value of ``Trainer(precision=...)``, which must not be given with a precision plugin.
+        carried: plugins that were passed to the strategy.
 
     Raises:
-        MisconfigurationException: a plugin that lockstep has no place for, or two of one kind.
+        MisconfigurationException: a plugin is of an unsupported kind, or there are two of one kind.
     """
     named = (environment_named(plugin) if isinstance(plugin, str) else plugin for plugin in carried)
     found: dict[str, Any] = {}
@@ -140,12 +140,12 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         kind = _kind(plugin)
         if kind is None:
             raise MisconfigurationException(
-                f"Trainer(plugins={plugin!r:.100}): lockstep takes instances of its own Precision and CheckpointIO and "
-                "of a ClusterEnvironment here; choose all else by `strategy=` and `precision=`."
+                f"Trainer(plugins={plugin!r:.100}): give instances of lockstep's Precision or CheckpointIO, or a "
+                "ClusterEnvironment; choose everything else by `strategy=` and `precision=`."
             )
         if kind in found:
             raise MisconfigurationException(
-                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): there is one {kind}; "
+                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): a run has one {kind}; "
                 "give one of them."
             )
         found[kind] = plugin
@@ -158,19 +158,19 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         found["cluster"] = cluster = _cluster(found["cluster"])
         is_given = any(cluster is plugin for plugin in several(given))
         if is_given and isinstance(cluster, SLURMEnvironment) and not cluster.is_in_job():
-            del found["cluster"]  # the settings of a job, and this is none: ranks are found as without it
+            del found["cluster"]  # its settings are for a job, and this process is not in one
     return Plugins(**found)
 
 
 def _cluster(given: Any) -> Any:
-    """The cluster environment of a run: the given one, where it has its ranks started by somebody else."""
+    """Return the cluster environment of a run: the given one, if its ranks are started externally."""
     if given.creates_processes_externally:
         return given
-    kinds = [kind.__name__ for kind in type(given).__mro__]
-    if "LightningEnvironment" not in kinds:  # that one describes what lockstep does by itself
+    # LightningEnvironment describes how lockstep starts ranks itself; by name, since it may be Lightning's own class.
+    if "LightningEnvironment" not in [kind.__name__ for kind in type(given).__mro__]:
         raise MisconfigurationException(
-            f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, and lockstep "
-            'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
+            f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, but lockstep "
+            'starts ranks itself: leave the plugin out and use strategy="ddp", or return True.'
         )
     return LightningEnvironment()
 
@@ -187,11 +187,15 @@ def _kind(plugin: object) -> str | None:
 
 
 def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
-    """Refuse what is no callback, and callbacks that a checkpoint could not tell apart; ``where`` is for the message.
+    """Refuse objects that are not callbacks, and callbacks with states and the same ``state_key``.
+
+    Args:
+        where: the call and its argument, for the message.
+        callbacks: the objects.
 
     Raises:
-        WrongType: one is none.
-        MisconfigurationException: two have states, and one key for both.
+        WrongType: an object is not a callback.
+        MisconfigurationException: two callbacks with states have the same key.
     """
     for callback in callbacks:
         check_kind(where, callback, Callback, "Callback")
@@ -199,32 +203,33 @@ def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
 
 
 def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
-    """Refuse callbacks that a checkpoint could not tell apart.
+    """Refuse callbacks with states and the same ``state_key``: a checkpoint could keep only one of the states.
 
     Args:
-        callbacks: of a run.
-        where: what named them, for the message.
+        callbacks: callbacks of a run.
+        where: the call and its argument, for the message.
 
     Raises:
-        MisconfigurationException: two have states, and one key for both.
+        MisconfigurationException: two callbacks with states have the same key.
     """
     stateful = [callback for callback in callbacks if is_overridden("state_dict", callback, Callback)]
+    # Callbacks that share one state on purpose count once.
     states = {(callback.state_key, callback._shares_state or id(callback)) for callback in stateful}
     keys = Counter(key for key, _ in states)
     key, times = max(keys.items(), key=itemgetter(1), default=("", 0))
     if times > 1:
         raise MisconfigurationException(
-            f"{where}: {times} callbacks share the state_key {key!r}, so a checkpoint could keep only one: give their "
-            "classes a `state_key` property that tells them apart."
+            f"{where}: {times} callbacks share the state_key {key!r}, so a checkpoint could keep only one: define a "
+            "property `state_key` in their classes that differs between them."
         )
 
 
 def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks in their order, but searches before all others, which begin with what was found, and those that write
-    checkpoints after all others, whose state they save."""
+    """Return callbacks in their order, with searches first and those that write checkpoints last."""
+    # The others start with the results of a search. A checkpoint holds their states after the hook.
 
     def place(callback: Callback) -> int:
-        # `is True`: a stand-in of a test (`Mock(spec=Callback)`) has a true value for every name
+        # `is True`: a mock (`Mock(spec=Callback)`) has a true value for every name
         return 2 if isinstance(callback, Checkpoint) else int(getattr(callback, "_searches", False) is not True)
 
     return sorted(callbacks, key=place)
@@ -237,18 +242,18 @@ def make_callbacks(
     summary: bool | None,
     config: RunConfig,
 ) -> list[Any]:
-    """The callbacks of a Trainer, those that write checkpoints last.
+    """Return the callbacks of a Trainer, with the default ones; those that write checkpoints are last.
 
     Args:
-        given: as in ``Trainer(callbacks=...)``.
-        checkpointing: as in ``Trainer(enable_checkpointing=...)``.
-        bar: as in ``Trainer(enable_progress_bar=...)``.
-        summary: as in ``Trainer(enable_model_summary=...)``.
-        config: the RunConfig.
+        given: value of ``Trainer(callbacks=...)``.
+        checkpointing: value of ``Trainer(enable_checkpointing=...)``.
+        bar: value of ``Trainer(enable_progress_bar=...)``.
+        summary: value of ``Trainer(enable_model_summary=...)``.
+        config: the config of the run.
 
     Raises:
-        MisconfigurationException: no callback, two that a checkpoint could not tell apart, a flag and a callback that
-            contradict each other.
+        MisconfigurationException: an object is not a callback, two callbacks have the same key, or a flag contradicts
+            a callback.
     """
     callbacks = several(given)
     for callback in callbacks:
@@ -265,24 +270,24 @@ def make_callbacks(
         ("enable_model_summary", summary, ModelSummary, lambda: choose_model_summary(callbacks)),
     ]
     for flag, given_for, kind, make in defaults:
-        asked = switch(flag, given_for, optional=True)
-        there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
-        if there and asked is False:
+        is_on = switch(flag, given_for, optional=True)
+        existing = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if existing and is_on is False:
             raise MisconfigurationException(
-                f"Trainer({flag}=False, callbacks=[{', '.join(there)}(...)]): leave out the flag or the callback."
+                f"Trainer({flag}=False, callbacks=[{', '.join(existing)}(...)]): leave out the flag or the callback."
             )
-        if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
+        if not existing and is_on is not False and not (config.fast_dev_run and kind is Checkpoint):
             callbacks.append(make())
     return in_order(callbacks)
 
 
 def choose_progress_bar() -> ProgressBar:
-    """The progress bar of a Trainer whose user named none.
+    """Return the default progress bar of a Trainer.
 
     Returns:
         :class:`RichProgressBar` on a terminal that can move its cursor, if rich is installed;
-        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which writes
-        a line now and then and never animates, where stdout is a file or a pipe.
+        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which prints
+        a line now and then and never animates, if stdout is a file or a pipe.
     """
     if in_notebook():
         return TQDMProgressBar()
@@ -298,24 +303,25 @@ def choose_progress_bar() -> ProgressBar:
 # -- loggers -------------------------------------------------------------------------------------------------
 
 
-def make_loggers(asked: Logger | Iterable[Logger] | bool | None, config: RunConfig) -> list[Any]:
-    """The loggers of a Trainer.
+def make_loggers(given: Logger | Iterable[Logger] | bool | None, config: RunConfig) -> list[Any]:
+    """Return the loggers of a Trainer.
 
     Args:
-        asked: True or None for the default one, False for none, a Logger or several.
-        config: the RunConfig.
+        given: True or None for the default one, False for none, a Logger or several.
+        config: the config of the run.
 
     Raises:
-        MisconfigurationException: something that cannot log.
+        MisconfigurationException: an object is not a logger.
     """
-    by_default = asked is None or asked is True
-    loggers = [] if by_default or asked is False else several(asked)
+    by_default = given is None or given is True
+    loggers = [] if by_default or given is False else several(given)
     for logger in loggers:
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
             check_not_lightnings("Trainer(logger=...)", logger)
             raise MisconfigurationException(
-                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
+                f"Trainer(logger={given!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
             )
+    # A trial run of a few batches must not leave files.
     if config.fast_dev_run and (by_default or loggers):
         return [DummyLogger()]
     return [default_logger(config.default_root_dir)] if by_default else loggers
@@ -332,13 +338,13 @@ _PROFILERS = {
 
 
 def make_profiler(flag: Profiler | str | None) -> Profiler | None:
-    """The profiler of a Trainer; None where nothing is to be recorded.
+    """Return the profiler of a Trainer; None if nothing is recorded.
 
     Args:
-        flag: None, "simple", "advanced", "pytorch" (in any case of letters), or a profiler.
+        flag: None, "simple", "advanced", "pytorch" (upper or lower case), or a profiler.
 
     Raises:
-        MisconfigurationException: anything else.
+        MisconfigurationException: the value is anything else.
     """
     if flag is None or isinstance(flag, Profiler):
         return flag
@@ -347,5 +353,6 @@ def make_profiler(flag: Profiler | str | None) -> Profiler | None:
             f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler.'
         )
     file, name = _PROFILERS[flag.lower()].split(":")
-    profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs
+    # imported here, since torch.profiler is slow to import
+    profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()
     return profiler

@@ -1,6 +1,6 @@
-"""From the Trainer's flags to one frozen RunConfig: every check that needs no model, no data and no device."""
+"""RunConfig: the Trainer's flags, checked as far as possible without a model, data or a device."""
 
-# ruff: noqa: RUF009 - a field that is made by a call of `field` is what dataclasses want
+# ruff: noqa: RUF009 - dataclass fields are made by a function that calls `field`
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 
 def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
-    """Every flag in the order of the Trainer's signature, and its default."""
+    """Return the default of each flag, in the order of the Trainer's signature."""
     parameters = inspect.signature(init).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
-    """Refuse flags that the Trainer does not have, naming the nearest that it has.
+    """Refuse flags that the Trainer does not have.
 
     Args:
-        given: what the Trainer was given beside its flags.
-        flags: their names.
+        given: further arguments of the Trainer.
+        flags: names of its flags.
 
     Raises:
-        WrongType: where anything was given.
+        WrongType: there is a further argument; the message has the flag with the closest name.
     """
     for name, value in given.items():
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
@@ -45,43 +45,43 @@ def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
 
 
 def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
-    """Whether BatchNorm is to take its statistics over all ranks.
+    """Return True if BatchNorm computes its statistics over all ranks.
 
     Raises:
-        MisconfigurationException: for another value than a bool, or where one process has several devices.
+        MisconfigurationException: the value is not a bool, or one process has several devices.
     """
     if switch("sync_batchnorm", given) and devices_of_a_process > 1:
         raise MisconfigurationException(
-            f"Trainer(sync_batchnorm=True) where one process drives {devices_of_a_process} devices: BatchNorm is "
+            f"Trainer(sync_batchnorm=True) with {devices_of_a_process} devices in one process: BatchNorm is "
             'synchronized over ranks only; use strategy="ddp".'
         )
     return bool(given)
 
 
 def refuse_what_is_not_there(model_registry: object) -> None:
-    """Flags of Lightning's of which lockstep has only the default.
+    """Refuse flags of Lightning for which lockstep supports only the default.
 
     Raises:
-        MisconfigurationException: with the reason, and what to do.
+        MisconfigurationException: the message has the reason and the way out.
     """
     if model_registry is not None:
         raise MisconfigurationException(
-            f"Trainer(model_registry={model_registry!r}): Lightning sends checkpoints to its company's model hub by "
-            "this flag, through the package litmodels; lockstep sends nothing anywhere. Leave it out, keep "
-            "checkpoints with ModelCheckpoint(dirpath=...), and upload the files yourself."
+            f"Trainer(model_registry={model_registry!r}): with this flag Lightning uploads checkpoints to its "
+            "company's model hub, which lockstep does not do. Leave it out, keep checkpoints with "
+            "ModelCheckpoint(dirpath=...), and upload the files yourself."
         )
 
 
-# -- checks of values: each takes a flag's name and what was given for it ------------------------------------
+# -- checks of values: each takes a flag's name and its value ------------------------------------------------
 
 
 def is_number(value: object, *kinds: type) -> TypeGuard[float]:
-    """Whether a value is of one of the kinds of numbers; a bool counts as none."""
+    """Return True if a value has one of these classes of numbers; a bool does not count as a number."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
-    """True or False; where it is ``optional``, None too."""
+    """Return True or False; also None if ``optional``."""
     if value is None and optional:
         return None
     if not isinstance(value, int) or value not in (0, 1):
@@ -92,7 +92,7 @@ def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
 def whole(
     flag: str, value: object, *, at_least: int, default: int | None = None, may_be_off: bool = False
 ) -> int | None:
-    """A whole number; the default for None, and 0 for False where that is a way to say off."""
+    """Return a whole number; the default for None, and 0 for False if the flag ``may_be_off``."""
     if value is None:
         return default
     if value is False and may_be_off:
@@ -107,7 +107,7 @@ def whole(
 
 
 def batches_to_try(flag: str, value: object) -> int:
-    """How many batches a ``fast_dev_run`` has; 0 for none."""
+    """Return the number of batches of a ``fast_dev_run``; 0 if it is off."""
     number = int(value) if isinstance(value, bool) else whole_number(value)
     if number is None or number < 0:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): give True, False or the number of batches to try.")
@@ -115,7 +115,7 @@ def batches_to_try(flag: str, value: object) -> int:
 
 
 def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
-    """A number of batches (an int; a float above 1 without a fraction counts as one), or a part of them (a float)."""
+    """Return a number of batches (int), or a fraction of them (float); a whole float above 1 is a number."""
     if value is None:
         return default
     if is_number(value, int, float) and (value > 0 or (zero and value == 0)):
@@ -130,21 +130,21 @@ def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: f
 
 
 def interval(flag: str, value: object) -> int | float | timedelta:
-    """A number of batches, a part of an epoch, or a time."""
+    """Return a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, timedelta)):
         return duration(flag, value)
     return fraction_or_count(flag, value, zero=False)
 
 
 def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
-    """One of the choices."""
+    """Return the value, which must be one of the choices."""
     if value not in choices:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}.")
     return value
 
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
-    """Micro-batches of a window, or a dict from the first epoch to that."""
+    """Return the micro-batches of a window, or a dict from the first epoch to that number."""
     given = value if isinstance(value, dict) else {0: value}
     table: dict[int, int] = {}
     for first, count in given.items():
@@ -159,7 +159,7 @@ def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]
 
 
 def clip_bound(flag: str, value: object) -> float | None:
-    """A bound of gradients; 0 is no clipping, as in Lightning."""
+    """Return a bound for gradients; None for 0, which means no clipping, as in Lightning."""
     if value is None:
         return None
     message = f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping."
@@ -171,12 +171,12 @@ def clip_bound(flag: str, value: object) -> float | None:
 
 
 def clip_algorithm(flag: str, value: object) -> object:
-    """The word in small letters; "norm" for None."""
+    """Return the algorithm in lower case; "norm" for None."""
     return choice(flag, "norm" if value is None else str(value).lower(), choices=("norm", "value"))
 
 
 def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
-    """A length of time."""
+    """Return a duration."""
     try:
         if isinstance(value, timedelta):
             length = value
@@ -196,12 +196,12 @@ def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
 
 
 def duration_in_seconds(flag: str, value: str | timedelta | dict[str, int] | None) -> float | None:
-    """A length of time, in seconds, or None."""
+    """Return a duration in seconds, or None."""
     return None if value is None else duration(flag, value).total_seconds()
 
 
 def seconds(flag: str, value: object) -> float | None:
-    """A length of time above 0, in seconds, or None for no limit."""
+    """Return a positive duration in seconds, or None for no limit."""
     if value is None:
         return None
     found = value.total_seconds() if isinstance(value, timedelta) else value
@@ -213,28 +213,28 @@ def seconds(flag: str, value: object) -> float | None:
 
 
 def folder(flag: str, value: object) -> str:
-    """The path of a folder, as text; it need not be there yet. The working directory for None."""
+    """Return the path of a folder, which need not exist; the working directory for None."""
     if value is None:
         return os.getcwd()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str):
         raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): give the path of a folder, a str or a pathlib.Path; it is made when needed."
+            f"Trainer({flag}={value!r}): give the path of a folder, a str or a pathlib.Path; it is created when needed."
         )
     path = os.path.expanduser(path)
     if os.path.exists(path) and not os.path.isdir(path):
-        raise MisconfigurationException(f"Trainer({flag}={path!r}): there is a file of this name; give a folder.")
+        raise MisconfigurationException(f"Trainer({flag}={path!r}): this path is a file; give a folder.")
     return path
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Refuse a folder, or the one above it where it is to be made, that this user may not write to."""
-    there = os.path.abspath(path)
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+    """Refuse a folder that this user may not write to, or may not create in its closest existing parent."""
+    existing = os.path.abspath(path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         raise MisconfigurationException(
-            f"Trainer({flag}={path!r}): logs and checkpoints are to go there, and {there!r} cannot be written to: "
+            f"Trainer({flag}={path!r}): logs and checkpoints are written there, but {existing!r} is not writable: "
             f"give `{flag}` another folder, or set logger=False and enable_checkpointing=False."
         )
 
@@ -242,7 +242,7 @@ def check_writable(flag: str, path: str) -> None:
 # -- barebones -----------------------------------------------------------------------------------------------
 
 
-# Flag -> what it is in barebones mode; whoever asks for something else contradicts the mode.
+# The value of each flag in barebones mode; another value contradicts the mode.
 OFF: dict[str, Any] = {
     "enable_checkpointing": False,
     "logger": False,
@@ -257,13 +257,13 @@ OFF: dict[str, Any] = {
 
 
 def strip(given: dict[str, Any]) -> bool:
-    """Turn off in the given flags what ``barebones`` turns off, and say so once; tells whether it is on.
+    """Set flags to their values in barebones mode and report it once; return True if the mode is on.
 
     Args:
-        given: the Trainer's flags; changed in place where ``barebones`` is among them.
+        given: the Trainer's flags; changed in place if ``barebones`` is on.
 
     Raises:
-        MisconfigurationException: a flag that asks for what the mode turns off.
+        MisconfigurationException: a flag turns on something that the mode turns off.
     """
     if not switch("barebones", given["barebones"]):
         return False
@@ -271,37 +271,37 @@ def strip(given: dict[str, Any]) -> bool:
         value = given[name]
         if value is not None and not (isinstance(value, (bool, int)) and value == off):
             raise MisconfigurationException(
-                f"`Trainer(barebones=True, {name}={value!r:.100})` was passed: the mode is for measuring what a step "
-                "costs, and this adds to it; leave out one of the two."
+                f"`Trainer(barebones=True, {name}={value!r:.100})` was passed: the mode measures the cost of a step, "
+                "and this flag adds to it; leave out one of the two."
             )
         given[name] = off
     rank_zero_info(
         "Trainer(barebones=True): checkpoints, loggers, progress bar, model summary, sanity check, anomaly detection, "
-        "profiler and `self.log` are off, so that a step costs the least."
+        "profiler and `self.log` are off, to minimize the cost of a step."
     )
     return True
 
 
 NonFinite = Literal["protect", "skip", "stop", "ignore"]
-"""What ``Trainer(non_finite=...)`` may be."""
+"""Values of ``Trainer(non_finite=...)``."""
 
 
 # -- RunConfig -----------------------------------------------------------------------------------------------
 
 
 def _flag(check: Callable[..., Any], **options: object) -> Any:
-    """A field of RunConfig, with the check that makes its value of what the user gave."""
+    """Return a field of RunConfig with the check that converts the user's value."""
     return field(metadata={"check": partial(check, **options)})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the user asked of the Trainer, checked and with its defaults filled in.
+    """The Trainer's flags, checked and with their defaults.
 
     Limits of batches are an ``int`` (a number of batches) or a ``float`` in [0, 1] (a fraction of the loader).
 
     Raises:
-        MisconfigurationException: for a combination that cannot work.
+        MisconfigurationException: a combination of flags cannot work.
     """
 
     fast_dev_run: int = _flag(batches_to_try)
@@ -343,8 +343,9 @@ class RunConfig:
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if most != -1 and least > most:
                 raise MisconfigurationException(
-                    f"Trainer(min_{unit}={least}, max_{unit}={most}): the least is above the most."
+                    f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum."
                 )
+        # An interval across epochs has no length that a fraction could refer to.
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise MisconfigurationException(
                 f"Trainer(check_val_every_n_epoch=None, val_check_interval={self.val_check_interval!r}): across epochs "
@@ -352,7 +353,7 @@ class RunConfig:
             )
 
     def accumulation(self, epoch: int) -> int:
-        """Micro-batches of one window in ``epoch`` (counted from 0)."""
+        """Return the micro-batches of a window in ``epoch`` (counted from 0)."""
         return batches_of_window(self.accumulate_grad_batches, epoch)
 
 
@@ -360,12 +361,13 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check
 
 
 def config_of(given: dict[str, Any]) -> RunConfig:
-    """The RunConfig of a Trainer's flags; those that it has no field for are left alone.
+    """Return the RunConfig of a Trainer's flags; flags without a field in it are ignored.
 
     Raises:
-        MisconfigurationException: for a value, or a combination, that cannot work.
+        MisconfigurationException: a value, or a combination of flags, cannot work.
     """
     values = {name: check(name, given[name]) for name, check in _CHECKS.items()}
+    # Another limit replaces the default of max_epochs.
     if given["max_epochs"] is None and (values["max_steps"] != -1 or values["max_time"] is not None):
         values["max_epochs"] = -1
     if given["min_epochs"] is None and given["min_steps"] is not None:
@@ -375,22 +377,22 @@ def config_of(given: dict[str, Any]) -> RunConfig:
         if overfit and not values["fast_dev_run"] and given[name] is not None and values[name] != overfit:
             rank_zero_warn(f"Trainer(overfit_batches={overfit}, {name}={given[name]}): the former sets the latter.")
     for name in ("fast_dev_run", "overfit_batches"):
-        values.update(_led_by(name, values[name]))
+        values.update(_implied_by(name, values[name]))
     return RunConfig(**values)
 
 
 def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
-    """The config with a flag that is set after construction, checked as it is there.
+    """Return the config with a flag that is set after construction, with the same checks.
 
     Raises:
-        MisconfigurationException: for a value, or a combination, that cannot work.
+        MisconfigurationException: a value, or a combination of flags, cannot work.
     """
     checked = _CHECKS[name](name, value)
-    return replace(config, **{name: checked, **_led_by(name, checked)})
+    return replace(config, **{name: checked, **_implied_by(name, checked)})
 
 
-def _led_by(name: str, value: Any) -> dict[str, Any]:
-    """What a flag decides for others."""
+def _implied_by(name: str, value: Any) -> dict[str, Any]:
+    """Return the values of other flags that follow from a flag."""
     if name == "overfit_batches" and value:
         return {"limit_train_batches": value, "limit_val_batches": value}
     if name != "fast_dev_run" or not value:

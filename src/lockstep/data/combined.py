@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lockstep.data.cut import WindowPlan, apportion
 from lockstep.data.fixed import Untouched, in_order
 from lockstep.data.order import make_key
-from lockstep.data.own_batches import check_own_batches, makes_own_batches
+from lockstep.data.own_parts import check_own_batches, makes_own_batches
 from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
 from lockstep.data.source import (
     Gather,
@@ -172,16 +172,17 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
 
 def rows(
-    openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, begun: Sequence[int] | None = None
+    openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
     """Draw rows of batches from several iterators in any mode except ``"sequential"``. The iterators are opened now.
 
     Args:
         openers: functions that open one iterator each, given the number of passes that have ended.
         mode: decides when to end, and what an iterator yields after its end.
-        begun: number of passes of each iterator that have already ended; default: 0.
+        turns: number of passes of each iterator that have already ended; default: 0.
     """
-    turns = list(begun or [0] * len(openers))
+    turns = list(turns or [0] * len(openers))
+    # All are opened before the first row, so that the workers of all loaders start now.
     iterators = [opener(turn) for opener, turn in zip(openers, turns, strict=True)]
     return _drawn_from(iterators, openers, mode, turns)
 
@@ -268,10 +269,11 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     """
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise WrongType(
-            f"{name} is {loader!r:.100}, a {type(loader).__name__}, which gives no batches: return or pass a "
-            "DataLoader, or what can be iterated."
+            f"{name} is {loader!r:.100}, a {type(loader).__name__}, which cannot be iterated: return or pass a "
+            "DataLoader or another iterable of batches."
         )
     measure = Measure(name, spec.stage)
+    # The index is part of the key: loaders of a stage are shuffled independently.
     key = make_key(spec.seed, spec.stage, number)
     if not isinstance(loader, DataLoader) or not spec.distribute:
         if spec.distribute and spec.size > 1:
@@ -292,9 +294,9 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
 
 
 SEEN_WHOLE = (
-    "{name} is a {kind}, no DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all that it "
-    "gives. Unless it gives each rank a part of its own, every sample is seen {size} times: make a DataLoader of it, "
-    "or shard it by rank. Trainer(use_distributed_sampler=False) says that ranks have data of their own."
+    "{name} is a {kind}, not a DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all of it. "
+    "Unless it shards itself by rank, every sample is seen {size} times: make a DataLoader of it or shard it. "
+    "Trainer(use_distributed_sampler=False) silences this where each rank has its own data."
 )
 
 
@@ -304,6 +306,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
         own = own_generator(sampler)
+        # Ranks may have seeded their generators differently; rank 0's seed counts.
         own_key = key if own is None else make_key(spec.agreed(own.initial_seed()), "generator")
         order = order_of(sampler, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
         if order is not None:
@@ -333,6 +336,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
                 f"shares={shares!r} are not the same on all ranks ({of_ranks.tolist()}): samples would be seen twice "
                 "and others never. Measure on one rank and broadcast the numbers."
             )
+    # Equal shares take the faster even cut.
     return shares if len(set(shares)) > 1 else ()
 
 
@@ -343,13 +347,13 @@ def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
         MisconfigurationException: the loader yields whole batches only, or a replica would get no sample.
     """
     if not source.divisible:
-        asked, else_do = f"shares={spec.shares}", "give equal shares"
+        flag, else_do = f"shares={spec.shares}", "give equal shares"
         if spec.reshared:
-            asked, else_do = "Trainer(balance=True)", "leave `balance` out"
+            flag, else_do = "Trainer(balance=True)", "leave `balance` out"
         raise MisconfigurationException(
-            f"{asked}: {name} gives whole batches, which lockstep cannot share out by weight. Make it a "
-            "DataLoader over a map-style data set, with a batch_size and without a DistributedSampler or a batch "
-            f"sampler of its own, and leave Trainer(use_distributed_sampler=True); or {else_do}."
+            f"{flag}: {name} yields whole batches, which lockstep cannot share out by weight. Make it a DataLoader "
+            "over a map-style data set, with a batch_size and without a DistributedSampler or its own batch sampler, "
+            f"and keep Trainer(use_distributed_sampler=True); or {else_do}."
         )
     if not spec.shares:
         return
@@ -367,9 +371,8 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
     if (sampler.rank, sampler.num_replicas) != (spec.rank, spec.size):
         raise MisconfigurationException(
             f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
-            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out: lockstep shares the data "
-            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
-            "taken as it is."
+            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out, since lockstep shares the data out over "
+            "the ranks; or set Trainer(use_distributed_sampler=False) to use the loader unchanged."
         )
 
 
@@ -451,7 +454,8 @@ class Mixed(LoaderSource):
         self._measure()
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
-        for part in self._parts:  # its micro-batches are numbered differently, so one share holds for a whole pass
+        # Its micro-batches are numbered differently, so one share holds for a whole pass.
+        for part in self._parts:
             part.use_shares([(0, shares[-1][1])])
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
@@ -481,6 +485,7 @@ class Mixed(LoaderSource):
     def row(self, number: int) -> list[Sequence[float]]:
         found: list[Sequence[float] | None] = []
         for part, length in zip(self._parts, self._lengths, strict=True):
+            # A shorter part restarts: its micro-batches are numbered within its own pass.
             local = number % int(length) if self._mode == "max_size_cycle" else number
             found.append(part.weights(local) if local < length and part.has(local) else None)
         size = max(len(weights) for weights in found if weights is not None)
@@ -546,7 +551,9 @@ class Mixed(LoaderSource):
         """Yield the rows from ``start`` on of a pass that is read from its start, with a checkpoint's random states."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
-        same = resume.get("epoch", epoch if start else None) == epoch  # earlier versions did not save it
+        # Earlier versions did not save the epoch.
+        same = resume.get("epoch", epoch if start else None) == epoch
+        # The checkpoint is of an earlier epoch, or there is none: the pass starts with the current states.
         if not (resume and same):
             self._set_own_states(resume.get("now", []))
             self._states = random_states(include_cuda=False)

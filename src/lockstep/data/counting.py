@@ -120,6 +120,7 @@ class BatchPlan:
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
         named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
         orders = None if self.orders is None else list(map(list, self.orders))
+        # The keys are those of existing checkpoints, so they differ from the fields' names.
         return {**named, "at": self.at.state_dict(), "origin": origin, "orders": orders}
 
     @classmethod
@@ -159,15 +160,15 @@ class BatchCounting:
     resumed_at: ResumePoint | None = None
     moved: bool = False
     """True if an attempt with other ranks or batches stopped at ``resumed_at`` (or between two epochs)."""
-    said: str = ""
+    message: str = ""
     """The message to the user about it."""
-    differs: bool = field(default=False, compare=False)
+    is_warning: bool = field(default=False, compare=False)
     """True if a step has another number of samples than in that attempt, or a stream has other workers."""
 
     def tell(self) -> None:
         """Report to the user that this attempt counts differently from the previous one."""
         if self.moved:
-            (rank_zero_warn if self.differs else rank_zero_info)(self.said)
+            (rank_zero_warn if self.is_warning else rank_zero_info)(self.message)
 
     @property
     def resumed_number(self) -> int | None:
@@ -239,15 +240,17 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
     if saved is None:
         return BatchCounting(attempt.size, attempt.size)
     as_planned = _table(attempt.accumulate) == _table(saved.accumulate) and attempt.batches == saved.batches
-    planned = as_planned and (attempt.keep or saved.ranks == attempt.size) and _can_step(saved, attempt)
+    # In manual optimization lockstep cannot accumulate for the user: a batch of the plan must fit into a micro-batch.
+    can_step = saved.ranks == attempt.size or (attempt.flexible and saved.ranks < attempt.size)
+    planned = as_planned and (attempt.keep or saved.ranks == attempt.size) and (attempt.automatic or can_step)
     ranks = saved.ranks if planned else attempt.size
     if saved.size == attempt.size and planned and not _has_other_workers(saved, attempt):
         return BatchCounting(ranks, attempt.size, saved.resumed_at)
     if planned and not attempt.flexible:
         _check_divides(saved, attempt)
     made = BatchCounting(ranks, attempt.size)
-    said, differs = _changes(saved, attempt, made, as_planned, planned)
-    return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, said, differs)
+    message, is_warning = _changes(saved, attempt, made, as_planned, planned)
+    return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, message, is_warning)
 
 
 def _changes(
@@ -257,16 +260,21 @@ def _changes(
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
-    told = [_plan_holds(before, made) if planned else _users_hold(before, now, attempt, as_planned)]
+    message = _plan_holds(before, made) if planned else _users_hold(before, now, attempt, as_planned)
     if not _has_other_workers(saved, attempt):
-        return told[0], before.samples != now.samples
-    if planned and saved.size == attempt.size:
-        told = []
-    return " ".join([*told, _other_workers(saved, attempt)]), True
+        return message, before.samples != now.samples
+    workers = (
+        f"trainer.fit: num_workers differs from the checkpoint: {attempt.workers} at once read the stream of a "
+        f"rank, before {saved.workers}. The stream of this epoch is read again, without the samples that were drawn "
+        "before. A data set that shards itself over its workers (`torch.utils.data.get_worker_info`) is cut "
+        "differently now: some samples are seen twice and others never. To resume such a data set, keep num_workers."
+    )
+    return (workers if planned and saved.size == attempt.size else f"{message} {workers}"), True
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
     """Return a dict from each epoch at which the number changes to the new number."""
+    # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
@@ -274,11 +282,6 @@ def _table(flag: Accumulation) -> dict[int, int]:
 def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
     """Return True if the loader's number of workers differs from the one that the current epoch was started with."""
     return saved.workers is not None and attempt.workers not in (None, saved.workers)
-
-
-def _can_step(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Return False if manual optimization would have to accumulate: lockstep cannot do that for the user."""
-    return attempt.automatic or (saved.ranks <= attempt.size and (attempt.flexible or saved.ranks == attempt.size))
 
 
 def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
@@ -291,6 +294,7 @@ def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) ->
         windows, more = divmod(at.rows, accumulate)
         number = windows * made.micro(accumulate) + more * saved.ranks // attempt.size
         return ResumePoint(at.epoch, number, at.rows, at.position)
+    # With another batch_size the rows that are done are converted by their samples.
     before = saved.ranks * max(saved.batches, default=1)
     number = at.rows * before // (attempt.size * max(attempt.batches, default=1))
     return ResumePoint(at.epoch, number, number, at.position)
@@ -300,6 +304,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
     flag, epoch = saved.accumulate, saved.at.epoch
     values = {batches_of_window(flag, epoch)}
     if isinstance(flag, dict):
+        # Later windows are checked now, too: better an error at the start than in a later epoch.
         values |= {value for first, value in flag.items() if first >= epoch}
     for value in sorted(values):
         whole = value * saved.ranks
@@ -308,11 +313,10 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
         fitting = [str(ranks) for ranks in range(1, whole + 1) if whole % ranks == 0]
         some = ", ".join(fitting[:8]) + (", ..." if len(fitting) > 8 else "")
         raise MisconfigurationException(
-            f"This run steps after {whole} batches ({saved.ranks} ranks x accumulate_grad_batches={value}), which do "
-            f"not divide by its {attempt.size} ranks now. A loader that lockstep does not share out itself, or over an "
-            "iterable data set of single samples, gives whole batches only. Resume with devices x num_nodes equal to "
-            f"one of {some}; or say what a step is to have from here on, by another accumulate_grad_batches or "
-            "batch_size, or by Trainer(keep_global_batch=False), which leaves both as they are."
+            f"A step of this run has {whole} batches ({saved.ranks} ranks x accumulate_grad_batches={value}), which "
+            f"cannot be divided evenly over {attempt.size} ranks: its loader yields whole batches only. Resume with "
+            f"devices x num_nodes equal to one of {some}; change accumulate_grad_batches or batch_size; or set "
+            "Trainer(keep_global_batch=False) to keep both and accept another global batch."
         )
 
 
@@ -348,35 +352,26 @@ def _counted(number: int, what: str) -> str:
 
 def _plan_holds(before: StepSize, made: BatchCounting) -> str:
     if not made.is_replanned:
-        return f"trainer.fit: the run goes on with the ranks that it was planned for: {before}."
+        return f"trainer.fit: the run continues on the ranks that it was planned for: {before}."
     micro = made.micro(before.accumulate)
     each, more = divmod(before.samples, micro * made.size)
     parts = f"{each} to {each + 1}" if more else str(each)
     return (
         f"trainer.fit: the run was planned as {before}. On {_counted(made.size, 'rank')} each step is the same, "
-        f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank; flags that count batches go on "
-        f"counting those of {_counted(before.ranks, 'rank')}."
-    )
-
-
-def _other_workers(saved: BatchPlan, attempt: RunAttempt) -> str:
-    return (
-        f"trainer.fit: num_workers is not that of the checkpoint: each rank reads its stream by {attempt.workers} at "
-        f"once, before by {saved.workers}. This epoch's stream is read again, without the samples that were drawn "
-        "before. One that shards itself over its workers (`torch.utils.data.get_worker_info`) does so anew, so that "
-        "some of its samples come twice and some never: resume that with the number of workers that it had."
+        f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank. Flags that count batches still "
+        f"count those of {_counted(before.ranks, 'rank')}."
     )
 
 
 def _users_hold(before: StepSize, now: StepSize, attempt: RunAttempt, as_planned: bool) -> str:
     same = "the same" if before.samples == now.samples else "another"
     if not as_planned:
-        why = "batch_size or accumulate_grad_batches is not that of the checkpoint, and holds from here on"
+        why = "batch_size or accumulate_grad_batches differs from the checkpoint, and applies from here on"
     elif not attempt.keep:
         why = "keep_global_batch=False"
     else:
         why = (
-            "in manual optimization a step is what `training_step` makes it, and lockstep cannot accumulate for it; "
-            "give another batch_size or step less often to have the same"
+            "in manual optimization lockstep cannot accumulate for `training_step`; change batch_size or step less "
+            "often to keep the global batch"
         )
     return f"trainer.fit: the checkpoint has {before}; now it is {now}, {same} global batch ({why})."

@@ -147,7 +147,8 @@ def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequenc
 
 @functools.lru_cache(maxsize=64)  # an epoch has full windows and a last one
 def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    ratios = [weight.as_integer_ratio() for weight in weights]  # exact: rounding must not depend on the machine
+    # Exact: rounding must not depend on the machine.
+    ratios = [weight.as_integer_ratio() for weight in weights]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     exact = [numerator * (unit // denominator) for numerator, denominator in ratios]
     total = sum(exact)
@@ -202,6 +203,7 @@ class WindowPlan:
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
+            # Counted from the resume: what was drawn before it stays in the epoch.
             n -= (n - self.drawn) % whole
         return n
 

@@ -12,18 +12,20 @@ from functools import partial
 from operator import mul
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.counting import BatchCounting, LoaderOrder, ResumePoint
 from lockstep.data.cut import WindowPlan
-from lockstep.data.lasting import LastingBatches
 from lockstep.data.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
-from lockstep.data.weighing import Part, weigh, weigh_parts
-from lockstep.data.window import Window, empty_ranks, first_gap
+from lockstep.data.window import Part, Window, empty_ranks, first_gap, weigh, weigh_parts
+from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
+from lockstep.ground.tree import tree_leaves, tree_map
 
 CountingFor = Callable[[int, list[int], bool, int | None], BatchCounting]
 """Function that returns how a run counts batches, given the number of replicas, the ``batch_size`` of its loaders,
@@ -61,7 +63,8 @@ class Feed:
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
         num_batches = source.length if counting.is_replanned else count
-        if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all continue to the longest
+        # The ranks' lengths may differ: all continue to the longest.
+        if spec.gather is not None and not ahead:
             num_batches = longest(num_batches, spec.gather)
         self._source = source
         self._spec = spec
@@ -230,6 +233,7 @@ class Feed:
             self._shared_epoch = -1  # the next epoch, whichever it is
         if number is None or not self._source.reshares:
             return None
+        # Only at the start of a window: within one, the shares of its micro-batches are fixed.
         number += (self._first - number) % self.micro
         if number >= self._stop:
             return None
@@ -253,6 +257,7 @@ class Feed:
             number: micro-batches of its epoch that are done.
             keep: if False, use them only until the current window ends, then the initial shares of the ranks.
         """
+        # Shares belong to ranks: they mean nothing on another number of ranks.
         if state["size"] != self._size:
             return
         begins, self._latest = self._latest, tuple(state["latest"])
@@ -326,6 +331,7 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`; call it before the :meth:`begin` that resumes the epoch."""
         point = self.counting.resumed_at
+        # A stream that other ranks resume is read by position; the state of one rank does not apply.
         reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
         if not reads_again:
             self._source.load_state_dict(state)
@@ -339,6 +345,7 @@ class Feed:
 
     def _known(self, accumulate: int) -> Iterator[Window]:
         source, batches, stop = self._source, self._batches, self._stop
+        # A resume may be within a window; its first micro-batches are done.
         begun = (self._start - self._first) % accumulate
         number = self._start - begun
         self._even = -1
@@ -429,6 +436,7 @@ class Feed:
     def _fetched(self, accumulate: int) -> Iterator[Window]:
         begun, stop = (self._start - self._first) % accumulate, self._stop
         number = self._start - begun
+        # From the start of a window that is under way: its shares need the weights of all its micro-batches.
         batches = self._spec.compared(self._source.weighed(self._epoch, 0, number, stop))
         self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
@@ -436,7 +444,10 @@ class Feed:
         last = False
         while number < stop and not last:
             room = int(min(accumulate, stop - number))
-            after = self._fetch(batches, held, room, number + room < stop)
+            self._lasting.draw(batches, held, room)
+            after = self._source.state_dict()  # before the batch ahead, which belongs to the next window
+            if number + room < stop:
+                self._lasting.draw(batches, held, room + 1)  # one more shows whether this window is the last
             mine, held = held[:room], held[room:]
             absent, of_rank, last, of_parts = self._agree([weight for _, weight in mine], bool(held), room)
             size = len(absent)
@@ -452,20 +463,6 @@ class Feed:
             drawn = self._handed_out(mine[begun:], after)
             yield Window(drawn, among(None), last, of_rank, begun, absent, among, first_gap(of_parts, of_rank))
             number, begun = number + size, 0
-
-    def _fetch(
-        self, batches: Iterator[tuple[Any, float]], held: list[tuple[Any, float]], room: int, goes_on: bool
-    ) -> dict[str, Any]:
-        """Fill ``held`` with the batches of a window, plus one if the epoch may continue after it.
-
-        Returns:
-            the state of the source after the window.
-        """
-        self._lasting.draw(batches, held, room)
-        after = self._source.state_dict()
-        if goes_on:
-            self._lasting.draw(batches, held, room + 1)
-        return after
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
         """Yield the batches of a window; until the last one is out, the feed's state is the one before the window."""
@@ -489,6 +486,7 @@ class Feed:
         sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
         if self._spec.gather is None:
             return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
+        # One message for everything; float64 holds all counts exactly.
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
         mine = [len(weights), sum(weights), more, *there, *sums]
         ranks = self._spec.gather(torch.tensor(mine, dtype=torch.float64))
@@ -505,6 +503,74 @@ class Feed:
                 "set is shorter than the number of ranks. Use fewer devices or more data."
             )
         return batch
+
+
+# -- buffered batches --------------------------------------------------------------------------------------------
+
+Held = tuple[Any, float]
+"""A batch and its weight."""
+ARRAYS = (Tensor, np.ndarray)
+
+
+class LastingBatches:
+    """A buffer of drawn batches that copies those of a loader that reuses their memory.
+
+    The first batches show whether it does: they are copied before one of them is handed out, and compared with the
+    originals after the others were drawn.
+
+    Attributes:
+        copies: True if the loader is known to reuse memory.
+    """
+
+    def __init__(self) -> None:
+        self.copies = False
+        self._lasting = 0  # this many buffered batches have stayed unchanged
+
+    def draw(self, batches: Iterator[Held], held: list[Held], count: int) -> None:
+        """Fill ``held`` up to ``count`` batches, or with all that are left.
+
+        Args:
+            batches: the loader's batches with their weights.
+            held: batches that were drawn before and not handed out yet.
+            count: number of batches wanted.
+        """
+        drawn = itertools.islice(batches, max(0, count - len(held)))
+        if self.copies:
+            held.extend((tree_map(_copy, batch, ARRAYS), weight) for batch, weight in drawn)
+        # Known to last: a comparison of every window would copy all batches.
+        elif self._lasting >= count:
+            held.extend(drawn)
+        else:
+            copies = [(tree_map(_copy, batch, ARRAYS), weight) for batch, weight in held]
+            for batch, weight in drawn:
+                held.append((batch, weight))
+                copies.append((tree_map(_copy, batch, ARRAYS), weight))
+            pairs = [
+                pair
+                for (batch, _), (copy, _) in zip(held, copies, strict=True)
+                for pair in zip(tree_leaves(batch, ARRAYS), tree_leaves(copy, ARRAYS), strict=True)
+            ]
+            # Bytes are compared, not values: NaN differs from itself.
+            if any(array is not copy and _bytes(array) != _bytes(copy) for array, copy in pairs):
+                self.copies = True
+                held[:] = copies
+            self._lasting = max(self._lasting, len(held))
+
+
+def _copy(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    strided = array.layout is torch.strided and not array.is_nested and array.device.type != "meta"
+    return array.clone() if strided and not array.requires_grad else array
+
+
+def _bytes(array: Any) -> bytes:
+    if isinstance(array, Tensor):
+        array = as_bytes(array.detach().as_subclass(Tensor).cpu().contiguous()).numpy()
+    return bytes(array.tobytes())
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------
 
 
 class EvaluationFeed:
@@ -595,6 +661,7 @@ class EvaluationFeed:
             stop = count if self._limit is None else min(count, self._limit)
             batches = self._compared(source.weighed(self._epoch, 0, 0, stop))
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
+            # Items without weight only keep parallel loaders in step with the other ranks.
             mine = (each for each in wanted if each[1]) if self._gaps else wanted
             for batch_idx, (batch, weight) in enumerate(mine):
                 self.batch_indices = source.noted.popleft() if source.noted else []

@@ -90,8 +90,10 @@ class Untouched(LoaderSource):
             self._indexed = not isinstance(loader.dataset, IterableDataset)
             if self._indexed:
                 self._cut = _cut_of(loader)
+                # torch itself shuffles an unchanged loader, whatever `order` the run has; checkpoints record that.
                 as_torch = replace(spec, torch_order=True)
                 self._sampling = Sampling.of(loader, as_torch, 0, measure.name)
+            # A loader with a state restores its order itself.
             if self._indexed and not self._stateful:
                 self._watch_order(loader, measure.name)
         self.ahead = self.fixed = self._cut is not None
@@ -102,9 +104,12 @@ class Untouched(LoaderSource):
         resume, self._resume = self._resume, {}
         announce_epoch(self._loader, epoch)
         self._pass = [epoch, turn]
-        same = _is_of(resume, self._pass, start)
+        if "pass" in resume:
+            same = bool(resume["pass"] == self._pass)
+        else:  # earlier versions did not save the pass
+            same = "loader" in resume or start > 0
         if not (same and "loader" in resume):
-            iterator = self._open_again(resume, start) if same and resume else self._open_anew(resume, start)
+            iterator = self._reopen(resume, start) if same and resume else self._open_next(resume, start)
             iterator = iterator if self._indexed else self._passes.watched(iterator)
             return self._reading(iterator) if self._stateful else iterator
         self._newest = self._unread = resume
@@ -115,10 +120,11 @@ class Untouched(LoaderSource):
         next(iterator, None)  # the checkpoint was taken at the end of a pass; this ends it
         return iter(())
 
-    def _open_anew(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
+    def _open_next(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
         """Start a pass without a checkpoint of it; ``resume`` is a state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
+        # After a checkpoint of an earlier pass the generators continue from its end.
         self.set_generator_states(resume.get("now", []))
         if self._watched is not None:
             self._watched.order.begin()  # it has drawn nothing until the first read
@@ -127,7 +133,7 @@ class Untouched(LoaderSource):
         self._unread = self._beginning()
         return skipped(opened(self._loader), start)
 
-    def _open_again(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
+    def _reopen(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
         """Restart the pass of a checkpoint with the random states that it was started with."""
         if resume.get("before"):
             self._end_pass(resume["before"])
@@ -181,8 +187,9 @@ class Untouched(LoaderSource):
             self._samplers = stateful({id(holder): holder for holder in found}.values())
 
     def weights(self, number: int) -> Sequence[float]:
-        assert self._cut is not None, "the weights of ready-made batches were asked for ahead"
-        return self._cut.sizes(number) * self._size  # equal on all ranks, or the batches are fetched first
+        assert self._cut is not None, "weights() was called ahead of time for ready-made batches"
+        # The same on all ranks: if their loaders differ, batches are fetched first and weighed one by one.
+        return self._cut.sizes(number) * self._size
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         if self._cut is None:
@@ -242,13 +249,6 @@ class _Noted:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-def _is_of(resume: dict[str, Any], now: list[int], start: int) -> bool:
-    """Return True if a state belongs to the pass that starts now; earlier versions did not save the pass."""
-    if "pass" not in resume:
-        return "loader" in resume or start > 0
-    return bool(resume["pass"] == now)
-
-
 def announce_epoch(loader: object, epoch: int) -> None:
     """Call ``set_epoch`` on the sampler and batch sampler of a loader, if they have it."""
     for attribute in ("sampler", "batch_sampler"):
@@ -280,8 +280,8 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
     batches = cast("BatchSampler | None", loader.batch_sampler)
     if batches is not None and type(batches) is not BatchSampler:
         rank_zero_warn(
-            f"Trainer(overfit_batches=...): {name} has a batch sampler of its own kind, {type(batches).__name__}; it "
-            "chooses the batches; see to it that it chooses the same in every epoch."
+            f"Trainer(overfit_batches=...): {name} has a batch sampler of its own, {type(batches).__name__}, which "
+            "is used unchanged. Make sure that it yields the same batches in every epoch."
         )
         return loader
     sampler = loader.sampler if batches is None else batches.sampler
@@ -290,6 +290,7 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
     if isinstance(sampler, DistributedSampler):
         if not sampler.shuffle:
             return loader
+        # A copy, since the user may use the sampler elsewhere.
         ordered: Sampler[Any] = copy.copy(sampler)
         ordered.shuffle = False  # type: ignore[attr-defined]
     else:

@@ -29,7 +29,7 @@ def limited(limit: Limit, length: int | float, flag: str) -> int | float:
         return min(int(limit), length)
     if math.isinf(length):
         raise MisconfigurationException(
-            f"{flag}={limit} is a part of the loader's length, but the loader has none (no `__len__`): give "
+            f"{flag}={limit} is a fraction of the loader's length, but the loader has no length (no `__len__`): give "
             f"a number of batches, such as {flag}=100, or 1.0 for all."
         )
     count = int(length * limit)
@@ -66,8 +66,8 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
         if not same[number] and not part.own:
             raise MisconfigurationException(
                 f"{name} is not the same on all ranks ({_lengths(ranks[:, number])}). lockstep shares one data "
-                "set out over the ranks: build the same loader on each; or, if each rank has data of its "
-                "own, set Trainer(use_distributed_sampler=False)."
+                "set out over the ranks. Build the same loader on each rank; or, if each rank has its own data, set "
+                "Trainer(use_distributed_sampler=False)."
             )
     return all(same)
 
@@ -103,7 +103,7 @@ def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
             '"max_size" or "max_size_cycle".'
         )
     if not loaders:
-        raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+        raise MisconfigurationException(f"train_dataloader returned no loader, but {source!r}: return at least one.")
 
 
 def no_batches(loader: object, name: str, size: int) -> str:

@@ -85,6 +85,7 @@ class Shuffled:
     def _on_pass(self, number: int) -> Order:
         if number != self._pass:
             key = self.key if number == 0 else make_key(self.key, "pass", number)
+            # A table is faster, but takes memory in proportion to n.
             self._permutation = table(self.n, key) if self.n <= SMALL else Feistel(self.n, key)
             self._pass = number
         return self._permutation
@@ -134,6 +135,7 @@ class Feistel:
 def scramble(values: Tensor, key: int) -> Tensor:
     """Return a new tensor of 61 well-mixed bits for each int64 value: the finisher of splitmix64."""
     x = (values + key).mul_(_M1)
+    # `>>` of int64 copies the sign bit; the masks make it a logical shift.
     x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))
     x.mul_(_M2)
     x.bitwise_xor_((x >> 32).bitwise_and_((1 << 32) - 1))

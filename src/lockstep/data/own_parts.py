@@ -1,7 +1,12 @@
-"""Iterable data sets that shard themselves over the ranks: recognized by their type or by their first samples."""
+"""Loaders that are not shared out here: data sets that shard themselves over the ranks, and loaders that make batches
+in their own way.
+
+The former are recognized by their type or by their first samples.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -9,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lockstep.data.source import SourceSpec, holders, length_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 
@@ -18,20 +25,23 @@ EMPTY, UNKNOWN, FAILED = 1.0, 2.0, 3.0
 _SHARED_OUT, _OWN = 1.0, 2.0
 
 TAKEN = (
-    "{name}: {kind} begins with another sample on each rank, and is taken to shard itself over the ranks: each rank "
-    "reads its own stream to the end. If it draws the same samples on each rank in an order of chance, each of them is "
-    "seen {ranks} times: seed what it draws by `set_epoch(epoch)`, and lockstep shares it out."
+    "{name}: {kind} starts with another sample on each rank and is treated as sharded over the ranks: each rank reads "
+    "its own stream to the end. If the streams hold the same samples in random order, each of them is seen {ranks} "
+    "times: seed the order by `set_epoch(epoch)`, and lockstep shares it out."
 )
 LENGTH = (
-    "{name}: {kind} begins with another sample on each rank. If it shards itself over the ranks, its `__len__` may be "
-    "that of all samples or of a rank's own, and lockstep cannot tell how long an epoch is: set "
-    "Trainer(use_distributed_sampler=False), by which each rank reads its own loader to the end. If all ranks are to "
-    "read the same samples, seed what it draws by `set_epoch(epoch)`, and lockstep shares it out."
+    "{name}: {kind} starts with another sample on each rank. If it shards itself over the ranks, its `__len__` may "
+    "count all samples or one rank's, so the length of an epoch is unknown: set "
+    "Trainer(use_distributed_sampler=False), and each rank reads its own loader to the end. If all ranks should read "
+    "the same samples, seed their order by `set_epoch(epoch)`, and lockstep shares it out."
 )
-WORKERS = "{name} has another num_workers on each rank ({found}): samples would be seen twice, and others never."
+WORKERS = (
+    "{name} has a different num_workers on each rank ({found}): some samples would be seen twice and others never. Set "
+    "the same number on all ranks."
+)
 OTHER_RANKS = (
-    "{name}: {kind} shards itself over the ranks, and the epoch was begun on another number of ranks: nobody can tell "
-    "which of its samples are left. Resume with as many ranks, or from a checkpoint of the end of an epoch."
+    "{name}: {kind} shards itself over the ranks, and the epoch was started on another number of ranks: which of its "
+    "samples are left is unknown. Resume with as many ranks, or from a checkpoint of the end of an epoch."
 )
 
 
@@ -110,12 +120,64 @@ class OwnParts:
         if len(set(numbers)) > 1:
             raise MisconfigurationException(WORKERS.format(name=self._name, found=numbers))
         marks: Tensor = self._gather(self._cells[1:].clone())
-        told = [set(column) for column in marks.T.tolist()]
-        own = any(len(column) > 1 and not column & {0.0, UNKNOWN, FAILED} for column in told)
+        by_reader = [set(column) for column in marks.T.tolist()]
+        # A sample without a fingerprint proves nothing: the streams may be equal.
+        own = any(len(column) > 1 and not column & {0.0, UNKNOWN, FAILED} for column in by_reader)
         self.found = own
         if own:
             text = LENGTH if self._has_length else TAKEN
-            said = text.format(name=self._name, kind=self._kind, ranks=len(numbers))
+            message = text.format(name=self._name, kind=self._kind, ranks=len(numbers))
             if self._has_length:
-                raise MisconfigurationException(said)
-            rank_zero_info(said)
+                raise MisconfigurationException(message)
+            rank_zero_info(message)
+
+
+# -- loaders that make their own batches ------------------------------------------------------------------------
+
+TAKEN_AS_IT_IS = (
+    "{name} is a {kind}, and {reason}: lockstep uses it unchanged. It decides on the order of its samples, and a run "
+    "that resumes within an epoch reads it again up to there."
+)
+NOT_SHARED = (
+    "{name} is a {kind}, and {reason}: lockstep cannot share it out over {size} ranks, and each would see all its "
+    "samples. Return a plain DataLoader; or give each rank its own samples, by a DistributedSampler or by a loader of "
+    "its own and Trainer(use_distributed_sampler=False)."
+)
+
+
+def makes_own_batches(loader: DataLoader[Any]) -> str | None:
+    """Return why a copy of the loader with other indices would not yield the loader's batches; None if it would.
+
+    A class may override ``__iter__`` to transform each batch, and a copy of the loader does the same. It does
+    not if the loader holds an iterator over its own sampler, or if its length differs from that of its sampler,
+    since it then reads more or less than one pass.
+    """
+    kind = type(loader)
+    if kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__:
+        return None
+    held = [name for name, value in vars(loader).items() if name != "_iterator" and isinstance(value, Iterator)]
+    if held:
+        return f"it holds an iterator of its own (`{held[0]}`)"
+    if isinstance(loader.dataset, IterableDataset) or kind.__len__ is DataLoader.__len__:
+        return None
+    own, plain = length_of(loader), None
+    with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
+        plain = DataLoader.__len__(loader)
+    return None if own == plain else f"its length is {own} batches, where that of its sampler is {plain}"
+
+
+def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reason: str) -> None:
+    """Report that a loader is used unchanged, or refuse one that several ranks would each read completely.
+
+    Raises:
+        MisconfigurationException: nothing gives each rank its own samples.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        is_sharded = shards_itself(loader.dataset)
+    else:
+        samplers = [loader.sampler, *holders(loader.batch_sampler)]
+        is_sharded = any(isinstance(each, DistributedSampler) for each in samplers)
+    words = {"name": name, "kind": type(loader).__name__, "reason": reason}
+    if spec.size > 1 and not is_sharded:
+        raise MisconfigurationException(NOT_SHARED.format(size=spec.size, **words))
+    rank_zero_info(TAKEN_AS_IT_IS.format(**words))

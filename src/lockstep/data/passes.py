@@ -1,4 +1,4 @@
-"""Warnings about loaders that can only be read once, such as a generator."""
+"""Checks of a loader from pass to pass: changes since its hook ran, and loaders that can only be read once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,66 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.data.workers import rewinds
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
+RELOAD = "Set Trainer(reload_dataloaders_every_n_epochs=1) to call the hook before each epoch."
+LENGTH = "The data set of {name} has {now} samples; it had {before} when its dataloader hook ran"
+
+
+def check_samples(name: str, before: int | None, now: int | None) -> None:
+    """Warn about a data set that has grown, and refuse one that has shrunk.
+
+    Args:
+        name: name of the loader.
+        before: number of samples when the loader's hook ran; None if unknown.
+        now: current number of samples.
+
+    Raises:
+        MisconfigurationException: the data set has fewer samples than before.
+    """
+    if before is None or now is None or before == now:
+        return
+    length = LENGTH.format(name=name, now=now, before=before)
+    if now < before:
+        raise MisconfigurationException(f"{length}, and the epoch is planned by that. {RELOAD}")
+    warn_once(f"{length}. Samples that were added since are not drawn. {RELOAD}", key=f"{name} has grown")
+
+
+def warn_if_grown(name: str, before: int, now: int | None) -> None:
+    """Warn about a sampler that has grown since its loader's hook ran; ``before`` is -1 if its length is unknown."""
+    if now is not None and now > before >= 0:
+        warn_once(
+            f"The sampler of {name} has length {now}; it had {before} when its dataloader hook ran. An epoch ends "
+            f"after {before}. {RELOAD}",
+            key=f"sampler of {name} has grown",
+        )
+
+
+def check_option(name: str, option: str, before: object, now: object) -> None:
+    """Refuse a changed option of a loader's batch sampler.
+
+    Raises:
+        MisconfigurationException: the option has changed; the message names the way out.
+    """
+    if before != now:
+        raise MisconfigurationException(
+            f"{name}: {option} was changed from {before} to {now} after its dataloader hook ran, and the epoch is "
+            f"planned by that. {RELOAD}"
+        )
+
+
+# -- loaders that can only be read once ------------------------------------------------------------------------
+
 NOTHING_LEFT = (
-    "{name} gives no batches in this pass: it reads something that can be read once, such as a generator or an open "
-    "file, and that has been read. {way_out}"
+    "{name} yields no batches in this pass: it can only be read once, like a generator or an open file, and an earlier "
+    "pass has read it. {way_out}"
 )
 GOES_ON = (
-    "{name} is an iterator ({kind}): this pass begins where an earlier one has ended, a sanity check perhaps, and what "
-    "that has read does not come again. {way_out}"
+    "{name} is an iterator ({kind}): this pass starts where an earlier one ended, perhaps the sanity check, and does "
+    "not see the batches before. {way_out}"
 )
-WAY_OUT = "Give a DataLoader, a list, or an object whose `__iter__` begins anew with each call."
+WAY_OUT = "Return a DataLoader, a list, or an object with an `__iter__` that restarts on each call."
 
 
 class Passes:
@@ -39,17 +88,17 @@ class Passes:
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass; warn if an earlier pass has consumed some or all of them."""
         if self._is_iterator and self._had_batches and not self._may_go_on:
-            self._tell(GOES_ON)
+            self._warn(GOES_ON)
         had_batches = False
         for first in itertools.islice(batches, 1):
             had_batches = self._had_batches = True
             yield first
             del first  # else it would stay in memory for the whole pass
         if not had_batches and (self._had_batches or self._is_iterator):
-            self._tell(NOTHING_LEFT)
+            self._warn(NOTHING_LEFT)
         for batch in batches:  # `yield from` would close a user's generator together with this one
             yield batch
             del batch
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         warn_once(text.format(name=self._name, kind=type(self._loader).__name__, way_out=WAY_OUT))

@@ -145,6 +145,7 @@ def held_generator(value: object) -> HeldGenerator | None:
         known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
         return known if value.device.type == "cpu" else None
     if isinstance(value, random.Random):
+        # SystemRandom reads the system's entropy: it has no seed and no state.
         known = HeldGenerator(value.getstate, value.setstate, value.seed)
         return None if isinstance(value, random.SystemRandom) else known
     numpy = sys.modules.get("numpy")
@@ -170,6 +171,7 @@ def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
 
 def _without_arrays(state: object) -> Any:
     """Return NumPy's arrays as lists, which NumPy accepts as a state, too."""
+    # torch.load(weights_only=True) does not read NumPy's arrays.
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     if isinstance(state, tuple):

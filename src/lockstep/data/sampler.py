@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lockstep.data.changes import tell_of_more
 from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import Cut, WindowPlan
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
+from lockstep.data.passes import warn_if_grown
 from lockstep.data.randomness import SeparateStates, generators_of
 from lockstep.data.source import (
     Gather,
@@ -34,8 +34,8 @@ from lockstep.ground.errors import MisconfigurationException
 
 _DRAW = 512  # positions drawn from a user's sampler at once
 _WAY_OUT = (
-    "Make its order a function of the epoch: draw it from torch's, NumPy's or Python's global generator (they are "
-    "seeded alike on all ranks and in every run), or seed its own by `set_epoch(epoch)`; or give it `state_dict` and "
+    "Make its order a function of the epoch: draw it from torch's, NumPy's or Python's global generator (their seeds "
+    "are the same on all ranks and in every run), or seed its own by `set_epoch(epoch)`; or give it `state_dict` and "
     "`load_state_dict`"
 )
 
@@ -63,6 +63,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
     if sampler.replacement:
         return lambda epoch, turn: WithReplacement(n, make_key(key, "replacement", epoch, turn))
     if torch_order:
+        # For more samples than the data set has, torch's sampler draws further permutations, which are not a table.
         return (lambda epoch, turn: table(n, seed + epoch + turn)) if sampler.num_samples <= n else None
     return lambda epoch, turn: Shuffled(n, make_key(key, "shuffle", epoch, turn))
 
@@ -121,11 +122,12 @@ class Drawn(Indexed):
         for holder in holders(self._sampler):
             call_set_epoch(holder, epoch)
         if self._stop >= self.length:  # else a limit ends the epoch
-            tell_of_more(self._sampling.name, self.samples, length_of(self._sampler))
+            warn_if_grown(self._sampling.name, self.samples, length_of(self._sampler))
         for each, state in zip(self._stateful, saved.get("before", ()), strict=False):
             each.load_state_dict(state)
         self._before, self._pass = states_of(self._stateful), (epoch, turn)
         nothing_left = start >= min(self._stop, self.length, saved.get("length") or math.inf)
+        # If nothing is left of the pass, there is nothing that another order could change.
         self._order.begin(() if nothing_left else saved.get("drawn", ()))
         seeds = [(held, make_key(seed, epoch, turn)) for held, seed in self._generators]
         self._states = SeparateStates(make_key(self._key, "sampler", epoch, turn), seeds)
@@ -138,14 +140,11 @@ class Drawn(Indexed):
             self._iterator = iter(self._sampler)
             for first in range(0, self._position, _DRAW):
                 self._next(min(_DRAW, self._position - first))
+        # Once an epoch is enough: a sampler that differs between ranks does so from the start.
         if self._gather is not None and turn == 0:
             self._pull()
             self._order.compare(self._gather)
-        self._draw_up_to(start, number)
-
-    def _draw_up_to(self, start: int, number: int) -> None:
-        """Draw the micro-batches before ``start``; the sampler's pass starts with micro-batch ``number``."""
-        # draw as far as before the resume, to compare all of it now
+        # Draw as far as before the resume, so that another order is refused before a sample is used.
         while self._order.expected and self._pull():
             pass
         self._order.ended()
@@ -163,7 +162,7 @@ class Drawn(Indexed):
 
     def weights(self, number: int) -> Sequence[float]:
         reached = self.has(number)
-        assert reached, f"micro-batch {number} was asked of a sampler that has ended"
+        assert reached, f"micro-batch {number} was requested, but the sampler has ended"
         self._forget(number)
         return next(chunk for chunk in self._chunks if number < chunk.cut.length).sizes(number)
 
@@ -213,12 +212,8 @@ class Drawn(Indexed):
 
     def reshare(self, shares: Reshare) -> None:
         if shares[0] < self._reached:
-            raise RuntimeError(f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, and was to be cut anew")
+            raise RuntimeError(f"{self._sampling.name}: micro-batch {shares[0]} has been drawn and cannot be cut again")
         self._shares.append(shares)
-
-    def _weights_at(self, number: int) -> tuple[float, ...]:
-        first = self._shares[0]
-        return next((each for each in reversed(self._shares) if each[0] <= number), first)[1]
 
     def position(self, number: int) -> int:
         plan = self._plan
@@ -295,27 +290,23 @@ class Drawn(Indexed):
                 # batches of unknown size: positions far apart
                 self._mine.append((mine, position << 20 if in_batches else position))
         self._chunks.append(chunk)
-        self._note_stretch(chunk)
+        first, end, kind = cut.number, cut.full, chunk.kind()
+        if end > first and kind is not None:
+            # A longer stretch saves work: the feed computes shares once for each.
+            if self._stretches and self._stretches[-1].end == first and self._stretches[-1].kind == kind:
+                first = self._stretches.pop().first
+            self._stretches.append(_Stretch(first, end, kind))
         self._position += len(drawn)
         self._reached = cut.length
 
     def _cut_of(self, count: int) -> Cut:
         """Return the cut of the next ``count`` positions into micro-batches, numbered from the next one on."""
-        drop_last, weights = self._sampling.drop_last, self._weights_at(self._reached)
+        drop_last, initial = self._sampling.drop_last, self._shares[0]
+        weights = next((each for each in reversed(self._shares) if each[0] <= self._reached), initial)[1]
         if self._plan is None:
             return Cut(count, self.batch, self._size, drop_last, weights=weights, number=self._reached)
         here = WindowPlan(self._plan.ranks, self._plan.accumulate, number=self._reached)
         return here.cut(count, self.batch, self._size, drop_last, weights)
-
-    def _note_stretch(self, chunk: _Chunk) -> None:
-        """Record the chunk's full micro-batches of equal weights, in the last stretch if that has the same weights."""
-        first, end = chunk.cut.number, chunk.cut.full
-        kind = chunk.kind()
-        if end <= first or kind is None:
-            return
-        if self._stretches and self._stretches[-1].end == first and self._stretches[-1].kind == kind:
-            first = self._stretches.pop().first
-        self._stretches.append(_Stretch(first, end, kind))
 
 
 class _Chunk(NamedTuple):
@@ -445,9 +436,9 @@ class DrawnOrder:
 
     def _refuse(self) -> NoReturn:
         raise MisconfigurationException(
-            f"{self.name}: the {type(self.sampler).__name__} draws another order than it did before the run was "
-            "resumed in the middle of this epoch, so that samples would be seen twice and others never. "
-            f"{_WAY_OUT}. The run can go on from a checkpoint of an epoch's end."
+            f"{self.name}: the {type(self.sampler).__name__} draws another order than before the resume within this "
+            f"epoch, so that samples would be seen twice and others never. {_WAY_OUT}. The run can resume from a "
+            "checkpoint of an epoch's end."
         )
 
     def compare(self, gather: Gather) -> None:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from lockstep.data.changes import check_option, check_samples
 from lockstep.data.counting import IN_ORDER, LoaderOrder
 from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
+from lockstep.data.passes import check_option, check_samples
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
 from lockstep.data.workers import Remembered, end_workers, opened
 from lockstep.ground.comm import all_gather_tensor, as_bytes, rank, world_size
@@ -41,21 +41,19 @@ Reshare: TypeAlias = tuple[int, tuple[float, ...]]
 
 SEED_BITS = (1 << 63) - 1  # bits of a seed that fit into an int64 tensor
 OTHER_BATCH = (
-    "{name}: ranks {rank} and {other} hold one model together and have to see the same samples, and this loader gave "
-    "them different ones. Give a DataLoader that lockstep can share out, without "
-    "Trainer(use_distributed_sampler=False), and seed what makes its samples (`seed_everything(1)`): each rank runs "
-    "the script."
+    "{name}: ranks {rank} and {other} share one replica of the model and must see the same samples, but this loader "
+    "yields different ones. Return a DataLoader that lockstep can share out, without "
+    "Trainer(use_distributed_sampler=False), and seed random samples (`seed_everything(1)`): each rank runs the script."
 )
 NOT_DRAWN = (
-    "{name} is a {kind}, whose `__iter__` gave a batch without having asked the loader's sampler: lockstep cannot "
-    "share it out over {size} ranks, each of which would see all that it gives. Have `__iter__` draw from "
-    "`super().__iter__()`; or give each rank samples of its own, by Trainer(use_distributed_sampler=False), which has "
-    "each rank read the loader that it made."
+    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler: lockstep cannot "
+    "share it out over {size} ranks, and each would see all its samples. Draw from `super().__iter__()` in `__iter__`; "
+    "or give each rank a loader with its own samples and set Trainer(use_distributed_sampler=False)."
 )
 NOT_DRAWN_AGAIN = (
-    "{name} is a {kind}, whose `__iter__` gave a batch without having asked the loader's sampler: this run goes on "
-    "within an epoch, and lockstep cannot have the loader go on behind the samples that were seen. Have `__iter__` "
-    "draw from `super().__iter__()`; or resume from a checkpoint of an epoch's end."
+    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler: this run "
+    "resumes within an epoch, and lockstep cannot skip the samples that were seen. Draw from `super().__iter__()` in "
+    "`__iter__`; or resume from a checkpoint of an epoch's end."
 )
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
@@ -111,6 +109,7 @@ def _digest(batch: object) -> int:
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
             continue  # no bytes that could be compared
         whole = leaf.detach().cpu().contiguous() if isinstance(leaf, Tensor) else leaf
+        # The same bytes in another dtype or shape are another batch.
         found = zlib.crc32(f"{whole.dtype}{list(whole.shape)}".encode() if hasattr(whole, "dtype") else b"", found)
         if isinstance(whole, Tensor):
             found = zlib.crc32(as_bytes(whole).numpy().data, found)
@@ -228,7 +227,7 @@ class LoaderSource(ABC):
 
     def weights(self, number: int) -> Sequence[float]:
         """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
-        raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
+        raise NotImplementedError(f"{type(self).__name__} does not know weights in advance")
 
     def even_until(self, number: int) -> int:
         """Return the end of the micro-batches in which each rank draws as many samples as in micro-batch ``number``."""
@@ -239,7 +238,7 @@ class LoaderSource(ABC):
 
     def reshare(self, shares: Reshare) -> None:
         """Set new shares for the current pass, from a micro-batch on that no rank has drawn."""
-        raise NotImplementedError(f"{type(self).__name__} shares a whole pass out alike")
+        raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
         """Return the :meth:`weights` of each loader that has a part in a micro-batch; called instead of that method."""
@@ -372,7 +371,7 @@ class Indexed(LoaderSource):
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._copy = copy_loader(loader, **{replaced: _Lists(self)})
         # the first batch shows whether the class' own `__iter__` draws from it
-        self._asked = type(loader).__iter__ is DataLoader.__iter__
+        self._sampler_used = type(loader).__iter__ is DataLoader.__iter__
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
@@ -383,21 +382,20 @@ class Indexed(LoaderSource):
         """Return this rank's indices of each micro-batch from ``start`` up to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        self._check_options()
+        planned = self._sampling
+        now = Sampling.of(planned.loader, planned.spec, planned.key, planned.name)
+        # torch refuses to set these on a loader in use, but not on its batch sampler.
+        for option in ("batch_size", "drop_last"):
+            check_option(planned.name, option, getattr(planned, option), getattr(now, option))
         self._stop = stop
         self._epoch_key = make_key(self._key, "draw", epoch, turn)
         self.begin(epoch, turn, start)
+        # torch draws the seeds of workers from it; they must not depend on what training has drawn.
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
-        iterator = opened(self._copy) if self._asked else self._checked(opened(self._copy), start)
+        iterator = opened(self._copy) if self._sampler_used else self._checked(opened(self._copy), start)
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
-
-    def _check_options(self) -> None:
-        planned = self._sampling
-        now = Sampling.of(planned.loader, planned.spec, planned.key, planned.name)
-        for option in ("batch_size", "drop_last"):
-            check_option(planned.name, option, getattr(planned, option), getattr(now, option))
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         """Yield the batches of a pass of a class with its own ``__iter__``, which must draw from the copy's sampler.
@@ -409,7 +407,7 @@ class Indexed(LoaderSource):
         """
         for batch in itertools.islice(batches, 1):
             size = self._sampling.spec.size
-            if not self._asked and (size > 1 or start):
+            if not self._sampler_used and (size > 1 or start):
                 text, kind = NOT_DRAWN if size > 1 else NOT_DRAWN_AGAIN, type(self._copy).__name__
                 raise MisconfigurationException(text.format(name=self._sampling.name, kind=kind, size=size))
             yield batch
@@ -435,11 +433,12 @@ class Indexed(LoaderSource):
 
     def lists(self) -> Iterator[Any]:
         """Return what the copy's batch sampler yields in the last opened pass."""
-        self._asked = True
+        self._sampler_used = True
         drawn = self.draw(self._stop)
         if self.noted is not None:
             drawn = noting(drawn, self.noted)
         if not self._own_process:
+            # If a worker dies, the error names the samples that it had to fetch.
             return Remembered(drawn, self._copy.num_workers)
         return drawn if self._quiet else _seeding(drawn)
 
@@ -515,7 +514,7 @@ class Ordered(Indexed):
     def reshare(self, shares: Reshare) -> None:
         number, weights = shares
         if number < self.drawn:
-            raise RuntimeError(f"{self._sampling.name}: micro-batch {number} has been drawn, and was to be cut anew")
+            raise RuntimeError(f"{self._sampling.name}: micro-batch {number} has been drawn and cannot be cut again")
         self._cuts.append(self._cuts[-1].recut(number, weights))
 
     def _cut_at(self, number: int) -> Cut:
@@ -548,11 +547,9 @@ class Ordered(Indexed):
             firsts = torch.arange(end - begin).mul_(cut.batch * cut.size).add_(first)
             yield self._order(firsts.unsqueeze(1) + torch.arange(last - first)).tolist(), firsts.tolist()
         for begin in range(max(full, self._start), stop, at_once):
-            yield self._uneven(range(begin, min(begin + at_once, stop)))
-
-    def _uneven(self, numbers: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        spans = [(first, end) for _, first, end in self._spans(self._cut, numbers)]
-        return self._indices(spans), [first for first, _ in spans]
+            numbers = range(begin, min(begin + at_once, stop))
+            spans = [(first, end) for _, first, end in self._spans(cut, numbers)]
+            yield self._indices(spans), [first for first, _ in spans]
 
     def _spans(self, cut: Cut, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """Yield (micro-batch, first position, end) of this rank's non-empty parts."""
@@ -642,7 +639,7 @@ class Measure:
 
     def __init__(self, name: str, stage: str) -> None:
         self.name = name
-        self._told = stage == "predict"
+        self._has_reported = stage == "predict"
         self._training = stage == "train"
 
     def __call__(self, batch: object) -> float:
@@ -650,23 +647,23 @@ class Measure:
         tensor = first_tensor(batch)
         # a first tensor without rows is no reason to leave a rank out
         size = float(len(tensor) or 1) if tensor is not None and tensor.ndim else 1.0
-        if not self._told and (tensor is None or (len(tensor) if tensor.ndim else tensor is not batch)):
-            self._told = True
-            self._tell(tensor, size)
+        if not self._has_reported and (tensor is None or (len(tensor) if tensor.ndim else tensor is not batch)):
+            self._has_reported = True
+            self._report(tensor, size)
         return size
 
     def each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
         """Yield batches with their sizes."""
         return ((batch, self(batch)) for batch in batches)
 
-    def _tell(self, tensor: Tensor | None, size: float) -> None:
-        way_out = "give `self.log(..., batch_size=samples)`"
+    def _report(self, tensor: Tensor | None, size: float) -> None:
+        way_out = "pass `self.log(..., batch_size=samples)`"
         if self._training:
             way_out += ' and return {"loss": loss, "weight": samples}'
         found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", as there is none"
         rank_zero_info(
-            f"{self.name} gives ready-made batches: each weighs as many samples as its first tensor is long, the first "
-            f"one {size:g}{found}. Where that is not their number, {way_out}."
+            f"{self.name} yields ready-made batches: the length of the first tensor counts as the number of samples, "
+            f"{size:g} in the first batch{found}. If that is wrong, {way_out}."
         )
 
 

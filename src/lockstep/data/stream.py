@@ -40,8 +40,8 @@ from lockstep.ground.rank import rank_zero_warn
 
 _END = object()
 OTHER_WORKERS = (
-    "{kind} shards itself over the loader's workers, of which there are {now} now and were {then} when the epoch was "
-    "begun: nobody can tell which of its samples are left. Resume with num_workers={then}, or from a checkpoint of the "
+    "{kind} shards itself over the loader's workers, and num_workers is {now} now but was {then} when the epoch was "
+    "started: which of its samples are left is unknown. Resume with num_workers={then}, or from a checkpoint of the "
     "end of an epoch."
 )
 
@@ -82,6 +82,7 @@ class Stream(LoaderSource):
         self._counts = batches is not None
         self.flexible = self._counts and self.batch > 1
         self._own_process = loader.num_workers == 0
+        # torch warns if a stream is longer than the length that the user's loader has cached; a shard has its own.
         changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
         if self._counts:
             changes["collate_fn"] = Counting(loader.collate_fn, self._shard)
@@ -115,9 +116,7 @@ class Stream(LoaderSource):
         iterator = opened(self._copy)
         if self._own_parts is not None:
             self._own_parts.settle(iterator)
-            iterator = self._told(iterator)
-        if hasattr(self._copy, "state_dict"):
-            iterator = self._to_the_end(iterator)
+            iterator = self._check_first(iterator)
         iterator = self._reading(self._passes.watched(iterator))
         if self._own_process:
             iterator = unmixed(iterator)
@@ -152,6 +151,7 @@ class Stream(LoaderSource):
         old = state.get("pass", [epoch, turn])  # earlier versions did not save it
         if old == [epoch, turn]:
             return True
+        # Training's random numbers must not depend on this additional pass.
         random = capture()
         self._begin(*old)
         next(opened(self._copy), None)
@@ -167,16 +167,15 @@ class Stream(LoaderSource):
             was, self._was_first = self._was_first, []
             if was[:4] == reading and was[4] and batch[1] and was[4] != batch[1]:
                 rank_zero_warn(
-                    f"{self._name}: the run was resumed in the middle of an epoch, for which the "
-                    f"{type(self._shard.dataset).__name__} is read again from its beginning, and it does not begin "
-                    "with the sample that it began with before: of this epoch's samples some may be seen twice and "
-                    "some never. Seed what it draws by `set_epoch(epoch)`, or give it `state_dict` and "
-                    "`load_state_dict`."
+                    f"{self._name}: the run resumes within an epoch, for which the "
+                    f"{type(self._shard.dataset).__name__} is read again, and its first sample is not the same as "
+                    "before: some samples of this epoch may be seen twice and others never. Seed its order by "
+                    "`set_epoch(epoch)`, or give it `state_dict` and `load_state_dict`."
                 )
             yield batch
         yield from iterator
 
-    def _told(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _check_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Check the ranks with what the first batch has shown about the stream."""
         batch = next(iterator, _END)
         self._check_ranks()
@@ -191,9 +190,6 @@ class Stream(LoaderSource):
             self._unread = None
             yield first
             del first
-        yield from iterator
-
-    def _to_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
         self._over = True
 
@@ -257,7 +253,8 @@ class Stream(LoaderSource):
         self._was_first = state.get("first", [])
         self._resume = state if "loader" in state or "stream" in state else {}
         if self._resume and self._own_parts is not None:
-            self._own_parts.found = bool(state.get("own"))  # it resumes after the samples that would show it
+            # It resumes after the samples that would show it.
+            self._own_parts.found = bool(state.get("own"))
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -322,8 +319,8 @@ class Sizes:
             self.micro, self.window = plan.micro(self.size), plan.window(self.batch)
         if self.window < self.size:
             raise MisconfigurationException(
-                f"A step of this run has {self.window} samples, and an iterable data set cannot be shared out over "
-                f"{self.size} ranks then: use at most {self.window}."
+                f"A step of this run has {self.window} samples of an iterable data set, too few for {self.size} ranks: "
+                f"use at most {self.window}."
             )
         return (self.micro, self.window) != before
 
@@ -336,6 +333,7 @@ class Sizes:
     def taken(self, batches: int, workers: int) -> list[list[int]]:
         """Return what each rank's workers have drawn after ``batches`` micro-batches; a window must end there."""
         if self.micro == 1 and self.window == self.batch * self.size:
+            # Equal batches, dealt out to the workers in turn: no need to walk over them.
             mine = [(batches // workers + (worker < batches % workers)) * self.batch for worker in range(workers)]
             return [mine] * self.size
         if workers == 1:
@@ -425,7 +423,7 @@ class Shard(IterableDataset[Any]):
         info = watch_worker_info()
         samples = self._samples(key, info)
         if self._own_parts is not None:
-            samples = self._asked(samples, None if info is None else info.worker, self._own_parts)
+            samples = self._compare_first(samples, None if info is None else info.worker, self._own_parts)
         for number, item in samples:
             rank, size = (0, 1) if self._own else (self.rank, self.size)
             left = self._left(number, info) if self.attempts else number
@@ -437,13 +435,6 @@ class Shard(IterableDataset[Any]):
                 mine = left % (info.workers * size) == info.worker * size + rank
             if mine:
                 yield item
-
-    def _check_workers(self, workers: int) -> None:
-        """Refuse attempts with other workers, for a data set that shards itself over them."""
-        for attempt in self.attempts:
-            if attempt.workers != workers:
-                kind = type(self.dataset).__name__
-                raise MisconfigurationException(OTHER_WORKERS.format(kind=kind, now=workers, then=attempt.workers))
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
         """Yield the numbered samples of the stream."""
@@ -470,13 +461,14 @@ class Shard(IterableDataset[Any]):
                 self._looked = info.looked
             yield number, item
 
-    def _asked(
+    def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
         """Yield the stream, after the ranks have compared its first samples to see whether it is the same on all."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
-            ahead = 1 if isinstance(self, StatefulShard) else 2  # one with a state must not be read ahead
+            # One with a state must not be read ahead.
+            ahead = 1 if isinstance(self, StatefulShard) else 2
             try:
                 head = list(itertools.islice(samples, ahead))
             except BaseException:
@@ -493,7 +485,10 @@ class Shard(IterableDataset[Any]):
         """Return the number of a sample among those that all attempts left; None if one of them has drawn it."""
         worker = None
         if info is not None and self._looked:
-            self._check_workers(info.workers)
+            for attempt in self.attempts:
+                if attempt.workers != info.workers:
+                    words = {"kind": type(self.dataset).__name__, "now": info.workers, "then": attempt.workers}
+                    raise MisconfigurationException(OTHER_WORKERS.format(**words))
             worker = info.worker
         for index, attempt in enumerate(self.attempts):
             if attempt.has(number, worker):

@@ -68,7 +68,7 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     The path of a batch is otherwise unchanged. Iterators that differ from those of torch 2 are returned unchanged,
     except for a loader that is its own iterator: its ``__iter__`` may rewind it, and any `for` would call it again.
     """
-    with _deaf(loader):
+    with _signals_blocked(loader):
         iterator = iter(loader)
     if iterator is loader and rewinds(iterator):
         return _rest(iterator)
@@ -118,11 +118,12 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
         while all(worker.is_alive() for worker in workers):
             if time.monotonic() > until:
                 raise
-            time.sleep(0.01)  # torch's handler may raise here and name the signal that killed a worker
+            # torch's handler may raise here and name the signal that killed a worker.
+            time.sleep(0.01)
         gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
-        told = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
-        name_death(told)
-        raise told from error
+        death = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
+        name_death(death)
+        raise death from error
 
 
 # -- the cause of a worker's death ----------------------------------------------------------------------------
@@ -175,6 +176,7 @@ def name_death(error: BaseException) -> None:
     torch raises the error at any point of the program, from a handler of SIGCHLD.
     """
     found = _DEATH.match(words_of(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
+    # Text after torch's sentence: the cause has been added already.
     if found is None or found.end() < len(str(error).rstrip()):
         return
     for process in map(int, found[1].split(",")):
@@ -196,7 +198,7 @@ def _how(worker: BaseProcess) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    why = ", by the system for want of memory, say, or by hand" if code == -signal.SIGKILL else ""
+    why = ", perhaps by the system for lack of memory, or by hand" if code == -signal.SIGKILL else ""
     return f"it was killed by {name}{why}"
 
 
@@ -218,7 +220,7 @@ SHOWN = 8
 
 
 @contextmanager
-def _deaf(loader: Iterable[Any]) -> Iterator[None]:
+def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
     """Block, in processes that ``loader`` starts inside, the signals that this process handles in Python code."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -242,7 +244,8 @@ def _kill_at_exit() -> None:
     """Kill remaining workers at exit, once; Python would send SIGTERM, which they block, and wait forever."""
 
     def kill() -> None:
-        with contextlib.suppress(AttributeError, ValueError):  # torch's handler would raise during exit
+        # torch's handler of SIGCHLD would raise during exit.
+        with contextlib.suppress(AttributeError, ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             if worker.daemon:

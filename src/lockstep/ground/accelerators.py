@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, MutableSequence
 from functools import partial
 
 import torch
@@ -170,7 +170,13 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
     if isinstance(asked, Accelerator):
         found = asked
     elif asked == "auto":
-        return next(made for made in _all_made() if made.is_available())
+        # A backend that another package has registered is preferred: it was installed for this machine.
+        outside = torch.accelerator.current_accelerator()
+        if outside is not None and outside.type not in ACCELERATORS:
+            found = TorchAccelerator(outside.type)
+            if found.is_available():
+                return found
+        return next(made for made in map(_make, reversed(ACCELERATORS)) if made.is_available())
     elif asked == "gpu":
         of_gpus = [_make(name) for name in reversed(GPUS)]
         found = next((made for made in of_gpus if made.is_available()), of_gpus[0])
@@ -224,14 +230,6 @@ def carries(backend: str | None, kind: str) -> bool:
     return kind in dist.Backend.backend_capability.get(backend, ())
 
 
-def _all_made() -> Iterator[Accelerator]:
-    """Yield one accelerator of each kind, in the order in which ``"auto"`` tries them."""
-    outside = torch.accelerator.current_accelerator()
-    if outside is not None and outside.type not in ACCELERATORS:
-        yield TorchAccelerator(outside.type)
-    yield from map(_make, reversed(ACCELERATORS))
-
-
 def _by_name(asked: object) -> Accelerator:
     """Return the accelerator with the name of one kind.
 
@@ -241,6 +239,7 @@ def _by_name(asked: object) -> Accelerator:
     if isinstance(asked, str) and asked in ACCELERATORS:
         return _make(asked)
     try:
+        # "meta" is a device of torch without memory, on which nothing can train.
         made = TorchAccelerator(torch.device(asked).type if isinstance(asked, str) and asked != "meta" else "")
         there = made.name == asked and all(
             hasattr(device_module(made.name), needed) for needed in ("is_available", "device_count")
@@ -250,8 +249,8 @@ def _by_name(asked: object) -> Accelerator:
     if there:
         return made
     raise MisconfigurationException(
-        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', or the name of "
-        "a device that a package has added to torch ('tpu' by torch_tpu; import it before the Trainer is made)"
+        f"accelerator={asked!r} is unknown: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', or the name of a "
+        "device that a package adds to torch ('tpu' by torch_tpu; import it before you create the Trainer)"
     )
 
 
@@ -282,7 +281,8 @@ def _named(devices: Devices, present: int) -> list[int]:
             return [int(part) for part in devices.split(",") if part.strip()]
         except ValueError:
             return []
-    return list(devices) if isinstance(devices, MutableSequence | tuple) else []  # a config's own class of lists, too
+    # MutableSequence includes the list classes of configs, such as omegaconf's ListConfig.
+    return list(devices) if isinstance(devices, MutableSequence | tuple) else []
 
 
 def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
@@ -298,8 +298,8 @@ def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
         )
     if len(set(indices)) < len(indices):
         raise MisconfigurationException(
-            f"devices={devices!r} names a device twice: give each one once, one rank works on each. Tests of several "
-            "ranks on one card take Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
+            f"devices={devices!r} contains a device twice: list each once, since each gets one rank. For tests of "
+            "several ranks on one card use Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
         )
     if max(indices) >= present:
         raise MisconfigurationException(

@@ -104,13 +104,19 @@ class ConsensusFlags:
 
     def _use(self, channel: _Channel) -> None:
         self._channel = channel
-        self.publish = partial(channel.publish, self._wanted)  # runs at each step: a method would be one more call
+        # Runs at each step: a method would be one more call.
+        self.publish = partial(channel.publish, self._wanted)
 
     def _open(self, every: int | None) -> _Channel:
         if self._alone:
             return _Alone()
-        page = _shared_page(self._group) if dist.get_backend(self._group) == "gloo" else None
-        return _Messages(self._group, every) if page is None else _Shared(page)
+        # Only gloo's reductions block until they are done: the proof above needs that.
+        if dist.get_backend(self._group) == "gloo" and on_one_host(self._group):
+            pages = common_pages(self._group, _PAGE, on_disk=True)
+            close_handle(pages)
+            if pages is not None:
+                return _Shared(pages.memory)
+        return _Messages(self._group, every)
 
     # -- flags
 
@@ -222,6 +228,7 @@ class _Shared:
             parity = window & 1
             for bit in wanted:
                 self._cells[2 * bit + parity] = window
+            # Lets `settle` skip the search over all bits in a window without requests, which is the usual one.
             self._cells[_ANY + parity] = window
 
     @waits()
@@ -284,6 +291,7 @@ class _Messages:
             row[BITS + 1] = int(min(self._costs) * 1e6)
         self._at, self._next = now, window + self._every
         self._maximum.begin(row)
+        # The next boundary reads it already, so there is no later one at which to start it.
         if self._every == 1:
             self._maximum.start()
         self._costs.append(time.monotonic() - now)
@@ -310,20 +318,12 @@ def pace(duration: int, cost: int) -> int:
     return max(1, max(min(PACE, MOST * duration), SHARE * cost) // duration)
 
 
-def _shared_page(group: comm.Group) -> mmap.mmap | None:
-    """Return a page of zeros that all ranks of ``group`` have mapped, or None on all ranks if that is impossible."""
-    if not on_one_host(group):
-        return None
-    pages = common_pages(group, _PAGE, on_disk=True)
-    close_handle(pages)
-    return None if pages is None else pages.memory
-
-
 BRANCHES = 8
 """The number of leaders that exchange their rows directly."""
 LIMIT = 1800.0
 """Seconds that a rank waits for the other ranks of its host."""
-_FIRST_TAG = 41_000  # of messages: each object has its own tag, and users' messages use none of them
+# Tags of messages: each object has its own, and users' messages use none of them.
+_FIRST_TAG = 41_000
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
@@ -395,9 +395,10 @@ class HostMaximum:
     def __init__(self, width: int, group: comm.Group = None) -> None:
         world, rank = comm.world_size(group), comm.rank(group)
         self._ranks, self._group = comm.ranks_of(group), group
-        told = comm.all_gather_tensor(torch.tensor([host_number(), _Tags.used]), group)
-        hosts: list[int] = told[:, 0].tolist()
-        self._tag = _FIRST_TAG + int(told[:, 1].max())
+        of_ranks = comm.all_gather_tensor(torch.tensor([host_number(), _Tags.used]), group)
+        hosts: list[int] = of_ranks[:, 0].tolist()
+        # The largest count: a rank may be in more groups than another, and a tag must be new on both.
+        self._tag = _FIRST_TAG + int(of_ranks[:, 1].max())
         _Tags.used += 1
         first: dict[int, int] = {}
         for place, each in enumerate(hosts):
@@ -409,6 +410,7 @@ class HostMaximum:
             most = max(hosts.count(each) for each in first)
             pages = common_pages(group, 2 * (most + 1) * self._row.size, on_disk=True, leaders=self.leaders)
             if pages is None:
+                # Without shared memory each rank is its own leader.
                 self.leaders = list(range(world))
         self._page = None if pages is None else pages.memory
         close_handle(pages)
@@ -420,16 +422,12 @@ class HostMaximum:
         self.is_begun = self.is_started = False
         self._playing: Generator[list[Work], None, Tensor] | None = None
         self._waiting: list[Work] = []
-        self._own_group = self._connected()
-
-    def _connected(self) -> comm.Group:
-        """Return a gloo group of the leaders, or None if they do not need one."""
-        if not self._leads or len(self._heads) == 1 or comm.backend_of(self._group, "cpu") == "gloo":
-            return None
-        members = [self._ranks[head] for head in self._heads]
-        made: comm.Group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        comm.barrier(made)  # a rank that leaves while another still connects would break that connection
-        return made
+        self._own_group: comm.Group = None
+        if self._leads and len(self._heads) > 1 and comm.backend_of(group, "cpu") != "gloo":
+            members = [self._ranks[head] for head in self._heads]
+            self._own_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            # A rank that leaves while another still connects would break that connection.
+            comm.barrier(self._own_group)
 
     def begin(self, row: Sequence[int]) -> None:
         """Publish this rank's numbers, without waiting."""
@@ -452,15 +450,15 @@ class HostMaximum:
         send = self._group if self._own_group is None else self._own_group
 
         def to(tensor: Tensor, place: int) -> Work:
-            return _there(dist.isend(tensor, self._ranks[self._heads[place]], send, self._tag))
+            return _in_flight(dist.isend(tensor, self._ranks[self._heads[place]], send, self._tag))
 
         def of(tensor: Tensor, place: int) -> Work:
-            return _there(dist.irecv(tensor, self._ranks[self._heads[place]], send, self._tag))
+            return _in_flight(dist.irecv(tensor, self._ranks[self._heads[place]], send, self._tag))
 
         self._playing = exchanged(self._place, len(self._heads), torch.stack(rows).amax(0), to, of)
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> bool:
+    def _advance(self) -> bool:
         """Take the next step of the exchange. Return False if it has ended and the host's ranks can read the result."""
         assert self._playing is not None
         try:
@@ -489,7 +487,7 @@ class HostMaximum:
         while self._playing is not None:
             for work in self._waiting:
                 work.wait(timedelta(seconds=limit))
-            self._go_on()
+            self._advance()
         found: list[int] = self._mine.tolist()
         return found
 
@@ -503,11 +501,12 @@ class HostMaximum:
         assert self._page is not None
         until, pause = time.monotonic() + limit, 0.0
         while True:
+            # The checksum: a row is not written atomically, and half of it may be of the round before.
             number, *row, check = self._row.unpack_from(self._page, self._offset(slot))
             if number == self._round and check == self._check(row):
                 return tuple(row)
             if time.monotonic() > until:
-                raise RuntimeError(f"a rank of this host has not agreed with the others within {limit:g} s")
+                raise RuntimeError(f"a rank of this host has not published its values within {limit:g} s")
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)
 
@@ -518,6 +517,7 @@ class HostMaximum:
         return found
 
     def _offset(self, slot: int) -> int:
+        # Two sets of rows in turn: a rank may publish the next round while another still reads this one.
         return ((self._round & 1) * (len(self._locals) + 1) + slot) * self._row.size
 
     @waits()
@@ -536,6 +536,6 @@ class _Tags:
     used = 0
 
 
-def _there(work: Work | None) -> Work:
-    assert work is not None, "a rank that is no member of the group sends no messages"
+def _in_flight(work: Work | None) -> Work:
+    assert work is not None, "a rank outside of the group cannot send messages"
     return work

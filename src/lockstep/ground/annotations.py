@@ -63,6 +63,7 @@ def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
 def _value(text: str, module: str) -> Any:
     """Return the object that a string evaluates to in a module. Cached, since most strings occur many times."""
     try:
+        # Only strings of lockstep's own source are evaluated.
         return eval(text, vars(sys.modules[module]), _ForTypeCheckers(module))
     except (NameError, TypeError, AttributeError, ImportError):
         return text
@@ -98,6 +99,7 @@ def _block(file: str) -> ast.Module:
     """Return the block ``if TYPE_CHECKING:`` of a file; empty if there is no such block or no source."""
     try:
         with open(file) as source:
+            # Only the block is parsed; a whole file takes many times longer.
             rest = source.read().partition("\nif TYPE_CHECKING:\n")[2]
     except OSError:  # installed without sources
         rest = ""

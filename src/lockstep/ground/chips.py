@@ -8,7 +8,7 @@ import torch
 
 TERA = 1e12
 TFLOAT32 = "tfloat32"
-"""Stands in the table beside dtypes: float32 matrices multiplied by tensor cores."""
+"""Key of the table, like a dtype: float32 matrices multiplied by tensor cores."""
 
 _float64, _float32, _bfloat16, _float16, _int8 = (
     torch.float64,

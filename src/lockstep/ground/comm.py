@@ -189,7 +189,8 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     source = tensor.detach().to(carrier(group, tensor.device)).contiguous()
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
-    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not support every dtype
+    # gloo does not support every dtype, so bytes are sent.
+    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)
     if source.device.type == "cpu":
         dist.all_gather(list(parts.unbind()), as_bytes(source), group)
     else:  # NCCL gathers a list in its own memory and copies each piece out
@@ -293,6 +294,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
             others = range(me + step, min(me + block, world), step)
             rows = tensor.new_empty((1 + len(others), *tensor.shape))
             rows[0] = tensor
+            # All receives are posted before the first wait, so that messages may arrive in any order.
             waiting = [
                 dist.irecv(rows[number], _global_rank(other, group), group, _TAG)
                 for number, other in enumerate(others, 1)
@@ -302,6 +304,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
                     each.wait()
             tensor = combine(rows.unsqueeze(0))[0]
         step = block
+    # A copy, since the broadcast writes into it and the argument must not change.
     result = tensor.clone(memory_format=torch.contiguous_format)  # the argument is not changed
     dist.broadcast(result, _global_rank(0, group), group)
     return result
@@ -324,6 +327,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
                 f"{dtype} of shape {shape}; there must be a dimension, and only the first may differ"
             )
     lengths = [shape[0] for shape, _ in kinds]
+    # Collectives need the same shape on all ranks.
     padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor.detach()
     gathered = all_gather_tensor(padded, group)
@@ -423,7 +427,12 @@ def broadcast_tensors(
     if world_size(group) == 1:
         return
     with torch.no_grad():
-        for chunk in _messages(tensors, BROADCAST_BYTES if piece is None else piece, over is None):
+        # Wide dtypes first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its
+        # dtype. Empty tensors have no bytes to send.
+        sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
+        max_bytes = BROADCAST_BYTES if piece is None else piece
+        for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if over is None else None):
+            chunk = [sent[index] for index in indices]
             there = carrier(group, chunk[0].device if over is None else over)
             parts = [as_bytes(tensor) if over is None else as_bytes(tensor).to(there) for tensor in chunk]
             flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(there)
@@ -433,16 +442,6 @@ def broadcast_tensors(
             arrived = flat.to(chunk[0].device) if over is None else flat
             for tensor, data in zip(chunk, arrived.split([part.numel() for part in parts]), strict=True):
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
-def _messages(tensors: Iterable[Tensor], max_bytes: int, apart: bool) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each message: of each device ``apart``, or of all together. Empty tensors are left out.
-
-    Wide dtypes are first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its dtype.
-    """
-    sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
-    for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if apart else None):
-        yield [sent[index] for index in indices]
 
 
 def _global_rank(member: int, group: Group) -> int:

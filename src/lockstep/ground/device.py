@@ -65,6 +65,7 @@ def current_of(kind: str) -> torch.device:
 
 def make_current(device: torch.device) -> None:
     """Make ``device`` the current one of its kind in this process, if the kind can have several."""
+    # Kinds with a single device, such as mps, lack the function.
     choose = getattr(device_module(device), "set_device", None)
     if device.type != "cpu" and choose is not None:
         choose(device)
@@ -94,6 +95,7 @@ def device_name(device: torch.device) -> str:
 @cache
 def has_float64(kind: str) -> bool:
     """Return True if a kind of device computes in double precision."""
+    # Known without the tensor below, which would initialize the device.
     if kind in ("cpu", "cuda", "meta"):
         return True
     try:
@@ -177,6 +179,7 @@ def creating(
         in_parts: this rank gets only shards of the module: with ``empty`` it allocates no memory (meta device).
     """
     if empty and in_parts:
+        # On the meta device nothing is drawn: `torch.nn.init` need not be skipped.
         device, empty = torch.device("meta"), False
     before = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -67,12 +67,12 @@ def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[An
         gather: returns an object of all ranks, by rank.
         what: name of the thing that could not be written.
     """
-    told = gather(None if error is None else f"{type(error).__name__}: {error}")
+    reasons = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, said in enumerate(told):
-        if said is not None:
-            raise RankFailed(f"rank {rank} could not write {what}: {said}", rank)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise RankFailed(f"rank {rank} could not write {what}: {reason}", rank)
 
 
 class CorruptCheckpoint(RuntimeError):
@@ -106,6 +106,7 @@ _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<
 
 def _asking() -> tuple[str, str]:
     """Return the package and place of the running code outside of lockstep and of the import system."""
+    # The import system's frames are skipped, too: a name may be requested by an import statement.
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
@@ -162,7 +163,7 @@ def no_inner_part(path: str, does: str = "reads") -> AttributeError:
         does: verb for the access: "reads" or "sets".
     """
     return AttributeError(
-        f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer that lockstep does not have. "
+        f"{path}, which {asked_by()} {does}, is an internal part of Lightning's Trainer that lockstep does not have. "
         f"{way_out()}"
     )
 

@@ -171,7 +171,7 @@ EXTENSIONS: dict[str, Extension] = {
             "submit": ("submit_command:submit", "submit a script to SLURM"),
             "trials": (
                 "trials_command:trials",
-                "show the trials of a search on SLURM, submit them anew, cancel them",
+                "show, resubmit or cancel the trials of a search on SLURM",
             ),
         },
         services={"trial": "trials:TrialFolder"},
@@ -189,7 +189,7 @@ EXTENSIONS: dict[str, Extension] = {
     ),
     "verify": Extension(
         commands={
-            "verify": ("command:verify", "say whether a script trains on N ranks what it trains as one process"),
+            "verify": ("command:verify", "check that a script trains on N ranks what it trains as one process"),
         },
         services={"trainer.verify": "fitted:verify_fit"},
         paths={"cli.verify": "command", "verify": ""},
@@ -308,7 +308,7 @@ def load(group: Group, name: str) -> Any:
     except Exception as error:
         raise MissingExtension(
             f"{what} of {_origin(points[0])} cannot be imported from {points[0].value!r}: {type(error).__name__}: "
-            f"{error}. Mend or uninstall that package."
+            f"{error}. Repair or uninstall that package."
         ) from error
 
 
@@ -326,7 +326,8 @@ def _at(extension: str, place: str) -> Any:
 @functools.cache
 def _others(group: Group) -> dict[str, list[EntryPoint]]:
     """Return the entry points of other distributions, by name."""
-    from importlib.metadata import entry_points  # takes 10 ms, so it is imported only for names that lockstep lacks
+    # Takes 10 ms, so it is imported only for names that lockstep lacks.
+    from importlib.metadata import entry_points
 
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"lockstep.{group}"):

@@ -47,6 +47,7 @@ def protect_forks() -> None:
     """
     collector = _Collector()
     FORK_GARBAGE.at_fork(collector.hold, collector.leave, collector.go_on)
+    # Since 3.12 the child reinitializes the lock before it takes it.
     if sys.version_info < (3, 12) and sys.platform == "linux":
         FORK_THREADS.at_fork(before=wait_for_torch_threads)
 
@@ -114,7 +115,8 @@ def _asleep() -> dict[str, bytes] | None:
     """Return how often each of torch's threads has been put to sleep, by thread; None if one is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
-        if int(thread) == threading.get_native_id():  # torch also names this one, in processes that it has started
+        # torch also names this one, in processes that it has started.
+        if int(thread) == threading.get_native_id():
             continue
         try:
             with open(f"/proc/self/task/{thread}/status", "rb") as file:

@@ -118,13 +118,14 @@ class HyperparametersMixin:
         chosen, self._hparams_name = _choose(args, {k: value for k, value in arguments.items() if k not in ignored})
         self._set_hparams(chosen)
         self.remove_ignored_hparams(list(ignored))
+        # Not for a call in a base class: a subclass may still ignore the argument.
         if calls < 2:
             plain_hyperparameters(self.hparams)
         for name, value in self.hparams.items():
             if isinstance(value, nn.Module) and not LIGHTNING.is_installed:
                 rank_zero_warn(
-                    f"The hyperparameter {name!r} is a module, whose weights a checkpoint has already, so that it is "
-                    f"not kept again: `load_from_checkpoint(path, {name}=...)` takes it. Say so by "
+                    f"The hyperparameter {name!r} is a module and is not saved, since a checkpoint already has its "
+                    f"weights: pass it to `load_from_checkpoint(path, {name}=...)`. Silence this by "
                     f"`self.save_hyperparameters(ignore=[{name!r}])`."
                 )
         self._hparams_initial = copy.deepcopy(self.hparams)
@@ -139,8 +140,8 @@ class HyperparametersMixin:
             hparams = vars(hparams)
         if not isinstance(hparams, MutableMapping):
             raise MisconfigurationException(
-                f"save_hyperparameters() was given a {type(hparams).__name__}; give it names of arguments, "
-                "or one dict or Namespace."
+                f"save_hyperparameters() received a {type(hparams).__name__}: pass names of arguments, or one dict or "
+                "Namespace."
             )
         if isinstance(hparams, dict) and isinstance(self.hparams, dict):
             self.hparams.update(hparams)
@@ -157,6 +158,7 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> AttributeDict:
         """A copy of the hyperparameters as they were last saved."""
+        # A copy, so that changes do not affect the values that were logged.
         found: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
         return found
 
@@ -170,14 +172,14 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
         return containers[0], next((n for n, value in found.items() if is_same(value, containers[0])), None)
     if containers:
         raise MisconfigurationException(
-            f"save_hyperparameters() was given {len(containers)} containers; give it names of arguments, or "
-            "one dict or Namespace."
+            f"save_hyperparameters() received {len(containers)} containers: pass names of arguments, or one dict or "
+            "Namespace."
         )
     unknown = [name for name in args if name not in found]
     if unknown:
         raise MisconfigurationException(
-            f"save_hyperparameters({', '.join(map(repr, args))}): {unknown[0]!r} is no argument of __init__, "
-            f"or is ignored; there are {sorted(found)}."
+            f"save_hyperparameters({', '.join(map(repr, args))}): {unknown[0]!r} is not an argument of __init__, or "
+            f"is ignored: choose from {sorted(found)}."
         )
     return {name: found[name] for name in args}, "kwargs"
 
@@ -213,9 +215,9 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
             inside = "".join(f"[{key!r}]" for key in error.keys)
             what = f"holds at {inside} {described(error.value)}" if inside else f"is {described(error.value)}"
             raise MisconfigurationException(
-                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot hold, as it "
-                f"carries no code. Leave it out by save_hyperparameters(ignore=[{name!r}]), and give it again to "
-                f"load_from_checkpoint(path, {name}=...); or take a name for it, a string."
+                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot hold, since it "
+                f"carries no code. Leave it out by save_hyperparameters(ignore=[{name!r}]) and pass it to "
+                f"load_from_checkpoint(path, {name}=...); or use a string that names it."
             ) from error
     return kept
 
@@ -245,8 +247,8 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
             if name in merged and not is_same(merged[name], value):
                 raise MisconfigurationException(
                     f"The hyperparameter {name!r} is {merged[name]!r:.100} in the module and {value!r:.100} in the "
-                    "data module, so that loggers cannot tell which: rename one, or keep one of the two to itself by "
-                    "save_hyperparameters(logger=False)."
+                    "data module, so it is unclear which one to log: rename one, or do not log those of one of the two "
+                    "by save_hyperparameters(logger=False)."
                 )
             if name not in ("_class_path", "_instantiator"):  # notes of the command line
                 merged[name] = value

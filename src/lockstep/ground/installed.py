@@ -112,28 +112,29 @@ LIGHTNING = Installation(
 EXCEPTHOOK = Installation(
     "sys.excepthook",
     ("supervise/status.py", "launch/site/sitecustomize.py"),
-    "notes what ends a rank's script, and folds long tracebacks; on one process it comes when a call has failed, in a "
-    "rank of `lockstep run` before the script's first line. It stays, since what nobody catches comes after the call",
+    "notes what ends a rank's script, and folds long tracebacks; on one process it is installed when a call fails, "
+    "in a rank of `lockstep run` before the script's first line. It stays, since an uncaught error ends the process "
+    "only after the call",
 )
 MODULE_HOOKS = Installation(
     "torch's hooks on parameters, buffers and submodules that are registered",
     ("engines/ddp/late_parameters.py",),
-    "tell of what comes late; a hook for each model could go in torch's loop over the hooks",
+    "report parameters that are added late; a hook for each model could be removed within torch's loop over the hooks",
 )
 TORCH_COLLECTIVES = Installation(
     "torch's collectives",
     ("supervise/collective_trace.py",),
-    "note what a rank does; they stay for the code behind the fit, that other ranks may wait for as well",
+    "note what a rank does; they stay for the code after the fit, for which other ranks may wait, too",
 )
 STACK = Installation(
     "faulthandler, and the thread lockstep-sample",
     ("supervise/stack_request.py",),
-    "tell the supervisor where a rank is, also behind its fit, until the process ends",
+    "report to the supervisor where a rank is, also after its fit, until the process ends",
 )
 DEVICE_MARKS = Installation(
     "the thread lockstep-device-marks",
     ("supervise/device_marks.py",),
-    "note which queued collectives the device is done with, also behind a fit, where other ranks may wait as well",
+    "note which queued collectives the device has completed, also after a fit, where other ranks may wait, too",
 )
 PASSED_ON = Installation(
     "the handler of the signal SIGRTMIN+10",
@@ -147,12 +148,12 @@ HANDLERS = Installation(
     stays=False,
 )
 WAKEUP = Installation(
-    "signal.set_wakeup_fd", ("supervise/signals.py",), "a Ctrl-C is heard in a collective, too", stays=False
+    "signal.set_wakeup_fd", ("supervise/signals.py",), "a Ctrl-C is received in a collective, too", stays=False
 )
 STREAMS = Installation(
     "sys.stdout and sys.stderr",
     ("callbacks/progress/tqdm.py",),
-    "what is printed stands above the bars",
+    "printed lines appear above the bars",
     stays=False,
 )
 FORK_GARBAGE = Installation(
@@ -179,15 +180,15 @@ FORK_WORKERS = Installation(
 EXIT_THREADS = Installation(
     "atexit: wait for torch's threads",
     ("ground/fork_and_exit.py",),
-    "one that wants the interpreter while it goes aborts it",
+    "a thread that needs the interpreter while it shuts down aborts the process",
 )
-EXIT_GROUP = Installation("atexit: leave the process group", ("engines/ranks.py",), "the group stays behind a fit")
+EXIT_GROUP = Installation("atexit: leave the process group", ("engines/ranks.py",), "the group stays after a fit")
 EXIT_WORKERS = Installation(
-    "atexit: kill loader workers", ("data/workers.py",), "workers that persist live as long as their loader"
+    "atexit: kill loader workers", ("data/workers.py",), "persistent workers live as long as their loader"
 )
 EXIT_SUPERVISOR = Installation(
     "atexit: take leave of the supervisor", ("supervise/client.py",), "a failed rank waits for the first cause"
 )
 EXIT_JOB = Installation(
-    "atexit: forget what a SLURM job has saved", ("launch/attempts.py",), "the job may end in what follows the fit"
+    "atexit: forget what a SLURM job has saved", ("launch/attempts.py",), "the job may end in the code after the fit"
 )

@@ -1,8 +1,7 @@
 """Memory in use and free memory.
 
-For a device: the memory of tensors, the cache of torch's allocator, and out-of-memory errors. For this process: how
-    much
-more memory it may use, on the host, within its limits, and on an accelerator.
+For a device: the memory of tensors, the cache of torch's allocator, and out-of-memory errors. For this process: the
+memory that it may still use, on the host, within its limits, and on an accelerator.
 """
 
 from __future__ import annotations
@@ -130,27 +129,22 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
     if device.type != "cpu":
         known = memory_info(device)
         return None if known is None else known[0] + memory_cached(device)
-    found = [free for free in (_of_host(ranks), *_within_limits(), _of_container(ranks)) if free is not None]
+    available = _kilobytes("/proc/meminfo", "MemAvailable")
+    found = [] if available is None else [available // ranks]
+    # The limits of `ulimit` hold for each process, those of the host and a container for all of them together.
+    for limit, name in _LIMITS:
+        most, used = resource.getrlimit(limit)[0], _kilobytes("/proc/self/status", name)
+        if most != resource.RLIM_INFINITY and used is not None:
+            found.append(most - used)
+    of_container = _of_container(ranks)
+    if of_container is not None:
+        found.append(of_container)
     return max(0, min(found)) if found else None
 
 
 def host_memory() -> int | None:
     """Return the total bytes of the host's memory; None if unknown."""
     return _kilobytes("/proc/meminfo", "MemTotal")
-
-
-def _of_host(ranks: int) -> int | None:
-    free = _kilobytes("/proc/meminfo", "MemAvailable")
-    return None if free is None else free // ranks
-
-
-def _within_limits() -> list[int]:
-    found = []
-    for limit, name in _LIMITS:
-        most, used = resource.getrlimit(limit)[0], _kilobytes("/proc/self/status", name)
-        if most != resource.RLIM_INFINITY and used is not None:
-            found.append(most - used)
-    return found
 
 
 def _of_container(ranks: int) -> int | None:

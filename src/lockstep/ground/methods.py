@@ -57,13 +57,12 @@ def kept(part: object, *of_the_call: str) -> dict[str, Any]:
         part: the object.
         of_the_call: names of attributes that belong to the running call; they are None in a copy.
     """
-    state = {name: value for name, value in vars(part).items() if not _stands_in(part, name, value)}
+    state = dict(vars(part))
+    for name, value in vars(part).items():
+        is_method = callable(getattr(type(part), name, None)) and callable(value)
+        if is_method and str(getattr(value, "__module__", "")).startswith("lockstep."):
+            del state[name]
     return state | dict.fromkeys(state.keys() & set(of_the_call))
-
-
-def _stands_in(part: object, name: str, value: object) -> bool:
-    own = getattr(type(part), name, None)
-    return callable(own) and callable(value) and str(getattr(value, "__module__", "")).startswith("lockstep.")
 
 
 class CompiledForward:
@@ -121,12 +120,9 @@ def is_compiled_layer(layer: nn.Module) -> bool:
     """Return True if this layer itself is compiled."""
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
         return True
-    return getattr(layer, "_compiled_call_impl", None) is not None or _is_compiled(vars(layer).get("forward"))
-
-
-def _is_compiled(forward: object) -> bool:
-    while forward is not None:
-        if isinstance(forward, CompiledForward):
-            return True
+    if getattr(layer, "_compiled_call_impl", None) is not None:  # torch.compile in place, `layer.compile()`
+        return True
+    forward = vars(layer).get("forward")
+    while forward is not None and not isinstance(forward, CompiledForward):
         forward = getattr(forward, "own", None)  # recomputation wraps it
-    return False
+    return forward is not None

@@ -30,6 +30,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     Waits for the device once, and again only if something is found.
     """
     parts = parts_with_values(tensors)
+    # A single norm of all values needs only one wait for the device.
     norm = total_norm(parts)
     return [] if norm is None or bool(norm.isfinite()) else names_not_finite(parts)
 
@@ -61,6 +62,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 def floats(values: Sequence[Any]) -> list[float]:
     """Convert numbers and tensors of one element to floats, in their order."""
+    # One copy for all values: each copy waits for all queued work of the device.
     far = [value.detach().reshape(()) for value in values if _is_far(value)]
     if len({value.device for value in far}) != 1:
         return [float(value) for value in values]

@@ -115,6 +115,7 @@ class CombinedOptimizer(Optimizer):
         parts = []
         for optimizer in self.optimizers:
             mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            # Parameters are numbered consecutively over all optimizers, and from 0 in each one's own state dict.
             place = {number: index for index, number in enumerate(n for group in mine for n in group["params"])}
             numbered = [{**group, "params": [place[number] for number in group["params"]]} for group in mine]
             state = {place[number]: entry for number, entry in saved["state"].items() if number in place}
@@ -171,7 +172,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
     seen: set[int] = set()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("CombinedOptimizer(LBFGS): it steps several times on one batch, and needs to be alone")
+            raise ValueError("CombinedOptimizer(LBFGS): LBFGS steps several times on one batch and cannot be combined")
         mine = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for shared in mine.keys() & seen:
             raise ValueError(
@@ -219,7 +220,8 @@ def takes_closure(optimizer: Optimizer) -> bool:
     ``**kwargs``.
     """
     step = inspect.unwrap(type(optimizer).step)
-    package = (step.__module__ or "torch").partition(".")[0]  # a mock of one of torch's optimizers has no module
+    # A mock of one of torch's optimizers has no module.
+    package = (step.__module__ or "torch").partition(".")[0]
     return package not in ("torch", "lockstep") and ("closure" in _parameters(optimizer) or may_ignore(optimizer))
 
 

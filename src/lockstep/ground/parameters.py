@@ -58,9 +58,9 @@ def grad_norm(
 
 
 LAZY = (
-    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape in its first forward, and has to have one "
-    "before. Give the layer its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its "
-    "`configure_model`: `self(torch.zeros(2, in_features))`."
+    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape only in its first forward. Give the layer "
+    "its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its `configure_model`: "
+    "`self(torch.zeros(2, in_features))`."
 )
 
 
@@ -83,7 +83,8 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
     """Clip the gradients of ``parameters`` in place; real and imaginary parts separately for complex ones."""
     real: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_complex():  # torch has no clamp for complex numbers
+        # torch has no clamp for complex numbers.
+        if parameter.grad is not None and parameter.grad.is_complex():
             torch.view_as_real(parameter.grad).clamp_(-value, value)
         else:
             real.append(parameter)
@@ -148,6 +149,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
     for parameter in module.parameters():
         if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():
             shown.append((parameter, parameter.data))
+            # An expanded scalar takes no memory, whatever its shape.
             one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
             parameter.data = one.expand(whole_shape(parameter))
     try:
@@ -222,9 +224,11 @@ def takes_names_as_they_are(module: nn.Module) -> bool:
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return False
     for layer in module.modules():
+        # Normalization layers override it only to add a counter that old state dicts lack.
         by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
         if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
             return False
+        # FSDP's hooks leave names and values as they are.
         hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
             return False
@@ -262,10 +266,18 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
     place = mesh.get_coordinate()
     if place is None:
         return tuple(slice(0, 0) for _ in shape)
+    # Mesh dimensions shard a tensor from left to right, except for those that sharded again what dimensions on their
+    # right had sharded: these come last, from right to left.
+    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
+    again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
     box = [slice(0, size) for size in shape]
-    for axis in _in_order_of_cuts(placements):
+    for axis in [*(axis for axis in cut if axis not in again), *reversed(again)]:
         dim = cast("Shard", placements[axis]).dim
-        box[dim] = _chunk(box[dim], mesh.size(axis), place[axis])
+        whole = box[dim]
+        # as `torch.chunk` divides: the last chunks are smaller or empty
+        step = -(-(whole.stop - whole.start) // mesh.size(axis))
+        start = min(whole.start + place[axis] * step, whole.stop)
+        box[dim] = slice(start, min(start + step, whole.stop))
     return tuple(box)
 
 
@@ -277,23 +289,6 @@ def begins_of(tensor: Tensor) -> list[int]:
 def is_cut_again(tensor: Tensor) -> bool:
     """Return True if ``fully_shard`` has sharded a dimension of a DTensor that tensor parallelism had sharded."""
     return any(hasattr(placement, "split_factor") for placement in getattr(tensor, "placements", ()))
-
-
-def _in_order_of_cuts(placements: Sequence[Placement]) -> list[int]:
-    """Return the mesh dimensions that shard a tensor, in the order in which they did.
-
-    That is from left to right, except for those that sharded again what dimensions on their right had sharded.
-    """
-    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
-    again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
-    return [axis for axis in cut if axis not in again] + again[::-1]
-
-
-def _chunk(whole: slice, chunks: int, number: int) -> slice:
-    """Return one chunk of a range, as `torch.chunk` divides it: the last chunks are smaller or empty."""
-    step = -(-(whole.stop - whole.start) // chunks)
-    begin = min(whole.start + number * step, whole.stop)
-    return slice(begin, min(begin + step, whole.stop))
 
 
 FSDP, DEEPSPEED, PIPELINE = "fsdp", "deepspeed", "balanced"

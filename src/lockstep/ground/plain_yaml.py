@@ -20,5 +20,5 @@ def read(path: str | os.PathLike[str]) -> Any:
         with open(path, "rb") as file:
             return yaml.safe_load(file)
     except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"it is no YAML ({said[:300]})" if said else "it is nested too deeply") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"it is not YAML ({reason[:300]})" if reason else "it is nested too deeply") from error

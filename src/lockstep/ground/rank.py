@@ -29,7 +29,8 @@ class _Screen(logging.Handler):
     """Handler for stderr, while logging is not configured and Lightning's loggers have no higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        shown = max(record.levelno, logging.INFO)  # INFO is the level that Lightning gives its own loggers on import
+        # INFO is the level that Lightning gives its own loggers on import.
+        shown = max(record.levelno, logging.INFO)
         if not logging.root.handlers and all(shown >= logging.getLogger(name).level for name in LIGHTNINGS):
             try:
                 print(self.format(record), file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     global _current
     if seed is None:
         if _current is None and verbose:
-            rank_zero_warn("seed_everything() got no seed and none was set before: taking 0", stacklevel=2)
+            rank_zero_warn("seed_everything() got no seed and none was set before: using 0", stacklevel=2)
         seed = _current or 0
     seed = _checked(seed)
     random.seed(seed)
@@ -79,6 +79,7 @@ def random_states(include_cuda: bool = True) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
+        # Tensors and numbers only: torch.load(weights_only=True) reads nothing else.
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
     numpy = _numpy()

@@ -46,6 +46,7 @@ class _PageFile(NamedTuple):
 def on_one_host(group: comm.Group) -> bool:
     """Return True if all ranks of ``group`` run on one host. Collective."""
     mine = host_number()
+    # One maximum gives the largest number and, negated, the smallest.
     most, least = comm.all_reduce(torch.tensor([mine, -mine]), "max", group).tolist()
     return bool(most == -least)
 
@@ -57,6 +58,7 @@ def host_number() -> int:
 
 def host() -> str:
     """Return a string that is the same for processes on one host and one boot of it."""
+    # Different machines may have the same hostname.
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -92,7 +94,11 @@ def common_pages(
         made = _make(make, size) if leader else None
         handle, place = made or (None, None)
         try:
-            place = _place_told(place, mine, leaders, group)
+            if leaders is None:
+                place = comm.broadcast_object(place, 0, group)
+            else:  # the place of this rank's leader; none if the leader of any host failed
+                places: list[_PageFile | None] = comm.all_gather_object(place, group)
+                place = None if any(places[each] is None for each in set(leaders)) else places[mine]
             if place is None:
                 _close(handle)
                 continue
@@ -102,7 +108,8 @@ def common_pages(
             everyone = comm.all_reduce(torch.tensor([memory is not None]).int(), "min", group).item() == 1
         finally:
             if made and not made[1].space:
-                with contextlib.suppress(FileNotFoundError):  # another program cleans up that folder
+                # Another program may clean up that folder.
+                with contextlib.suppress(FileNotFoundError):
                     os.unlink(made[1].path)
         if everyone:
             assert memory is not None
@@ -110,17 +117,6 @@ def common_pages(
             return Pages(memory, handle)
         _close(handle)
     return None
-
-
-def _place_told(
-    place: _PageFile | None, mine: int, leaders: Sequence[int] | None, group: comm.Group
-) -> _PageFile | None:
-    """Return the place of the pages of this rank's leader; None if any leader failed. Collective."""
-    if leaders is None:
-        told: _PageFile | None = comm.broadcast_object(place, 0, group)
-        return told
-    places: list[_PageFile | None] = comm.all_gather_object(place, group)
-    return None if any(places[each] is None for each in set(leaders)) else places[mine]
 
 
 def _close(handle: int | None) -> None:
@@ -198,7 +194,8 @@ def _map(handle: int, size: int, part: tuple[int, int]) -> mmap.mmap | None:
         for begin in range(start, start + length, PIECE):
             piece = min(PIECE, start + length - begin)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, begin, piece)  # a full /dev/shm is an error here, not a SIGBUS later
+                # A full /dev/shm is an error here, not a SIGBUS later.
+                os.posix_fallocate(handle, begin, piece)
             else:
                 os.pwrite(handle, bytes(piece), begin)
         return mmap.mmap(handle, size)

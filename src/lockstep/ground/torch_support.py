@@ -97,7 +97,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         f"{_GROUP}._wait_all_gather_streams_on_event",
         "engines/sharded/gathered_parameter.py",
-        "a gather behind a write",
+        "a gather after a write",
         FSDP,
     ),
     Part(f"{_FSDP}._fsdp_common.FSDPMeshInfo", "engines/sharded/gathered_parameter.py", "this rank's part", FSDP),
@@ -145,7 +145,7 @@ PARTS: tuple[Part, ...] = (
         FSDP,
     ),
     # memory
-    Part(f"{_HOOKS}._top_saved_tensors_default_hooks", "memory/meter.py", "hooks of saved tensors beside ours", MEMORY),
+    Part(f"{_HOOKS}._top_saved_tensors_default_hooks", "memory/meter.py", "other hooks of saved tensors", MEMORY),
     Part(f"{_HOOKS}._pop_saved_tensors_default_hooks", "memory/meter.py", "as above", MEMORY),
     Part(f"{_HOOKS}._push_saved_tensors_default_hooks", "memory/meter.py", "as above", MEMORY),
     Part(
@@ -192,8 +192,8 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
     if lacking:
         part = lacking[0]
         raise MisconfigurationException(
-            f"{what} needs {part.name.replace('|', ' or ')} ({part.why}), which torch {torch.__version__} has not: "
-            f"take a torch from {part.since} on that lockstep was tested with, or {instead}."
+            f"{what} needs {part.name.replace('|', ' or ')} ({part.why}), which torch {torch.__version__} lacks: "
+            f"install a torch from {part.since} on that lockstep was tested with, or {instead}."
         )
 
 
@@ -250,11 +250,12 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
         version: version as torch writes it: ``"2.13.0+cpu"``.
     """
     major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
+    # Loader workers would repeat the warning of their rank.
+    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:
         tried = ".".join(map(str, TRIED))
         warn_once(
-            f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: should "
-            f"something be wrong, `pip install 'torch=={tried}.*'` takes that one."
+            f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: if "
+            f"something is wrong, run `pip install 'torch=={tried}.*'`."
         )
 
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
@@ -45,9 +45,17 @@ def tree_map(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
     if kind is dict:
         return {key: tree_map(fn, value, leaf_types) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return _map_sequence(fn, batch, leaf_types)
+        items = (tree_map(fn, item, leaf_types) for item in batch)
+        # a named tuple takes its fields one by one
+        return kind(*items) if isinstance(batch, tuple) and hasattr(batch, "_fields") else kind(items)
     if isinstance(batch, Mapping):
-        return _map_mapping(fn, batch, leaf_types)
+        mapped = {key: tree_map(fn, value, leaf_types) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return kind(mapped)
+        # a copy keeps what the type has besides its items: a default factory, attributes
+        result = copy.copy(batch)
+        result.update(mapped)
+        return result
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return _map_dataclass(fn, batch, leaf_types)
     return batch
@@ -68,23 +76,6 @@ def tree_leaves(batch: object, leaf_types: Types) -> Iterator[Any]:
             # a field without a default may be missing until it is set
             if hasattr(batch, field.name):
                 yield from tree_leaves(getattr(batch, field.name), leaf_types)
-
-
-def _map_sequence(fn: Callable[[Any], Any], batch: list[Any] | tuple[Any, ...], leaf_types: Types) -> Any:
-    kind: Any = batch.__class__
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return kind(*(tree_map(fn, item, leaf_types) for item in batch))
-    return kind(tree_map(fn, item, leaf_types) for item in batch)
-
-
-def _map_mapping(fn: Callable[[Any], Any], batch: Mapping[Any, Any], leaf_types: Types) -> Any:
-    mapped = {key: tree_map(fn, value, leaf_types) for key, value in batch.items()}
-    if isinstance(batch, MutableMapping):
-        # a copy keeps what the type has besides its items: a default factory, attributes
-        result = copy.copy(batch)
-        result.update(mapped)
-        return result
-    return type(batch)(mapped)  # type: ignore[call-arg]
 
 
 def _map_dataclass(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
@@ -186,12 +177,6 @@ def _fields(value: object) -> object:
     return value
 
 
-def _plain_members(value: Collection[Any], keys: tuple[Any, ...], around: frozenset[int]) -> Any:
-    """Return the plain form of a tuple as a tuple, of another sequence as a list, of a set as a set."""
-    forms = [_plain(item, (*keys, place), around) for place, item in enumerate(value)]
-    return tuple(forms) if isinstance(value, tuple) else forms if isinstance(value, Sequence) else set(forms)
-
-
 def _plain(value: object, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
     kind = type(value)
     if kind in LEAVES or kind in TENSORS or (type(value) is int and value.bit_length() < 64):
@@ -208,7 +193,10 @@ def _plain(value: object, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
         items = list(value.items())
         return {_plain(key, (*keys, key), around): _plain(item, (*keys, key), around) for key, item in items}
     if isinstance(value, (tuple, set, frozenset)) or (isinstance(value, Sequence) and not isinstance(value, _TEXTS)):
-        return _plain_members(value, keys, around)
+        forms = [_plain(item, (*keys, place), around) for place, item in enumerate(value)]
+        if isinstance(value, (set, frozenset)):
+            return set(forms)
+        return tuple(forms) if isinstance(value, tuple) else forms
     return _other(value, keys)
 
 
@@ -219,7 +207,8 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         number = value.item()
-        if type(number) in LEAVES or type(number) is int:  # dates and long doubles have no plain equivalent
+        # Dates and long doubles have no plain equivalent.
+        if type(number) in LEAVES or type(number) is int:
             return number
     elif numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype.kind in "biufc":
@@ -255,6 +244,7 @@ def described(value: object) -> str:
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
+    # Objects may refer to one another in a circle.
     seen: set[int] = set()
 
     def found(value: object, depth: int) -> Iterator[Tensor]:

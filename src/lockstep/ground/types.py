@@ -183,7 +183,7 @@ class TrainerState:
 
 
 class Planned(Protocol):
-    """What `Trainer.plan` returns: each way to train with its memory and seconds, and a choice. Print it to read it."""
+    """Result of `Trainer.plan`: each way to train with its memory and seconds, and a choice. Print it for a report."""
 
     @property
     def rows(self) -> Sequence[Any]:

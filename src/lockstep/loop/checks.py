@@ -23,7 +23,7 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
-from lockstep.names.former_methods import former_methods
+from lockstep.names.table import former_methods
 
 _OF_VALIDATION = {"validation_epoch_end": "on_validation_epoch_end"}
 EPOCH_ENDS = {

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.data.weighing import Share, share_of, weighed_by_part
-from lockstep.data.window import Window
+from lockstep.data.window import Share, Window, share_of, weighed_by_part
 from lockstep.engines.engine import BatchByHand, MicroBatch, WindowPlayer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once

@@ -1,4 +1,4 @@
-"""Names of classes, as configs and command lines have them: Lightning's paths in lockstep, and short names."""
+"""Class names in configs and command lines: Lightning's paths and their homes in lockstep, and short names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.names.finder import CLASS, LIGHTNINGS, ROOT, TEST_TUBE
 
 
 def home_of(module: str) -> str | None:
-    """The path that a module of Lightning's has in lockstep; None for other packages.
+    """Return the path in lockstep of a module of Lightning; None for other packages.
 
     Example:
         >>> home_of("pytorch_lightning.callbacks"), home_of("lightning.fabric.utilities.seed"), home_of("torch")
@@ -29,24 +29,24 @@ def home_of(module: str) -> str | None:
 
 @functools.cache
 def refusal(path: str) -> str | None:
-    """Why a name cannot be imported from lockstep; None where it can be."""
+    """Return why a name cannot be imported from lockstep; None if it can be."""
     found: object = import_module(ROOT)
     try:
         for part in path.split(".")[1:]:
             if not isinstance(found, ModuleType | type):
-                return None  # what is behind a property or a function is known when the script runs
+                return None  # attributes of a property or of a function's result are only known when the script runs
             found = getattr(found, part)
     except (AttributeError, ImportError) as error:
         if isinstance(found, type) and " is gone since " not in str(error):
-            return None  # of what a class has not, a type checker tells
-        said = re.sub(rf"^{ROOT}[\w.]*: ", "", str(error))
-        known = "lockstep has nothing of this name; docs/lightning.md has the names that there are."
-        return known if said.startswith("module ") else said
+            return None  # a missing attribute of a class is left to type checkers
+        reason = re.sub(rf"^{ROOT}[\w.]*: ", "", str(error))
+        unknown = "lockstep has no object with this name; docs/lightning.md lists the available names."
+        return unknown if reason.startswith("module ") else reason
     return None
 
 
 def class_at_home(text: str) -> str | None:
-    """The path in lockstep of a class path of Lightning's; None for any other text.
+    """Return the class path in lockstep for a class path of Lightning; None for any other text.
 
     Example:
         >>> class_at_home("lightning.pytorch.loggers.CSVLogger"), class_at_home("torch.optim.Adam")
@@ -65,7 +65,7 @@ FACES = ("callbacks", "loggers", "profilers", "strategies")
 
 
 def import_named(name: str) -> None:
-    """Import the class of a face that has this name, if there is one: a parser finds only classes that are imported."""
+    """Import the class with this name from a face, if there is one: a parser finds only imported classes."""
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         if name in module.__all__:
@@ -73,11 +73,11 @@ def import_named(name: str) -> None:
 
 
 def import_all() -> None:
-    """Import all classes of the faces, but for those whose extra is not installed."""
+    """Import all classes of the faces."""
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         for name in module.__all__:
-            with suppress(ImportError):
+            with suppress(ImportError):  # its extra is not installed
                 getattr(module, name)
 
 
@@ -85,19 +85,19 @@ def import_all() -> None:
 
 
 def known_here(config: Any) -> Any:
-    """A config, or a part of it, with lockstep's class paths; the classes that it names shortly are imported.
+    """Return a config with lockstep's class paths in place of Lightning's, and import classes named by short names.
 
     Args:
         config: plain values, in dicts and lists.
 
     Raises:
-        TypeError: it names a class of Lightning's that lockstep does not have.
+        TypeError: the config names a class of Lightning that lockstep does not have.
     """
     moved: dict[str, str] = {}
     found = _known_here(config, moved)
     if moved:
         read = ", ".join(f"{path} as {home}" for path, home in moved.items())
-        rank_zero_info(f"class paths of Lightning are read as lockstep's (`lockstep migrate FILE` writes them): {read}")
+        rank_zero_info(f"Lightning's class paths are read as lockstep's ({read}): `lockstep migrate FILE` writes them")
     return found
 
 

@@ -1,25 +1,24 @@
-"""Finds modules by Lightning's import paths: ``from lockstep.<path in Lightning> import name`` works, or says why not.
+"""A finder for Lightning's import paths: ``from lockstep.<path in Lightning> import name`` works, or raises the reason.
 
-One finder stands before Python's own. Asked for a module below ``lockstep`` it gives
+The finder is in front of Python's own finders. For a module below ``lockstep`` it returns
 
-- the module of an extension that answers to this path (`lockstep.ground.extensions`): one module, whatever path it is
-  asked for by;
-- the file of lockstep that has this path, if there is one. Files in `COMPLETED` answer besides for the names that
-  Lightning has there and lockstep has elsewhere;
-- else, for a module of the table (`lockstep.names.table`), a module whose names are fetched when they are first used;
-- for a path that an earlier release of lockstep had, the module that has moved;
-- or an ImportError that says why the module is refused, and what to do. A refused name is no attribute of its module
-  (``hasattr`` is False), and the statement that imports it gets the ImportError.
+- the module of an extension that has this path (`lockstep.ground.extensions`), the same module for all its paths;
+- the file of lockstep that has this path, if there is one. Files in `COMPLETED` also provide names that Lightning has
+  there and lockstep has elsewhere;
+- otherwise, for a module of the table (`lockstep.names.table`), a module that imports its names when they are first
+  used;
+- for a path of an earlier release of lockstep, the module that has moved;
+- or an ImportError with the reason why the module is refused, and what to do. A refused name is not an attribute of
+  its module (``hasattr`` is False), and the statement that imports it raises the ImportError.
 
 ``lockstep.pytorch.<path>`` is the same module as ``lockstep.<path>``, for ``lightning.pytorch.<path>``.
 
-Where a script for Lightning runs unchanged (`lockstep.lightning`), the finder answers for the packages of Lightning and
-for test_tube, too. Their modules are modules of their own, which take their names from those of lockstep. There a
-refused name that is spelt like a class is a class, which can be imported, derived from and asked for by
-``isinstance``: making an object of it raises the reason.
+If a script for Lightning runs unchanged (`lockstep.lightning`), the finder also handles the packages of Lightning and
+test_tube. Their modules are separate modules that take their names from those of lockstep. There a refused name with
+the spelling of a class is a class: it can be imported, subclassed and used in ``isinstance``, and its constructor
+raises the reason.
 
-The objects are those of the files where they are written (their ``__module__`` says so), so pickles do not depend on
-the path.
+Pickles do not depend on the path: an object's ``__module__`` is the file that defines it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 ROOT = "lockstep"
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric")
 TEST_TUBE = "test_tube"
-"""The package of 2019 whose parser and cluster scripts for Lightning used."""
+"""The package of 2019 with the parser and cluster tools that scripts for Lightning used."""
 
 _COMPLETED = {
     "callbacks": ("", "progress", "progress.base", "timer"),
@@ -60,22 +59,22 @@ _COMPLETED = {
     "utilities": ("", "exceptions", "memory", "model_summary", "parsing", "rank_zero", "types"),
 }
 COMPLETED = frozenset(f"{part}.{name}".rstrip(".") for part, names in _COMPLETED.items() for name in names)
-"""Files of lockstep that have rows in the table, or modules below them there: for others it need not be read."""
+"""Files of lockstep that have rows in the table, or modules below them there; for others the table is not read."""
 
 CLASS = r"_*[A-Z]\w*[a-z]\w*"
-"""How the name of a class is spelt."""
+"""Pattern of class names."""
 
-UNKNOWN = "lockstep has nothing by this name."
+UNKNOWN = "lockstep has no object with this name."
 
 
 # -- the finder ------------------------------------------------------------------------------------------------
 
 
 class Finder(MetaPathFinder):
-    """Finds modules by Lightning's import paths.
+    """The finder of modules by Lightning's import paths.
 
     Attributes:
-        version: of Lightning, for which lockstep stands; None: only paths below ``lockstep`` are answered.
+        version: version of Lightning that lockstep replaces; None: only paths below ``lockstep`` are handled.
     """
 
     version: str | None = None
@@ -83,10 +82,10 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module; None for any other, which Python's own finders look for.
+        """Return the spec of a module; None to leave it to Python's own finders.
 
         Raises:
-            ModuleNotFoundError: the module is refused; or it is one of Lightning's that lockstep does not have.
+            ModuleNotFoundError: the module is refused, or it is a module of Lightning that lockstep does not have.
         """
         root, _, name = fullname.partition(".")
         if root == ROOT and name:
@@ -96,7 +95,7 @@ class Finder(MetaPathFinder):
         return None
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """What ``importlib.metadata`` is told of Lightning's packages, where it asks for one of them by name."""
+        """Return the distribution of one of Lightning's packages for ``importlib.metadata``, if it is named."""
         name = getattr(context, "name", None)
         if self.version is None or name is None or name.lower().replace("-", "_") not in LIGHTNINGS:
             return ()
@@ -107,13 +106,13 @@ FINDER = Finder()
 
 
 def install() -> None:
-    """Answer for Lightning's paths, from now on; called once, when ``lockstep`` is imported."""
+    """Handle Lightning's paths from now on; called once, when ``lockstep`` is imported."""
     ALIASES.install(put_first)
     Answers(sys.modules[ROOT])
 
 
 def put_first() -> Callable[[], object]:
-    """Put the finder before all others; gives what takes it away."""
+    """Put the finder in front of all others; return the function that removes it."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
     sys.meta_path.insert(0, FINDER)
@@ -124,14 +123,16 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     first, _, rest = name.partition(".")
     if first == "pytorch":
         return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
-    # before Python's own, which would make a second module of a file that is asked for by its former path
+    # Before Python's own finders, which would create a second module for a file that is imported by its former path.
     home = extensions.home_of(name)
-    if home is not None and _exists(home):
-        return ModuleSpec(fullname, _SameModule(home))
+    if home is not None:
+        with suppress(ModuleNotFoundError):  # its extension has been deleted
+            if find_spec(home) is not None:
+                return ModuleSpec(fullname, _SameModule(home))
     if first == "parallel" and rest and home is None:
         return _moved(fullname, name)
     spec = PathFinder.find_spec(fullname, path)
-    if spec is not None and spec.origin is not None:  # without origin: a folder that holds no __init__
+    if spec is not None and spec.origin is not None:  # without origin: a folder without __init__.py
         return _completing(spec) if name in COMPLETED else spec
     elsewhere = _moved(fullname, name)
     if elsewhere is not None:
@@ -139,7 +140,7 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     rows = table()["pytorch"].get(name)
     reason: str | None = rows if isinstance(rows, Refused) else refusal(*name.rpartition(".")[::2])
     if reason is not None:
-        # without its name: `from lockstep import fabric` would drop an error that says which module is missing
+        # Without `name=`: `from lockstep import fabric` replaces an error that names the missing module by its own.
         raise ModuleNotFoundError(f"{fullname}: {reason}")
     absent = extensions.absent(name)
     if absent is not None:
@@ -147,15 +148,8 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     return None if rows is None else ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
 
 
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its extension has been deleted
-        return False
-
-
 def _moved(fullname: str, name: str) -> ModuleSpec | None:
-    """The spec of a module by a path of earlier releases of lockstep; the modules below it have moved with it."""
+    """Return the spec for a path of earlier releases of lockstep; the modules below it have moved with it."""
     homes = moved()
     before, rest = name, ""
     while before and before not in homes:
@@ -163,7 +157,7 @@ def _moved(fullname: str, name: str) -> ModuleSpec | None:
         rest = f".{last}{rest}"
     if not before or (rest and not homes[before]):
         return None
-    if not homes[before]:  # a folder that is gone
+    if not homes[before]:  # a folder that was removed
         return ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
     return ModuleSpec(fullname, _SameModule(f"{ROOT}.{homes[before]}{rest}"))
 
@@ -175,13 +169,13 @@ def _of_lightning(fullname: str, version: str) -> ModuleSpec:
         _, rows = lightnings(module) or (None, {})
         row = rows if isinstance(rows, Refused) else rows.get(name)
         reason = row if isinstance(row, Refused) else UNKNOWN
-        # without its name, too
-        raise ModuleNotFoundError(f"{module}.{name}, which {asked_by()} asks for: {reason} {way_out()}")
+        # without `name=`, as above
+        raise ModuleNotFoundError(f"{module}.{name}, imported by {asked_by()}: {reason} {way_out()}")
     return ModuleSpec(fullname, _Names(*found, version), is_package=True)
 
 
 def lightnings(fullname: str) -> tuple[str | None, Rows | Refused] | None:
-    """Lockstep's module with the names of one of Lightning's, and its rows; None where the table does not have it."""
+    """Return (lockstep's module, rows) for a module of Lightning; None if the table does not have it."""
     root, _, path = fullname.partition(".")
     if root == "lightning":
         root, _, path = path.partition(".")
@@ -214,13 +208,13 @@ def _distribution(name: str, version: str) -> Distribution:
 
 
 class Answers:
-    """Has a module answer for rows of the table and for the modules below it, when they are asked for.
+    """``__getattr__`` and ``__dir__`` of a module: they provide rows of the table and the modules below it on access.
 
     Args:
-        module: it stays a plain module.
-        rows: of a module of Lightning's; None: those of the module's path below ``lockstep``, which are looked up when
-            a name is missing.
-        home: a module of lockstep that has the other names.
+        module: the module; it stays a plain module.
+        rows: rows of a module of Lightning; None: those of the module's path below ``lockstep``, which are looked up
+            when a name is missing.
+        home: a module of lockstep that provides all other names.
     """
 
     def __init__(self, module: ModuleType, rows: Rows | Refused | None = None, home: ModuleType | None = None) -> None:
@@ -229,44 +223,45 @@ class Answers:
         self._own: Callable[[str], Any] | None = names.get("__getattr__")
         self._listed: Callable[[], Iterable[str]] = names.get("__dir__", names.keys)
         names.update(__getattr__=self.value, __dir__=self.names)
-        names.setdefault("__path__", [])  # a file, and a package in Lightning: the finder is asked for what is below
+        # A file here may be a package in Lightning: with a path, Python asks the finder for modules below it.
+        names.setdefault("__path__", [])
 
     @property
     def rows(self) -> Rows:
-        """The module's rows; none where all of it is refused."""
+        """The module's rows; empty if the whole module is refused."""
         path = self._module.removeprefix(ROOT).lstrip(".")
         rows = table()["pytorch"].get(path, {}) if self._given is None else self._given
         return {} if isinstance(rows, Refused) else rows
 
     def names(self) -> list[str]:
-        """The names that the module has, for ``dir``."""
+        """Return the names of the module, for ``dir``."""
         rows = (name for name, row in self.rows.items() if not isinstance(row, Refused))
         return sorted({*self._listed(), *rows, *(() if self._home is None else dir(self._home))})
 
     def value(self, name: str) -> Any:
-        """What a name of the module is; kept in the module from then on.
+        """Return the object with a name, and store it in the module.
 
         Raises:
-            AttributeError: there is no such name, or it is refused: the message says why.
+            AttributeError: there is no such name, or it is refused: the message has the reason.
         """
         if self._own is not None:
             with suppress(AttributeError):
                 return self._own(name)
-        said = f"module {self._module!r} has no attribute {name!r}"
+        reason = f"module {self._module!r} has no attribute {name!r}"
         if name.startswith("__"):
-            raise AttributeError(said)
+            raise AttributeError(reason)
         full = f"{self._module}.{name}"
         try:
             if FINDER.find_spec(full, self._names["__path__"]) is not None:
                 return import_module(full)
         except ModuleNotFoundError as error:
-            said = str(error)
-        if not self._keeps(name):
-            raise AttributeError(said)
+            reason = str(error)
+        if not self._store(name):
+            raise AttributeError(reason)
         return self._names[name]
 
-    def _keeps(self, name: str) -> bool:
-        """Whether there is an object by this name, which the module has from now on."""
+    def _store(self, name: str) -> bool:
+        """Store the object with this name in the module; return False if there is none."""
         row = self._given if isinstance(self._given, Refused) else self.rows.get(name)
         if isinstance(row, Refused):
             if self._given is None or not re.fullmatch(CLASS, name):
@@ -280,11 +275,11 @@ class Answers:
 
 
 def resolve(row: Row, name: str) -> Any:
-    """The object that a row stands for.
+    """Return the object that a row refers to.
 
     Args:
-        row: a home.
-        name: as it is imported; a home without ``:name`` has it by this name.
+        row: a row with a home.
+        name: name by which it is imported, and in its home unless the row has ``:name``.
     """
     home, _, attribute = row.partition(":")
     module = import_module(home if home.startswith(("torch.", "rich.")) else f"{ROOT}.{home}")
@@ -294,12 +289,12 @@ def resolve(row: Row, name: str) -> Any:
 
 
 class _Names(Loader):
-    """Makes a module of which no file is there.
+    """The loader of a module without a file.
 
     Args:
-        home: the module of lockstep that one of Lightning's stands for.
-        rows: as of `Answers`.
-        version: of Lightning.
+        home: the module of lockstep whose names it has.
+        rows: as for `Answers`.
+        version: version of Lightning.
     """
 
     def __init__(self, home: str | None = None, rows: Rows | Refused | None = None, version: str = "") -> None:
@@ -318,13 +313,13 @@ class _Names(Loader):
 
 
 class _SameModule(Loader):
-    """Gives a module that is there under a second name."""
+    """The loader of an existing module under a second name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code of the file, for ``python -m`` of the second name."""
+        """Return the code of the file, for ``python -m`` with the second name."""
         spec = find_spec(self.target)
         return None if spec is None else spec.loader.get_code(self.target)  # type: ignore[union-attr]
 
@@ -334,11 +329,11 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own_spec  # the import system has just put the second name's there
+        module.__spec__ = self.own_spec  # the import system has just replaced it by the second name's
 
 
 def _completing(spec: ModuleSpec) -> ModuleSpec:
-    """``spec``, whose loader has the module answer for its rows when the file has run."""
+    """Return the spec with a loader that adds `Answers` to the module after its file has run."""
     run = spec.loader.exec_module  # type: ignore[union-attr]
 
     def exec_module(module: ModuleType) -> None:
@@ -353,7 +348,7 @@ def _completing(spec: ModuleSpec) -> ModuleSpec:
 
 
 def listed(face: str, files: Iterable[str]) -> list[str]:
-    """The names of a face and of the extensions that add to it, for its ``__all__``."""
+    """Return the names of a face, with those of extensions, for its ``__all__``."""
     return sorted({*files, *_names_of_extensions(face)})
 
 
@@ -362,19 +357,19 @@ def _names_of_extensions(face: str) -> dict[str, str]:
 
 
 def late(face: str, files: Mapping[str, str], name: str) -> Any:
-    """What a name of a face stands for, for the face's ``__getattr__``; the face keeps it.
+    """Return the object with a name of a face, and store it in the face; for the face's ``__getattr__``.
 
-    A face is a file that imports the names which users import from there when somebody asks for them: it costs what is
-    used of it.
+    A face is a module that re-exports names for users and imports each on first access, so that only used names cost
+    an import.
 
     Args:
-        face: the ``__name__`` of the face.
-        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".engines.strategy"`` for
-            one beside the face. The names of extensions come besides.
-        name: that is asked for.
+        face: ``__name__`` of the face.
+        files: the file that defines each name, relative to the face: ``"base"``, or ``".engines.strategy"`` for a file
+            next to the face. Names of extensions are added.
+        name: the requested name.
 
     Raises:
-        AttributeError: it is no name of the face.
+        AttributeError: the face does not have this name.
         ImportError: its file cannot be imported.
     """
     home = f".{files[name]}" if name in files else _names_of_extensions(face).get(name)
@@ -382,7 +377,8 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
         raise AttributeError(f"module {face!r} has no attribute {name!r}")
     try:
         value = getattr(import_module(home, face), name)
-    except AttributeError as error:  # from within the file: Python would say that the face has no such name
+    except AttributeError as error:
+        # Raised within the file: Python would report that the face does not have the name.
         raise ImportError(f"{face}.{name} cannot be imported: {type(error).__name__}: {error}") from error
     evaluate(value)
     setattr(sys.modules[face], name, value)

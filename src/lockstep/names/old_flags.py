@@ -1,6 +1,6 @@
-"""Flags of PyTorch Lightning 0.4 to 1.9 (2019 to 2022), and what says the same today; the only place that knows them.
+"""Trainer flags of PyTorch Lightning 0.4 to 1.9 (2019 to 2022) and today's equivalents.
 
-A script that still has them runs, with one warning that names today's spelling, or is told what to do instead.
+A script that uses them runs with one warning that shows today's spelling, or gets an error that names the way out.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from lockstep.ground.rank import rank_zero_deprecation
 Today = dict[str, Any]
 """Flags of today, by name."""
 
+REMOVED = "this old flag was removed"
+"""Part of the message about a flag without a translation; the migration searches for it."""
+
 
 @dataclass(frozen=True)
 class OldFlag:
-    """What one old flag means today."""
+    """The meaning of one old flag today."""
 
     today: Callable[[Any], Today] | None = None
-    """From the flag's value to today's flags; None: it cannot be translated."""
+    """Function from the flag's value to today's flags; None: the flag cannot be translated."""
     idle: tuple[Any, ...] = ()
-    """Values by which the flag was off: they mean nothing today."""
+    """Values by which the flag was off; they have no effect today."""
     why: str = ""
-    """What is said of the flag: the way out where it is refused, why it has no effect where it is dropped."""
+    """Part of the message: the way out if the flag is refused, the reason if it has no effect."""
 
 
 @dataclass
@@ -39,10 +42,10 @@ class Translation:
 
     Attributes:
         flags: today's flags.
-        callbacks: to be added to the user's.
-        resume: checkpoint for ``fit``, where the call names none.
-        spelled: today's spelling, piece by piece.
-        notes: what is to be said besides.
+        callbacks: callbacks to add to the user's.
+        resume: checkpoint for ``fit`` if the call names none.
+        spelled: today's spelling, argument by argument.
+        notes: further sentences of the warning.
     """
 
     flags: Today = field(default_factory=dict)
@@ -52,7 +55,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def with_callbacks(self, given: Callback | Sequence[Callback] | None) -> list[Any]:
-        """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
+        """Return the callbacks of the old flags, followed by those of ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
 
@@ -62,7 +65,7 @@ def _renamed(name: str) -> OldFlag:
 
 
 def _part(name: str) -> OldFlag:
-    """A part of a loader; an int of 1 meant all of it, where it means one batch today."""
+    # These flags were fractions: an int of 1 meant the whole loader, and means one batch today.
     return OldFlag(today=lambda value: {name: float(value)})
 
 
@@ -72,10 +75,6 @@ def _no_effect(why: str) -> OldFlag:
 
 def _refused(way_out: str, *idle: object) -> OldFlag:
     return OldFlag(idle=idle, why=way_out)
-
-
-def _checkpoints(value: object) -> Today:
-    return {"callbacks": value} if isinstance(value, Callback) else {"enable_checkpointing": bool(value)}
 
 
 def _early_stop(value: object) -> Today:
@@ -88,7 +87,7 @@ def _summary(value: object) -> Today:
     if value is None:
         return {"enable_model_summary": False}
     if value not in ("top", "full"):
-        raise MisconfigurationException(f"Trainer(weights_summary={value!r}): it was 'top', 'full' or None.")
+        raise MisconfigurationException(f"Trainer(weights_summary={value!r}): choose 'top', 'full' or None.")
     return {"callbacks": ModelSummary(max_depth=1 if value == "top" else -1)}
 
 
@@ -98,10 +97,10 @@ def _refresh_rate(value: int | None) -> Today:
     return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}
 
 
-_TPU = "say accelerator='tpu', devices=8; torch_tpu makes TPUs devices of torch's"
-_IPU = "the maker's package for torch has ended; use accelerator='auto'"
+_TPU = "use accelerator='tpu', devices=8, with the package torch_tpu"
+_IPU = "torch's package for IPUs is discontinued; use accelerator='auto'"
 
-# Those that choose devices, strategy and precision mean something only together: `_where` and `_precision` read them.
+# The meaning of each depends on the others (devices, strategy, precision): `_where` and `_precision` read them.
 TOGETHER = frozenset(
     {
         "gpus",
@@ -126,11 +125,15 @@ ROWS: dict[str, OldFlag] = {
     "gradient_clip": _renamed("gradient_clip_val"),
     "row_log_interval": _renamed("log_every_n_steps"),
     "add_row_log_interval": _renamed("log_every_n_steps"),
-    "log_save_interval": _no_effect("loggers write what they get at once"),
-    "flush_logs_every_n_steps": _no_effect("loggers write what they get at once; CSVLogger has an argument for it"),
+    "log_save_interval": _no_effect("loggers write immediately"),
+    "flush_logs_every_n_steps": _no_effect("loggers write immediately; CSVLogger has an argument for it"),
     "default_save_path": _renamed("default_root_dir"),
     "weights_save_path": _refused("use callbacks=ModelCheckpoint(dirpath=...)", None),
-    "checkpoint_callback": OldFlag(today=_checkpoints),
+    "checkpoint_callback": OldFlag(
+        today=lambda value: (
+            {"callbacks": value} if isinstance(value, Callback) else {"enable_checkpointing": bool(value)}
+        )
+    ),
     "early_stop_callback": OldFlag(today=_early_stop),
     "enable_early_stop": _refused("use callbacks=EarlyStopping('val_loss', patience=3)", False),
     "weights_summary": OldFlag(today=_summary),
@@ -138,12 +141,12 @@ ROWS: dict[str, OldFlag] = {
     "progress_bar_refresh_rate": OldFlag(today=_refresh_rate),
     "process_position": _refused("use callbacks=TQDMProgressBar(process_position=...)", 0),
     "track_grad_norm": _refused(
-        "define `on_before_optimizer_step` in the module and there `self.log_dict(grad_norm(self, norm_type=2))`, with "
-        "grad_norm from lockstep.utilities",
+        "call `self.log_dict(grad_norm(self, norm_type=2))` in the module's `on_before_optimizer_step`, with grad_norm "
+        "from lockstep.utilities",
         -1,
         None,
     ),
-    "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
+    "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that produced a NaN", False),
     "terminate_on_nan": OldFlag(
         today=lambda value: {"non_finite": "stop"} if value else {}, why="NaN ends the fit before the update"
     ),
@@ -153,14 +156,14 @@ ROWS: dict[str, OldFlag] = {
     "auto_scale_batch_size": _refused(
         "call `Tuner(trainer).scale_batch_size(model)`, with Tuner from lockstep.tuner, before fit", False, None
     ),
-    "auto_select_gpus": _refused("name the devices: devices=[...], or set CUDA_VISIBLE_DEVICES", False),
-    "resume_from_checkpoint": OldFlag(why="a fit whose call names no `ckpt_path` goes on from it"),
+    "auto_select_gpus": _refused("list the devices: devices=[...], or set CUDA_VISIBLE_DEVICES", False),
+    "resume_from_checkpoint": OldFlag(why="a fit without `ckpt_path` resumes from it"),
     "tpu_cores": _refused(_TPU, None),
     "num_tpu_cores": _refused(_TPU, None),
     "ipus": _refused(_IPU, None),
-    "move_metrics_to_cpu": _no_effect("what is logged is kept as sums, not as a history"),
+    "move_metrics_to_cpu": _no_effect("logged values are kept as sums, not as a history"),
     "multiple_trainloader_mode": _refused(
-        "give fit() `train_dataloaders=CombinedLoader(loaders, mode=...)`", "max_size_cycle"
+        "pass `train_dataloaders=CombinedLoader(loaders, mode=...)` to fit()", "max_size_cycle"
     ),
     "stochastic_weight_avg": _refused("use callbacks=StochasticWeightAveraging(swa_lrs=...)", False),
     "replace_sampler_ddp": _renamed("use_distributed_sampler"),
@@ -175,26 +178,28 @@ ROWS: dict[str, OldFlag] = {
     "automatic_optimization": _refused(
         "set `self.automatic_optimization = False` in the module's __init__", True, None
     ),
-    "enable_pl_optimizer": _no_effect("`self.optimizers()` gives wrapped ones unless it is told otherwise"),
+    "enable_pl_optimizer": _no_effect("`self.optimizers()` returns wrapped optimizers by default"),
     "experiment": _refused("use logger=, such as TensorBoardLogger(folder)", None),
     "debug": _refused("set the environment variable TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares collectives", None),
-    "cluster": _refused("the cluster is found by the environment of its jobs", None),
+    "cluster": _refused("the cluster is detected by the environment of its jobs", None),
     "current_gpu_name": _no_effect("the device of a process follows from its rank"),
-    "lr_scheduler_milestones": _refused("return a torch.optim.lr_scheduler.MultiStepLR of configure_optimizers", None),
+    "lr_scheduler_milestones": _refused(
+        "return a torch.optim.lr_scheduler.MultiStepLR from configure_optimizers", None
+    ),
 }
-"""Old name to its meaning today."""
+"""The meaning of each old flag."""
 
 OLD_FLAGS = TOGETHER | ROWS.keys()
 _BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovod")
-"""Of today's `accelerator` in 1.0 to 1.4, where it named what is called strategy today."""
+"""Values of `accelerator` in 1.0 to 1.4, when it named the strategy."""
 
 
 def old_flags_of(given: Today, others: Today) -> Today:
-    """Take the old flags, and old values of today's flags, out of what a Trainer was given.
+    """Remove old flags, and old values of today's flags, from a Trainer's arguments, and return them.
 
     Args:
-        given: today's flags with their values; an old value among them is put back to its default.
-        others: everything else; the old flags are taken out of it.
+        given: today's flags with their values; an old value among them is reset to its default.
+        others: all other arguments; the old flags are removed from it.
     """
     old = {name: others.pop(name) for name in [*others] if name in OLD_FLAGS}
     for name in ("accelerator", "strategy", "devices"):
@@ -207,30 +212,40 @@ def old_flags_of(given: Today, others: Today) -> Today:
 
 
 def translate(old: Today, given: Today, defaults: Today) -> Translation:
-    """Turn old flags into today's, and warn once of all of them.
+    """Translate old flags into today's, with one warning for all of them.
 
     Args:
         old: the old flags.
-        given: today's flags as the Trainer was given them.
-        defaults: what they are where nobody gives them.
+        given: today's flags as they were passed to the Trainer.
+        defaults: their default values.
 
     Raises:
-        MisconfigurationException: as of `meaning`.
+        MisconfigurationException: as for `meaning`.
     """
     translation = meaning(old, given, defaults)
-    _warn(old, translation)
+    before = ", ".join(f"{name}={value!r:.60}" for name, value in old.items())
+    today = ", ".join(dict.fromkeys(piece for piece in translation.spelled if not piece.startswith("trainer.")))
+    calls = [piece for piece in translation.spelled if piece.startswith("trainer.")]
+    notes = "".join(f" ({note})" for note in translation.notes)
+    rank_zero_deprecation(
+        f"Trainer({before}) is an old spelling; today: {' and '.join([f'Trainer({today})', *calls])}{notes}.",
+        stacklevel=3,  # the line that creates the Trainer
+    )
     return translation
 
 
 def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> Translation:
-    """Today's flags for old ones; arguments as of `translate`.
+    """Return today's flags for old ones.
 
     Args:
-        here: the run is to be on this machine; False: one with several GPUs is meant, wherever that is.
+        old: as for `translate`.
+        given: as for `translate`.
+        defaults: as for `translate`.
+        here: the run is on this machine; False: on some machine with several GPUs.
 
     Raises:
-        MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
-            today's that was given too; a value that was none, or GPUs that are not here.
+        MisconfigurationException: a flag has no translation (the message has the way out), contradicts a flag of today,
+            or has an invalid value; or the GPUs do not exist on this machine.
     """
     translation = Translation()
     _where(old, given, translation, here)
@@ -245,7 +260,7 @@ def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> 
             continue
         row = ROWS[name]
         if row.today is None:
-            raise WrongType(f"Trainer({name}={value!r:.100}): this flag of old is gone; {row.why}.")
+            raise WrongType(f"Trainer({name}={value!r:.100}): {REMOVED}; {row.why}.")
         today = row.today(value)
         if not today and row.why:
             translation.notes.append(f"`{name}` has no effect: {row.why}")
@@ -265,11 +280,7 @@ def _add(translation: Translation, name: str, today: Today) -> None:
 
 
 def _where(old: Today, given: Today, translation: Translation, here: bool) -> None:
-    """Devices, nodes and strategy.
-
-    Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
-    DistributedDataParallel; without ``gpus`` a run was on the CPU.
-    """
+    """Translate devices, nodes and strategy."""
     nodes = [old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old]
     today: Today = {"num_nodes": nodes[0]} if nodes else {}
     devices, gpus = _devices(old, given, translation, here)
@@ -280,7 +291,7 @@ def _where(old: Today, given: Today, translation: Translation, here: bool) -> No
 
 
 def _devices(old: Today, given: Today, translation: Translation, here: bool) -> tuple[Today, int | None]:
-    """Accelerator and devices, and how many GPUs; None where nothing tells."""
+    """Return today's accelerator and devices, and the number of GPUs (None if unknown)."""
     backend, processes = old.get("distributed_backend"), old.get("num_processes", 1)
     today: Today = {}
     gpus: int | None = None
@@ -288,6 +299,7 @@ def _devices(old: Today, given: Today, translation: Translation, here: bool) -> 
         devices, gpus = _gpus(old["gpus"], here)
         today["accelerator"], today["devices"] = ("gpu", devices) if gpus else ("cpu", "auto")
     elif backend is not None and given["accelerator"] == given["devices"] == "auto" and "num_processes" not in old:
+        # A backend without `gpus` meant the CPU, also on a machine with GPUs.
         today["accelerator"], gpus = "cpu", 0
         translation.notes.append("without `gpus` a run was on the CPU")
     if processes is not None and (processes != 1 or backend == "ddp_cpu") and today.get("accelerator") != "gpu":
@@ -296,11 +308,13 @@ def _devices(old: Today, given: Today, translation: Translation, here: bool) -> 
 
 
 def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str | None:
-    """The strategy that a backend of old stands for, on so many nodes with so many GPUs."""
+    """Return the strategy for an old backend, on this number of nodes with this number of GPUs each."""
     backend, is_open = old.get("distributed_backend"), given["strategy"] == "auto"
     several_nodes = isinstance(nodes, int) and nodes > 1
+    # Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
+    # DistributedDataParallel.
     if backend == "dp" and gpus is not None and gpus <= 1:
-        backend = None  # one device is as it is
+        backend = None
     elif backend is None and gpus is not None and gpus > 1 and is_open:
         backend = "dp"
     if several_nodes and backend in (None, "dp") and is_open:
@@ -308,29 +322,24 @@ def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str 
     return "ddp_spawn" if backend == "ddp_cpu" else backend
 
 
-def _gpus_of_text(text: str) -> int | list[int]:
-    """The numbers of GPUs, -1 for all; False where it is neither."""
-    if text.strip() == "-1":
-        return -1
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        return False
-
-
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
-    """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
+    """Return (today's ``devices``, their number) for a value of ``gpus``.
 
     Raises:
-        MisconfigurationException: no such value, or no GPU here.
+        MisconfigurationException: the value is invalid, or this machine has no GPU.
     """
-    if isinstance(value, str):
-        value = _gpus_of_text(value)
+    if isinstance(value, str) and value.strip() == "-1":
+        value = -1
+    elif isinstance(value, str):  # "3" was the GPU with this index, not three GPUs
+        try:
+            value = [int(part) for part in value.split(",") if part.strip()]
+        except ValueError:
+            value = False
     if value is None or value == [] or (not isinstance(value, bool) and isinstance(value, int) and value == 0):
         return "auto", 0
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
         raise MisconfigurationException(
-            "Trainer(gpus=...): it was a number, a list such as [0, 1] or a string such as '0, 1'; today say "
+            "Trainer(gpus=...): give a number, a list such as [0, 1] or a string such as '0, 1'; today's spelling is "
             "accelerator='gpu', devices=2."
         )
     if here and not CUDAAccelerator.is_available():
@@ -339,27 +348,28 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
             f"devices={value!r}; to run on the CPU leave `gpus` out."
         )
     if isinstance(value, int):
-        every = CUDAAccelerator.auto_device_count() if here else 2  # 2 stands for those of another machine
+        every = CUDAAccelerator.auto_device_count() if here else 2  # any number above 1 for another machine
         return value, every if value == -1 else value
     return list(value), len(value)
 
 
 def _precision(old: Today, translation: Translation) -> None:
-    """16 bits; the levels were apex's, of which only O0 and O3 mean another thing than mixed precision."""
+    """Translate the precision flags."""
     level, amp = old.get("amp_level"), old.get("use_amp", False)
     if old.get("amp_backend", "native") not in ("native", None):
         raise MisconfigurationException(
-            f"Trainer(amp_backend={old['amp_backend']!r}): apex is not used any more, torch has mixed precision; "
-            "use precision='16-mixed'."
+            f"Trainer(amp_backend={old['amp_backend']!r}): apex is no longer supported, since torch has mixed "
+            "precision: use precision='16-mixed'."
         )
     if not amp:
         if level is not None and "use_amp" in old:
-            translation.notes.append(f"`amp_level={level!r}` meant nothing without `use_amp=True`")
+            translation.notes.append(f"`amp_level={level!r}` had no effect without `use_amp=True`")
         elif level is not None:
-            translation.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+            translation.notes.append(f"`amp_level={level!r}` was for apex; torch's mixed precision has no levels")
         return
     if level is not None:
-        translation.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+        translation.notes.append(f"`amp_level={level!r}` was for apex; torch's mixed precision has no levels")
+    # Of apex's levels only O0 and O3 were not mixed precision.
     _add(translation, "use_amp", {"precision": {"O0": "32-true", "O3": "16-true"}.get(str(level), "16-mixed")})
 
 
@@ -367,17 +377,6 @@ def _check(translation: Translation, old: Iterable[str], given: Today, defaults:
     for flag, value in translation.flags.items():
         if given[flag] != defaults[flag] and given[flag] != value:
             raise MisconfigurationException(
-                f"Trainer({flag}={given[flag]!r:.100}) and the flags of old {', '.join(sorted(old))}, which mean "
+                f"Trainer({flag}={given[flag]!r:.100}) contradicts the old flags {', '.join(sorted(old))}, which mean "
                 f"{flag}={value!r}: give one of the two."
             )
-
-
-def _warn(old: Today, translation: Translation) -> None:
-    given = ", ".join(f"{name}={value!r:.60}" for name, value in old.items())
-    today = ", ".join(dict.fromkeys(piece for piece in translation.spelled if not piece.startswith("trainer.")))
-    beside = [piece for piece in translation.spelled if piece.startswith("trainer.")]
-    notes = "".join(f" ({note})" for note in translation.notes)
-    rank_zero_deprecation(
-        f"Trainer({given}) is an old spelling; today: {' and '.join([f'Trainer({today})', *beside])}{notes}.",
-        stacklevel=4,  # the line that makes the Trainer
-    )

@@ -1,24 +1,27 @@
-"""Lightning's import paths as data: where lockstep has each public name, or why it does not have it.
+"""Lightning's import paths and former methods as data: the home of each name in lockstep, or why it is refused.
 
-``table.json`` holds the rows. It is read when a name is asked for that no file of lockstep has, and not before. Its
-sections are
+``table.json`` holds the rows of import paths. It is read when a name is requested that no file of lockstep has, and not
+earlier. Its sections are
 
-- ``moved``: modules that an earlier release of lockstep had elsewhere, with their paths of today; "" for a folder;
-- ``reasons``: sentences, by the names that rows refer to them with;
+- ``moved``: modules that an earlier release of lockstep had elsewhere, with their paths today; "" for a folder;
+- ``reasons``: sentences, by the names that rows use for them;
 - ``today``: modules below ``lightning.pytorch`` 2.6, which are modules below ``lockstep``;
-- ``earlier``: the same for 2019 to 2022, of what Lightning 2.6 does not have any more;
-- ``fabric``: modules below ``lightning.fabric``, and ``test_tube``: modules of that package. Both are answered only
-  where a script for Lightning runs unchanged (`lockstep.lightning`);
-- ``third_parties``: names of ``lightning.pytorch`` that are answered only there, because other packages read them.
+- ``earlier``: the same for 2019 to 2022, as far as Lightning 2.6 does not have them any more;
+- ``fabric``: modules below ``lightning.fabric``, and ``test_tube``: modules of that package. Both are available only
+  if a script for Lightning runs unchanged (`lockstep.lightning`);
+- ``third_parties``: names of ``lightning.pytorch`` that are available only there, because other packages read them.
 
 A module's rows are a dict from names (several, with spaces) to a row. A row is
 
-- ``"file"`` or ``"file:name"``: a file of lockstep, or a module of torch or rich, that has the object by the same or by
+- ``"file"`` or ``"file:name"``: a file of lockstep, or a module of torch or rich, that has the object under the same or
   another name;
 - ``"!REASON"`` or ``"! a sentence."``: the name is refused.
 
-A module that is refused has such a row instead of a dict. The key ``=`` takes over the rows of other modules. A module
-that is a file of lockstep needs rows only for what the file does not have.
+A refused module has such a row instead of a dict. The key ``=`` takes over the rows of other modules. A module that is
+a file of lockstep needs rows only for names that the file does not have.
+
+``former_methods.json`` holds methods of earlier releases, and of Lightning's own classes, that lockstep never calls: by
+the kind of object that had them, one name or several (with spaces) and their replacement today.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import Any
 
 
 class Refused(str):
-    """The reason why a name or a module is refused."""
+    """The reason for refusing a name or a module."""
 
     __slots__ = ()
 
@@ -39,7 +42,8 @@ class Refused(str):
 Row = str | Refused
 Rows = dict[str, Row]
 Modules = dict[str, Rows | Refused]
-FILE = os.path.join(os.path.dirname(__file__), "table.json")
+FOLDER = os.path.dirname(__file__)
+FILE = os.path.join(FOLDER, "table.json")
 
 
 @functools.cache
@@ -50,14 +54,14 @@ def _read() -> dict[str, Any]:
 
 
 def moved() -> dict[str, str]:
-    """Where modules of earlier releases of lockstep are today, by the paths that they had."""
+    """Return today's paths of modules of lockstep by their paths in earlier releases."""
     found: dict[str, str] = _read()["moved"]
     return found
 
 
 @functools.cache
 def table() -> dict[str, Modules]:
-    """The sections of rows, read once; ``pytorch`` is those of today and of earlier years together."""
+    """Return the sections of rows, read once; ``pytorch`` combines ``today`` and ``earlier``."""
     found = {name: section for name, section in _read().items() if name not in ("reasons", "moved")}
     reasons = _read()["reasons"]
     today = _modules(found["today"], reasons, {})
@@ -71,7 +75,7 @@ def table() -> dict[str, Modules]:
 
 
 def _modules(section: Mapping[str, str | Mapping[str, str]], reasons: Mapping[str, str], others: Modules) -> Modules:
-    """A section with one row for each name."""
+    """Return a section with one row for each name."""
     found: Modules = {}
     for path, given in section.items():
         if isinstance(given, str):
@@ -95,12 +99,20 @@ def _row(text: str, reasons: Mapping[str, str]) -> Row:
 
 
 def refusal(module: str, name: str) -> Refused | None:
-    """The reason why a name of a module, or all of the module, is refused; None where it is not.
+    """Return the reason for refusing a name of a module, or the whole module; None if it is not refused.
 
     Args:
-        module: its path below ``lockstep``.
-        name: as it would be imported from there.
+        module: path of the module below ``lockstep``.
+        name: the name in the module.
     """
     rows = table()["pytorch"].get(module, {})
     row = rows if isinstance(rows, Refused) else rows.get(name)
     return row if isinstance(row, Refused) else None
+
+
+@functools.cache
+def former_methods(kind: str) -> dict[str, str]:
+    """Return the replacement of each former method of a "module", "callback", "strategy" or "precision"."""
+    with open(os.path.join(FOLDER, "former_methods.json"), encoding="utf-8") as file:
+        rows: dict[str, str] = json.load(file)[kind]
+    return {name: instead for names, instead in rows.items() for name in names.split()}

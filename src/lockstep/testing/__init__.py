@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.testing.models import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
     from lockstep.testing.shared_card import SharedCard as SharedCard
 
-# Name -> the file that it lives in: imported when it is first asked for.
+# The file of each name; imported on first access, since equivalence.py imports the Trainer.
 _WHERE = {
     "BoringDataModule": "models",
     "BoringDataModuleNoLen": "models",

@@ -1,4 +1,4 @@
-"""Which devices tests run on: the CPU, or what ``LOCKSTEP_TEST_ACCELERATOR`` names, as ``Trainer(accelerator=...)``."""
+"""The device of tests: the CPU, or the accelerator that ``LOCKSTEP_TEST_ACCELERATOR`` names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ VARIABLE = "LOCKSTEP_TEST_ACCELERATOR"
 
 
 def chosen_accelerator() -> str | Accelerator:
-    """What tests give to ``Trainer(accelerator=...)`` where the device is all one to them; ``"cuda"``: one card for all
-    ranks, since many machines have no second one."""
+    """Return ``Trainer(accelerator=...)`` of tests that run on any device.
+
+    ``"cuda"`` is one card for all ranks, since many machines do not have a second one.
+    """
     name = os.environ.get(VARIABLE, "cpu")
     if name != "cuda":
         return name
+    # Not at the top: the import registers a backend of process groups in torch.
     from lockstep.testing.shared_card import SharedCard
 
     return SharedCard()

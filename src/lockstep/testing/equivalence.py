@@ -1,8 +1,8 @@
-"""Does a strategy train the model that one process with the whole batch trains? Step by step, and who differs.
+"""A comparison, step by step, of a strategy with one process that trains on the whole global batch.
 
-Made for losses that are means over samples (or over what the step's own ``weight`` counts). Dropout,
-unsynchronised BatchNorm, losses that mix samples, and ``drop_last`` are not the same on many ranks; nor are
-parameters under Adam, which makes a step of a true zero's rounding error.
+For losses that are means over samples (or over the step's own ``weight``). Dropout, unsynchronized BatchNorm, losses
+that mix samples, and ``drop_last`` differ on several ranks. So do parameters under Adam, which turns the rounding error
+of a gradient that should be zero into a full step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.module import LightningModule
 from lockstep.testing.devices import chosen_accelerator
 from lockstep.trainer import Trainer
 
-# -- the verdict ---------------------------------------------------------------------------------------------
+# -- the report ----------------------------------------------------------------------------------------------
 
 
 STEPS = "course of steps"
@@ -40,25 +40,25 @@ GRADIENT = "gradient"
 CLIPPED = "clipped gradient"
 PARAMETER = "parameter"
 _IN_ORDER = (STEPS, INITIAL, BUFFER, GRADIENT, CLIPPED, PARAMETER)
-"""Kinds, as they come in a step: what strays later in a step follows from what strayed before."""
+"""Kinds of differences in the order of a step: a later one in a step follows from an earlier one."""
 
 _SHOWN = 8
-"""Lines of a report for the differences of one step."""
+"""Maximum number of differences that a report lists."""
 
 
 @dataclass(frozen=True)
 class RankDifference:
-    """What strays at one step.
+    """A difference from one process at one step.
 
     Attributes:
         step: the optimizer step, counted from 0.
-        what: "first parameter" (those that training starts from), "buffer" (with which the step's forward
-            runs), "gradient" (before clipping), "clipped gradient", "parameter" (after the step), or
-            "course of steps" (the runs made different ones).
-        name: of the parameter or buffer; "" for a course of steps.
-        ranks: those on which it strays.
-        size: largest absolute difference; infinite where there is no gradient in one of the runs only.
-        scale: largest element that one process has, over all names; a difference is measured by it.
+        what: "first parameter" (at the start of training), "buffer" (at the start of the step's forward), "gradient"
+            (before clipping), "clipped gradient", "parameter" (after the step), or "course of steps" (the runs made
+            different steps).
+        name: name of the parameter or buffer; "" for a course of steps.
+        ranks: ranks with the difference.
+        size: largest absolute difference; infinite if only one of the runs has a gradient.
+        scale: largest absolute element of one process over all names, to which differences are relative.
     """
 
     step: int
@@ -73,22 +73,21 @@ class RankDifference:
         if self.what == STEPS:
             return f"step {self.step}: another {STEPS} {where}"
         if math.isinf(self.size):
-            return f"step {self.step}: {self.what} {self.name!r} {where} is there in one of the runs only"
+            return f"step {self.step}: {self.what} {self.name!r} {where} exists in only one of the runs"
         return f"step {self.step}: {self.what} {self.name!r} {where} off by {self.size:.3g} (largest: {self.scale:.3g})"
 
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """What `check_equivalence` found; true where nothing strays.
+    """The result of `check_equivalence`; true if there is no difference.
 
     Attributes:
-        title: what was compared with one process.
-        steps: optimizer steps.
-        differences: by step and kind as they came, in each the largest first.
-        cause: what the first of them are a sign of; "" where there are none.
-        largest: the largest difference that passed, as part of its scale.
-        traffic: by step, the reductions of gradients that a rank took part in, and the bytes that it gave to them;
-            of the rank that sent most.
+        title: the strategy and settings that were compared with one process.
+        steps: number of optimizer steps.
+        differences: differences by step and kind, the largest first within each.
+        cause: probable cause of the first differences; "" if there are none.
+        largest: largest relative difference within the tolerance.
+        traffic: for each step, the number of gradient reductions of a rank and their bytes; the maximum over the ranks.
     """
 
     title: str
@@ -103,25 +102,25 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """The differences of the step and kind that stray first; all others may follow from them."""
+        """Differences of the first step and kind; all others may follow from them."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 
     def __str__(self) -> str:
         if self:
             return f"{self.title}: {self.steps} steps as on one process, to {self.largest:.1e}"
-        lines = [f"{self.title}: strays from one process.", *map(str, self.first[:_SHOWN])]
+        lines = [f"{self.title}: differs from one process.", *map(str, self.first[:_SHOWN])]
         if len(self.first) > _SHOWN:
             lines.append(f"and {len(self.first) - _SHOWN} more of this step")
         return "\n  ".join([*lines, f"Cause: {self.cause}."])
 
 
-# -- what ranks say ------------------------------------------------------------------------------------------
+# -- findings of ranks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankFinding:
-    """One difference, as one rank sees it; ``digest`` tells whether two ranks hold the same wrong tensor."""
+    """A difference on one rank; ``digest`` shows if two ranks hold the same wrong tensor."""
 
     step: int
     what: str
@@ -133,23 +132,23 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """What one rank has to say about its run."""
+    """The record of one rank's run."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
     clipped_before: set[int] = field(default_factory=set)
-    """Steps whose gradient lay within the bound of clipping already, though that of one process does not."""
+    """Steps with a gradient within the clipping bound before clipping, although that of one process exceeds it."""
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By step, the samples of each forward; 0 for one that a rank has none of."""
+    """Number of samples of each forward, by step; 0 for a micro-batch without samples on this rank."""
     buffers: dict[int, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
-    """By step, for each forward, the digests of the buffers that it started with."""
+    """Digests of the buffers at the start of each forward, by step."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By digest, the buffers."""
+    """Buffers by digest."""
     traffic: list[tuple[int, int]] = field(default_factory=list)
-    """After each step, the reductions of gradients so far, and their bytes."""
+    """Number of gradient reductions up to the end of each step, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Note with what a forward starts."""
+        """Record the samples and buffers of a forward at its start."""
         seen = {}
         for name, buffer in buffers:
             found = buffer.detach().cpu()
@@ -161,18 +160,18 @@ class Witness:
 
 
 def digest(tensor: Tensor | None) -> str:
-    """A fingerprint of a CPU tensor's bits."""
+    """Return a fingerprint of a CPU tensor's bits; "" for None."""
     if tensor is None:
         return ""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(bits, digest_size=16).hexdigest()
 
 
-# -- the verdict ---------------------------------------------------------------------------------------------
+# -- the judgement -------------------------------------------------------------------------------------------
 
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
-    """The report on what all ranks say, by rank."""
+    """Return the report on the records of all ranks."""
     by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
@@ -184,86 +183,70 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
     differences += _stale_buffers(ranks)
     differences.sort(key=lambda d: (d.step, _IN_ORDER.index(d.what), -d.size))
     largest = max((witness.largest for witness in ranks), default=0.0)
-    report = EquivalenceReport(title, steps, tuple(differences), largest=largest, traffic=_traffic(ranks))
+    # The counters run on over the steps: each step's traffic is what they have grown by.
+    after = [(0, 0), *(max(each) for each in zip(*(witness.traffic for witness in ranks), strict=False))]
+    traffic = tuple((number - before, size - less) for (before, less), (number, size) in pairwise(after))
+    report = EquivalenceReport(title, steps, tuple(differences), largest=largest, traffic=traffic)
     return report if report else replace(report, cause=_cause(report.first, ranks))
 
 
-def _traffic(ranks: list[Witness]) -> tuple[tuple[int, int], ...]:
-    """What each step cost, from what each rank's counters showed after it."""
-    after = [(0, 0), *(max(each) for each in zip(*(witness.traffic for witness in ranks), strict=False))]
-    return tuple((number - before, size - less) for (before, less), (number, size) in pairwise(after))
-
-
-def _were_one(digests: list[list[str]]) -> bool:
-    """Whether all ranks had the same values in some forward; a rank without samples runs none."""
-    return any(len(set(alike)) == 1 for alike in zip(*filter(None, digests), strict=False))
-
-
 def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
-    """Buffers in which the ranks never were one in a step; between a window's forwards they may part."""
+    """Return the buffers that were not equal on all ranks in any forward of a step."""
     found = []
     for step, forwards in ranks[0].buffers.items():
         for name in forwards[0] if forwards else ():
             digests = [[seen[name] for seen in witness.buffers.get(step, [])] for witness in ranks]
-            if _were_one(digests):
+            # One equal forward is enough: buffers may differ between the forwards of a window. A rank without samples
+            # runs no forward.
+            if any(len(set(of_forward)) == 1 for of_forward in zip(*filter(None, digests), strict=False)):
                 continue
             mine, newest = digests[0][-1], [each[-1] if each else "" for each in digests]
-            strays = tuple(rank for rank, theirs in enumerate(newest) if theirs and theirs != mine)
-            tensors = [ranks[rank].tensors[newest[rank]].double() for rank in (0, *strays) if newest[rank]]
+            others = tuple(rank for rank, theirs in enumerate(newest) if theirs and theirs != mine)
+            tensors = [ranks[rank].tensors[newest[rank]].double() for rank in (0, *others) if newest[rank]]
             size = max(((each - tensors[0]).abs().max().item() for each in tensors), default=math.inf)
-            found.append(RankDifference(step, BUFFER, name, strays, size, tensors[0].abs().max().item()))
+            found.append(RankDifference(step, BUFFER, name, others, size, tensors[0].abs().max().item()))
     return found
 
 
 def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
-    """What the differences that came first are a sign of."""
+    """Return the probable cause of the first differences."""
     step, what = first[0].step, first[0].what
     if what == STEPS:
-        return "the runs make different steps: their data does not end alike, or an update is left out"
+        return "the runs make different steps: their data ends at different points, or an update is left out"
     if what == INITIAL:
         return "training does not start from rank 0's parameters"
     if what == BUFFER:
-        return "stale buffers: the ranks' forwards run with buffers of their own, rank 0's are not taken over"
+        return "stale buffers: each rank's forward runs with its own buffers instead of rank 0's"
     if what == PARAMETER:
         return "the update itself: the gradients are right, the parameters after the step are not"
-    if not _alike_on_all(first, ranks):
+    digests: dict[str, set[str]] = defaultdict(set)
+    for witness in ranks:
+        mine = {each.name: each.digest for each in witness.findings if (each.step, each.what) == (step, what)}
+        for difference in first:
+            digests[difference.name].add(mine.get(difference.name, "within the tolerance"))
+    if any(len(each) > 1 for each in digests.values()):
         if what == CLIPPED:
-            return "clipping on each rank by another norm: the gradients are right and alike before it"
+            return "clipping by a different norm on each rank: the gradients are right before it"
         names = ", ".join(repr(d.name) for d in first[:_SHOWN])
         return f"not reduced: the ranks hold different gradients of {names} (a bucket is left out?)"
     if what == CLIPPED:
-        return "clipping: the gradients are right before it, and on all ranks alike wrong after it"
+        return "clipping: the gradients are right before it, and equally wrong on all ranks after it"
     if any(step in witness.clipped_before for witness in ranks):
-        return "clipping before the reduction: a gradient that exceeds the bound lies within it before it is clipped"
-    return _weighing(step, ranks)
-
-
-def _weighing(step: int, ranks: list[Witness]) -> str:
-    """What is wrong with the ranks' shares in a step of which all ranks have the same wrong gradient."""
+        return "clipping before the reduction: a gradient that exceeds the bound is within it before it is clipped"
     samples = [witness.weights.get(step, []) for witness in ranks]
-    told = "; ".join(f"rank {rank}: {', '.join(f'{n:g}' for n in each)}" for rank, each in enumerate(samples))
+    counts = "; ".join(f"rank {rank}: {', '.join(f'{n:g}' for n in each)}" for rank, each in enumerate(samples))
     if len({n for each in samples for n in each}) > 1:
-        return f"mean of means: the first step to stray is shared out unevenly, and weighed evenly (samples: {told})"
-    return f"weights: the ranks agree on a wrong gradient in an even step (samples: {told}); one's loss weighs too much"
-
-
-def _alike_on_all(first: tuple[RankDifference, ...], ranks: list[Witness]) -> bool:
-    step, what = first[0].step, first[0].what
-    digests: dict[str, set[str]] = defaultdict(set)
-    for witness in ranks:
-        mine = {
-            finding.name: finding.digest for finding in witness.findings if (finding.step, finding.what) == (step, what)
-        }
-        for difference in first:
-            digests[difference.name].add(mine.get(difference.name, "within the tolerance"))
-    return all(len(each) == 1 for each in digests.values())
+        return f"mean of means: the first wrong step is shared out unevenly, but weighted evenly (samples: {counts})"
+    return (
+        f"weights: all ranks have the same wrong gradient in an even step (samples: {counts}); a loss weighs too much"
+    )
 
 
 # -- the comparison ------------------------------------------------------------------------------------------
 
 
 NO_STEPS = (
-    "check_equivalence: one process makes no optimizer step with the data of make_data, and nothing can be compared: "
+    "check_equivalence: one process makes no optimizer step with the data of make_data, nothing to compare: "
     "give more samples, a loader without drop_last, or flags that let it train"
 )
 
@@ -273,7 +256,7 @@ _QUIET: dict[str, Any] = {
     "max_epochs": -1,
     "limit_val_batches": 0,
     "logger": False,
-    "non_finite": "ignore",  # NaN strays, and is reported as such
+    "non_finite": "ignore",  # NaN is reported as a difference
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -295,28 +278,31 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Train twice from the same seed, and compare every optimizer step.
 
-    Once on one process of the CPU, where a batch is the whole global batch; once with ``strategy`` on ``devices``
-    ranks, each of which takes ``accumulate`` micro-batches of ``batch_size`` samples for a step. Compared, by name:
-    the parameters at the start, each step's gradient before and after clipping, the parameters after it; and
-    the buffers with which the ranks' forwards run, with rank 0's.
+    The first run is one process on the CPU, with the whole global batch as its batch. The second uses ``strategy`` on
+    ``devices`` ranks, each with ``accumulate`` micro-batches of ``batch_size`` samples in a step. Compared by name are
+    the parameters at the start, the gradients of each step before and after clipping, the parameters after it, and the
+    ranks' buffers at each forward (with rank 0's).
 
-    Ranks are started as the strategy does it, unless they are there already (``torchrun``):
-    then call this on each of them, and each gets the report.
+    Ranks are started as by the strategy, unless they are running already (``torchrun``). In that case call this on each
+    rank; each gets the report.
 
     Args:
-        make_module: gives a fresh module; torch is seeded before, on each rank with another seed.
-        make_data: gives the training loader for a batch size: samples of a micro-batch on one rank.
-        strategy: what is tried.
+        make_module: returns a new module; torch is seeded before the call, with a different seed on each rank.
+        make_data: returns the training loader for a batch size (samples of a micro-batch on one rank).
+        strategy: the strategy to check.
         devices: number of ranks.
         accumulate: micro-batches of a step on each rank.
         batch_size: samples of a micro-batch on each rank.
-        steps: optimizer steps; epochs begin anew as they need.
-        seed: of the module's first weights and of the order of data.
-        tolerance: largest difference that passes, as part of the step's largest gradient (or parameter).
-        **flags: of both Trainers: ``gradient_clip_val=0.5``, say, or ``precision`` in place of "64-true".
+        steps: optimizer steps, over as many epochs as needed.
+        seed: seed of the module's initial weights and of the order of data.
+        tolerance: largest accepted difference, relative to the step's largest gradient (or parameter).
+        **flags: flags of both Trainers, such as ``gradient_clip_val=0.5``, or ``precision`` instead of "64-true".
 
     Returns:
-        a report that is true where all is equal, and else names step, parameter and ranks; no steps are an error.
+        A report that is true if all values are equal; otherwise it names step, parameter and ranks.
+
+    Raises:
+        MisconfigurationException: one process makes no step with the data.
 
     Example::
 
@@ -332,30 +318,20 @@ def check_equivalence(
     trainer = _trainer({**common, "accelerator": chosen_accelerator(), **flags, **own}, compare, seed)
     with isolate_rng():
         whole = batch_size * trainer.strategy.replicas.count * accumulate
-        tape = _one_process(make_module, make_data(whole), common, seed)
-        compare.expected = [each for each in tape if not trainer.strategy.steps_itself or each.what != CLIPPED]
-        torch.manual_seed(seed + trainer.global_rank)  # ranks that start alike would hide a missing broadcast
+        record = _ProcessRecorder()
+        torch.manual_seed(seed)
+        _trainer({**common, "plugins": _AloneEnvironment()}, record, seed).fit(make_module(), make_data(whole))
+        made = max((each.step + 1 for each in record.tape if each.what == PARAMETER), default=0)
+        if not made:
+            raise MisconfigurationException(NO_STEPS)
+        compare.expected = [each for each in record.tape if not trainer.strategy.steps_itself or each.what != CLIPPED]
+        # Another seed on each rank: equal initial weights would hide a missing broadcast.
+        torch.manual_seed(seed + trainer.global_rank)
         trainer.fit(make_module(), make_data(batch_size))
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     settings = {"accumulate": accumulate, "batch_size": batch_size, **flags}
-    told = ", ".join(f"{setting}={value}" for setting, value in settings.items())
-    return judge(f"{name} on {trainer.world_size} rank(s), {told}", _steps_of(tape), compare.ranks)
-
-
-def _steps_of(tape: list[_Observation]) -> int:
-    """The optimizer steps that one process has made."""
-    return max((each.step + 1 for each in tape if each.what == PARAMETER), default=0)
-
-
-def _one_process(
-    make_module: Callable[[], LightningModule], data: object, flags: dict[str, Any], seed: int
-) -> list[_Observation]:
-    record = _ProcessRecorder()
-    torch.manual_seed(seed)
-    _trainer({**flags, "plugins": _AloneEnvironment()}, record, seed).fit(make_module(), data)
-    if not _steps_of(record.tape):
-        raise MisconfigurationException(NO_STEPS)
-    return record.tape
+    shown = ", ".join(f"{setting}={value}" for setting, value in settings.items())
+    return judge(f"{name} on {trainer.world_size} rank(s), {shown}", made, compare.ranks)
 
 
 def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
@@ -365,7 +341,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
 
 
 class _AloneEnvironment(ClusterEnvironment):
-    """One process by itself, also where a launcher's variables say that it is a rank among others."""
+    """A single process, even if a launcher's variables describe it as one of several ranks."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -380,31 +356,31 @@ class _AloneEnvironment(ClusterEnvironment):
     local_rank = node_rank = global_rank
 
 
-# -- what a run shows ----------------------------------------------------------------------------------------
+# -- observations of a run -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Observation:
-    """The tensors of one kind at one step, by parameter; a gradient may be None."""
+    """The tensors of one kind at one step by parameter; a gradient may be None."""
 
     step: int
     what: str
     tensors: dict[str, Tensor | None]
 
     def key(self) -> tuple[Any, ...]:
-        """What must be equal for two observations to be comparable."""
+        """Return a key that is equal for comparable observations."""
         return self.step, self.what, list(self.tensors)
 
 
 class _Observer(Callback):
-    """Takes gradients and parameters at the points where two runs must agree."""
+    """A callback that observes gradients and parameters at the points at which two runs must agree."""
 
     def __init__(self) -> None:
         self._reduced = -1  # the newest step whose gradient was taken
         self._updated = 0
 
     def take(self, observation: _Observation) -> None:
-        """One observation; they come in the same order in each run."""
+        """Receive an observation; each run makes them in the same order."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -412,7 +388,8 @@ class _Observer(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         step = trainer.global_step
-        if step == self._reduced:  # a closure that is called again: what comes then follows from the first call
+        # An optimizer may call its closure again; later gradients of the step follow from the first ones.
+        if step == self._reduced:
             return
         self._reduced = step
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -434,13 +411,14 @@ class _Observer(Callback):
         self.take(_Observation(step, PARAMETER, values))
 
     def _whole(self, trainer: Trainer) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """Values and gradients of the module's parameters, whole, however the engine holds them. Collective."""
+        """Return full values and gradients of the module's parameters, also if they are sharded. Collective."""
         values: dict[str, Tensor | None] = {}
         gradients: dict[str, Tensor | None] = {}
         of_module = {plain_name(name) for name, _ in trainer.lightning_module.named_parameters()}
         for name, value, gradient in trainer.strategy.whole_parameters():
             if name in of_module:
-                values[name] = value  # gradients may be whole only while they are looked at
+                values[name] = value
+                # a copy: an engine may free a gathered gradient after this iteration
                 gradients[name] = None if gradient is None else gradient.clone()
         return values, gradients
 
@@ -449,7 +427,7 @@ class _Observer(Callback):
 
 
 class _ProcessRecorder(_Observer):
-    """Keeps what one process shows."""
+    """An observer that records the observations of one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +439,7 @@ class _ProcessRecorder(_Observer):
 
 
 class _Compare(_Observer):
-    """Compares what a rank shows with the tape of one process, and brings the ranks' findings together."""
+    """An observer that compares a rank with the observations of one process and gathers all ranks' findings."""
 
     def __init__(self, tolerance: float, clip: float | None, algorithm: str | None) -> None:
         super().__init__()
@@ -472,13 +450,13 @@ class _Compare(_Observer):
         self._order = math.inf if algorithm == "value" else 2.0
         self._mine = Witness()
         self._taken = 0
-        self._astray = False  # another course of events: nothing to compare any more
+        self._has_diverged = False  # the runs made different steps: nothing more can be compared
 
     # -- around the fit
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.strategy.drives_all_devices:
-            return  # one rank, whose strategy would not share out what is no method of the module
+            return  # its strategy replicates the module, and replicas would not call the wrapper
         own = pl_module.training_step
 
         @functools.wraps(own)
@@ -504,41 +482,39 @@ class _Compare(_Observer):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         vars(pl_module).pop("training_step", None)
-        if not self._astray and self._taken < len(self.expected):
-            self._go_astray(self.expected[self._taken].step)
-        self.expected = []  # not to travel back from a spawned rank
+        if not self._has_diverged and self._taken < len(self.expected):
+            self._diverge(self.expected[self._taken].step)
+        self.expected = []  # a spawned rank would send them back
         self.ranks = trainer.strategy.gather_objects(self._mine)
 
     # -- one observation
 
     def take(self, observation: _Observation) -> None:
-        if self._astray:
+        if self._has_diverged:
             return
         expected = self.expected[self._taken] if self._taken < len(self.expected) else None
         if expected is None or expected.key() != observation.key():
-            self._go_astray(observation.step)
+            self._diverge(observation.step)
             return
         self._taken += 1
         scale = max((_size(tensor) for tensor in expected.tensors.values()), default=0.0)
         for name, tensor in observation.tensors.items():
             found = None if tensor is None else tensor.detach().cpu()
             size = _distance(found, expected.tensors[name])
-            if not size <= self._tolerance * scale:  # NaN strays too
+            if not size <= self._tolerance * scale:  # also for NaN
                 self._mine.findings.append(
                     RankFinding(observation.step, observation.what, name, size, scale, digest(found))
                 )
             elif scale:
                 self._mine.largest = max(self._mine.largest, size / scale)
-        if observation.what == GRADIENT and self._clip is not None:
-            self._look_for_clipping(self._clip, observation, expected)
-
-    def _look_for_clipping(self, bound: float, observation: _Observation, expected: _Observation) -> None:
-        """Note where a gradient that exceeds the bound of clipping lies within it before it is clipped."""
-        if _norm(expected, self._order) > bound >= _norm(observation, self._order) * (1 - 1e-9):
+        if observation.what != GRADIENT or self._clip is None:
+            return
+        # Not clipped yet, but within the bound that the gradient of one process exceeds: it was clipped too early.
+        if _norm(expected, self._order) > self._clip >= _norm(observation, self._order) * (1 - 1e-9):
             self._mine.clipped_before.add(observation.step)
 
-    def _go_astray(self, step: int) -> None:
-        self._astray = True
+    def _diverge(self, step: int) -> None:
+        self._has_diverged = True
         self._mine.findings.append(RankFinding(step, STEPS, "", math.inf, 0.0, ""))
 
 
@@ -547,7 +523,7 @@ def _size(tensor: Tensor | None) -> float:
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    """Largest difference; infinite where only one of the two is there (an optimizer skips None, not zeros)."""
+    """Return the largest difference; infinite if only one is None, since an optimizer skips None but not zeros."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return _size(found.to(expected.dtype) - expected)

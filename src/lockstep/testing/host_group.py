@@ -1,7 +1,7 @@
-"""A process group for tensors of a device, by way of the host: gloo carries copies of them.
+"""A process group for tensors of a device that sends copies through the host with gloo.
 
-It has every collective, and messages from rank to rank, where gloo by itself takes CUDA tensors in all-reduce and
-broadcast alone, and ends the process in others. Nothing is won by it: it lets several ranks of a test share one card.
+It lets several ranks of a test share one card, and is slow. It has every collective and messages between ranks. gloo
+itself supports CUDA tensors only in all-reduce and broadcast, and aborts the process in other collectives.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 BACKEND = "by_host"
-"""Its name among the backends of process groups."""
+"""Name of the backend in torch."""
 
 BACKENDS = f"cpu:gloo,cuda:{BACKEND}"
-"""What a group is made with that carries tensors of the CPU and of CUDA devices."""
+"""Backend of a group for tensors of the CPU and of CUDA devices."""
 
 _Work: Any = c10d.Work
 _Group: Any = dist.ProcessGroup
 
 
 def register() -> None:
-    """Make the backend known to torch, once."""
+    """Register the backend in torch, once."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, HostGroup, devices=["cuda"])
 
 
 def tensors(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors of nested lists and tuples."""
+    """Return all tensors of nested lists and tuples."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):
@@ -42,7 +42,7 @@ def tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested lists and tuples with other tensors in them."""
+    """Return nested lists and tuples with ``change`` applied to each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -51,10 +51,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class GroupWork(_Work):
-    """A collective of a group that is written in Python; whoever derives from it says how it is waited for.
+    """A collective of a group written in Python; subclasses implement ``wait``.
 
     Args:
-        result: what the collective gives.
+        result: result of the collective.
     """
 
     def __init__(self, result: Any) -> None:
@@ -71,8 +71,9 @@ class GroupWork(_Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Done at once: the results are on the device's current stream."""
+        """Return a completed future: the results are on the device's current stream."""
         self.wait()
+        # A future without its devices refuses results on them.
         devices = {each.device for each in tensors([self._result]) if each.device.type != "cpu"}
         future: Any = torch.futures.Future(devices=sorted(devices, key=str))
         future.set_result(self._result)
@@ -80,13 +81,13 @@ class GroupWork(_Work):
 
 
 class HostWork(GroupWork):
-    """A collective of gloo's whose results go to the device when it is waited for.
+    """A collective of gloo; its results are copied to the device in ``wait``.
 
     Args:
-        work: gloo's.
-        copies: tensors of the device that get a result, each with the one on the host.
-        result: what the collective gives.
-        divisor: of the results, where a mean is asked for, which gloo does not have.
+        work: gloo's work.
+        copies: tensors of the device that receive a result, each with its copy on the host.
+        result: result of the collective.
+        divisor: number by which the results are divided, for means, which gloo does not have.
     """
 
     def __init__(self, work: Any, copies: list[tuple[Tensor, Tensor]], result: Any, divisor: int = 1) -> None:
@@ -114,7 +115,7 @@ class HostWork(GroupWork):
 
 
 class HostGroup(_Group):
-    """The group. Tensors of the CPU that are given to it go to a gloo of their own."""
+    """The process group; it sends tensors of the CPU through a second gloo group."""
 
     backend_name = BACKEND
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -122,33 +123,34 @@ class HostGroup(_Group):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._made = store, timeout
-        self._gloos: dict[str, Any] = {each: self._gloo(each) for each in ("collectives", "cpu")}
-        self._begun = 0
+        # Two groups: collectives of the CPU and of the device must not be matched with each other.
+        self._gloos: dict[str, Any] = {
+            name: dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+            for name in ("collectives", "cpu")
+        }
+        self._started = 0
         self._name = self._desc = ""
 
-    def _gloo(self, name: str) -> Any:
-        store, timeout = self._made
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), self._rank, self._size, timeout)
-
     def _host(self) -> Any:
-        """The group of the CPU's tensors."""
+        """Return the group of tensors of the CPU."""
         return self._gloos["cpu"]
 
     def _do(self, name: str, *args: Any, result: Any = None) -> Any:
-        """Begin a collective.
+        """Start a collective.
 
         Args:
-            name: of gloo's method.
-            *args: of it, with tensors of the device.
-            result: those of them that get a result.
+            name: name of gloo's method.
+            *args: its arguments, with tensors of the device.
+            result: the tensors among them that receive a result.
         """
         found = tensors(args)
         if all(each.device.type == "cpu" for each in found):
             return getattr(self._host(), name)(*args)
-        self._begun += 1
+        self._started += 1
         copies = {id(each): each.detach().cpu() for each in found}
-        divisor = self._size if _takes_mean(args[-1]) else 1
+        divisor = 1
+        if getattr(args[-1], "reduceOp", None) == dist.ReduceOp.AVG:  # gloo has no mean
+            args[-1].reduceOp, divisor = dist.ReduceOp.SUM, self._size
         work = getattr(self._gloos["collectives"], name)(*mapped(args, lambda each: copies[id(each)]))
         return HostWork(work, [(out, copies[id(out)]) for out in tensors([result])], result, divisor)
 
@@ -201,8 +203,8 @@ class HostGroup(_Group):
     alltoall_base = all_to_all_single
 
     def _each(self, single: Callable[..., Any], outs: Sequence[Tensor], ins: Sequence[Tensor], *opts: Any) -> Any:
-        begun = [single(out, mine, *opts) for out, mine in zip(outs, ins, strict=True)]
-        return _Works(begun, list(outs))
+        works = [single(out, mine, *opts) for out, mine in zip(outs, ins, strict=True)]
+        return _Works(works, list(outs))
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         return self._each(self.all_gather_single, outs, ins)
@@ -224,7 +226,7 @@ class HostGroup(_Group):
     def _message(self, name: str, values: list[Tensor], peer: int, tag: int) -> Any:
         return self._do(name, values, peer, tag, result=values if name == "recv" else [])
 
-    # -- what torch asks of a group ----------------------------------------------------------------
+    # -- properties that torch reads ---------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -234,7 +236,7 @@ class HostGroup(_Group):
     def _get_backend(self, device: Any) -> Any:
         return self._host() if torch.device(device).type == "cpu" else self
 
-    # the base keeps a name at its backends, of which this group has none
+    # The base class stores names in its backends, and this group has none.
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -246,14 +248,14 @@ class HostGroup(_Group):
     group_desc = property(lambda self: self._desc)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._begun
+        return self._started
 
     def _set_sequence_number_for_group(self) -> None: ...
 
-    def _get_backend_name(self) -> str:
+    def name(self) -> str:
         return self.backend_name
 
-    name = _get_backend_name
+    _get_backend_name = name
 
     def size(self) -> int:
         return self._size
@@ -276,15 +278,7 @@ class _Works(GroupWork):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        return all(each.wait() for each in self._works)  # each raises where it failed
+        return all(each.wait() for each in self._works)  # each raises its own error
 
     def is_completed(self) -> bool:
         return all(each.is_completed() for each in self._works)
-
-
-def _takes_mean(opts: Any) -> bool:
-    """Whether a collective averages; from here on it adds up."""
-    if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG:
-        return False
-    opts.reduceOp = dist.ReduceOp.SUM
-    return True

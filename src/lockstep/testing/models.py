@@ -1,4 +1,4 @@
-"""The smallest modules, data modules and data sets that a Trainer takes: a base for tests and bug reports."""
+"""Minimal modules, data modules and data sets, as a base for tests and bug reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _rows(size: int, length: int, seed: int) -> Tensor:
 
 
 class RandomDataset(Dataset[Tensor]):
-    """``length`` normal vectors of ``size`` numbers."""
+    """A data set of ``length`` normal vectors of ``size`` numbers (float32)."""
 
     def __init__(self, size: int, length: int, seed: int = 0) -> None:
         self.data = _rows(size, length, seed)
@@ -35,14 +35,14 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(RandomDataset):
-    """The same vectors as ``{"a": vector, "b": vector + 2}``."""
+    """`RandomDataset` with samples ``{"a": vector, "b": vector + 2}``."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         return {"a": self.data[index], "b": self.data[index] + 2}
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """``count`` normal vectors of ``size`` numbers, one after the other; without a length."""
+    """An iterable data set of ``count`` normal vectors of ``size`` numbers, without a length."""
 
     def __init__(self, size: int, count: int, seed: int = 0) -> None:
         self.size = size
@@ -54,7 +54,7 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same with a length."""
+    """`RandomIterableDataset` with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -64,7 +64,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(LightningModule):
-    """One linear layer from 32 to 2 that learns to answer ones; every step and loader is there.
+    """A linear layer from 32 to 2 that learns to output ones, with all steps and loaders.
 
     Derive from it and override what the test is about::
 
@@ -80,15 +80,15 @@ class BoringModel(LightningModule):
         self.layer = nn.Linear(32, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(batch, 32)`` to ``(batch, 2)``."""
+        """Map ``(batch, 32)`` to ``(batch, 2)``."""
         return self.layer(x)
 
     def loss(self, predictions: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Mean squared distance to ``labels``, or to ones."""
+        """Return the mean squared error to ``labels``, or to ones."""
         return nn.functional.mse_loss(predictions, torch.ones_like(predictions) if labels is None else labels)
 
     def step(self, batch: Tensor) -> Tensor:
-        """The loss of one batch: what all the steps below return."""
+        """Return the loss of a batch; all steps return it."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -118,7 +118,7 @@ class BoringModel(LightningModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """`BoringModel` that steps its optimizer itself."""
+    """`BoringModel` with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class BoringDataModule(LightningDataModule):
-    """256 vectors of 32 numbers, a quarter of them for each of fit, validate, test and predict."""
+    """A data module with 256 vectors of 32 numbers, a quarter each for fit, validate, test and predict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class BoringDataModule(LightningDataModule):
 
 
 class BoringDataModuleNoLen(BoringDataModule):
-    """The same kind of data from iterable data sets that do not know their length."""
+    """`BoringDataModule` with iterable data sets without a length."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(RandomIterableDataset(32, 64, seed=0))

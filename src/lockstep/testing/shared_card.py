@@ -1,4 +1,4 @@
-"""Several ranks on one card, for tests on a machine that has no second one."""
+"""Several ranks on one card, for tests on machines without a second one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from lockstep.ground.accelerators import CUDAAccelerator, Devices
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import host_group
 
-host_group.register()  # also in a process that was started for a rank, and gets the accelerator by pickle
+# At import, since a spawned rank receives the accelerator by pickle, which imports only this file.
+host_group.register()
 
 
 class SharedCard(CUDAAccelerator):
-    """One CUDA device for all ranks: each has a process and a context of its own, and they take turns on the card.
+    """One CUDA device for all ranks; each rank has its own process and context.
 
-    For tests only: nothing is won by it, and weights, gradients and optimizer states lie on the card once for each
-    rank. NCCL wants a card for each rank, so messages travel by way of the host (`lockstep.testing.host_group`).
-    Another backend is taken where the strategy names one: ``DDPStrategy(process_group_backend=...)``.
+    For tests only: ranks are not faster than one process, and the card holds the weights, gradients and optimizer
+    states of all of them. NCCL needs a card for each rank, so messages are sent through the host
+    (`lockstep.testing.host_group`), unless the strategy names a backend: ``DDPStrategy(process_group_backend=...)``.
 
     Args:
-        number: of the card.
+        number: index of the card.
 
     Example:
         >>> from lockstep import Trainer
@@ -33,7 +34,7 @@ class SharedCard(CUDAAccelerator):
         self.number = number
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """The card, once for each rank; ``"auto"``: for one."""
+        """Return the card once for each rank; ``"auto"``: one rank."""
         count = 1 if devices == "auto" else devices
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""The tools that users import, gathered from where they are written."""
+"""Tools for users, re-exported from the files that define them."""
 
 from __future__ import annotations
 

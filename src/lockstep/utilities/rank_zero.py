@@ -1,4 +1,4 @@
-"""What only rank 0 does, by the names that users import."""
+"""Messages and functions of rank 0 only, by the names that users import."""
 
 from lockstep.ground.rank import (
     rank_prefixed_message,

@@ -177,8 +177,8 @@ def refused(kind: str, **flags: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("iterable", "Trainer(balance=True): train_dataloader gives whole batches"),
-        ("use_distributed_sampler=False", "Trainer(balance=True): train_dataloader gives whole batches"),
+        ("iterable", "Trainer(balance=True): train_dataloader yields whole batches"),
+        ("use_distributed_sampler=False", "Trainer(balance=True): train_dataloader yields whole batches"),
     ],
 )
 def test_what_cannot_be_shared_out_by_weight_is_refused_by_name(ranks: RankPool, kind: str, said: str) -> None:

@@ -18,9 +18,8 @@ import lockstep
 from lockstep.cli.run import main
 from lockstep.extensions.lightning.migrate import ROWS, migrated
 from lockstep.loop.checks import EPOCH_ENDS
-from lockstep.names.former_methods import former_methods
 from lockstep.names.old_flags import OLD_FLAGS
-from lockstep.names.table import Refused, table
+from lockstep.names.table import Refused, former_methods, table
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
 
@@ -109,8 +108,8 @@ def test_imports(before: str, after: str) -> None:
         ("from lightning.pytorch.plugins import DeepSpeedPrecision", "DeepSpeedPrecision: DeepSpeed needs no precision"),
         ("from lightning.fabric import Fabric", "Fabric: lockstep has no Fabric"),
         ("from pytorch_lightning.loops import *", r"\*: Lightning's loops are inner"),
-        ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has nothing of this name"),
-        ("from lightning.pytorch import nothing", "nothing: lockstep has nothing of this name"),
+        ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has no object with this name"),
+        ("from lightning.pytorch import nothing", "nothing: lockstep has no object with this name"),
         ("import lightning.pytorch as pl\npl.strategies.XLAStrategy()", "pl.strategies.XLAStrategy: it is made for torch_xla"),
         ("import pytorch_lightning as pl\npl.metrics.Accuracy()", "pl.metrics: metrics are a package of their own"),
         ("import pytorch_lightning as pl\npl.__version__", "__version__ is lockstep's version"),
@@ -183,11 +182,11 @@ def test_flags(before: str, after: str) -> None:
         ("resume_from_checkpoint=path", r"today trainer\.fit\(\.\.\., ckpt_path=path\)"),
         ("gpus=args.gpus", r"Trainer\(gpus=args\.gpus\): what it means today depends on the value"),
         ("checkpoint_callback=saver", "depends on the value"),
-        ("track_grad_norm=2", "this flag of old is gone; define `on_before_optimizer_step`"),
-        ("track_grad_norm=norm", "this flag of old is gone; define `on_before_optimizer_step`"),
+        ("track_grad_norm=2", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
+        ("track_grad_norm=norm", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
         ("max_nb_epochs=1, max_epochs=2", "give one of the two"),
         ("max_nb_epochs=1, max_epochs=None", "today max_epochs=1, and another was given, too"),
-        ("amp_backend='apex'", "apex is not used any more"),
+        ("amp_backend='apex'", "apex is no longer supported"),
         ("**flags", "old flags among them are translated when it runs"),
     ],
 )

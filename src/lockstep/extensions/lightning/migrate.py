@@ -25,7 +25,7 @@ from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.names.class_paths import class_at_home, home_of, refusal
 from lockstep.names.finder import ROOT
-from lockstep.names.old_flags import OLD_FLAGS, TOGETHER, Today, Translation, meaning, old_flags_of
+from lockstep.names.old_flags import OLD_FLAGS, REMOVED, TOGETHER, Today, Translation, meaning, old_flags_of
 from lockstep.trainer import FLAGS
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, s
         elif not is_open or _some_open(found.flags.values()):
             told = ""
     except (TypeError, ValueError) as error:
-        if not is_open or "this flag of old is gone" in str(error):
+        if not is_open or REMOVED in str(error):
             told = str(error).partition("): ")[2] or str(error)
     return found, told
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
-from lockstep.data.weighing import Share, share_of
+from lockstep.data.window import Share, share_of
 from lockstep.extensions.balancing.pipeline.micro_batches import cut
 from lockstep.extensions.balancing.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.ground.errors import MisconfigurationException
@@ -642,7 +642,7 @@ def test_stages_see_the_same_samples_under_torchs_order(ranks: RankPool) -> None
 
 
 def test_stages_whose_loader_draws_other_samples_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="train_dataloader: ranks 0 and 1 hold one model together"):
+    with pytest.raises(RankFailure, match="train_dataloader: ranks 0 and 1 share one replica"):
         ranks(2).run(samples_of_stages, False, timeout=40)
 
 

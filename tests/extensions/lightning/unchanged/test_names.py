@@ -83,10 +83,10 @@ def test_what_a_script_finds_by_lightnings_names(ranks: RankPool, tmp_path: Path
     assert found["fabric"].startswith("MisconfigurationException: Fabric(...): lockstep has no Fabric. Keep your loop")
     assert found["loops"].startswith("MisconfigurationException: _FitLoop(...): Lightning's loops are inner parts")
     assert found["mps"] == "nothing"
-    asks = r"which the script \(<string>:1\) asks for: "
+    asks = r"imported by the script \(<string>:1\): "
     assert re.match(rf"ModuleNotFoundError: lightning\.fabric\.strategies\.launchers, {asks}", found["fabric file"])
     assert re.match(rf"ModuleNotFoundError: .*get_torchvision_model, {asks}call torchvision", found["function"])
-    assert re.match(rf"ModuleNotFoundError: .*callbacks\.Nothing, {asks}lockstep has nothing", found["unknown"])
+    assert re.match(rf"ModuleNotFoundError: .*callbacks\.Nothing, {asks}lockstep has no object", found["unknown"])
     assert re.match(rf"ModuleNotFoundError: .*callbacks\.nothing, {asks}.* without --light", found["unknown file"])
 
 
@@ -97,8 +97,10 @@ def test_a_third_party_that_asks_for_what_is_not_there_is_named_with_its_line(ra
     ended = in_mode(ranks, tmp_path, script(tmp_path, "import thirdparty"))
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: lightning.pytorch.utilities.imports._OMEGACONF_AVAILABLE, which ")
-    assert f"which thirdparty ({package / '__init__.py'}:2) asks for: " in last
+    assert last.startswith(
+        "ModuleNotFoundError: lightning.pytorch.utilities.imports._OMEGACONF_AVAILABLE, imported by "
+    )
+    assert f"imported by thirdparty ({package / '__init__.py'}:2): " in last
 
 
 PRIVATE = """
