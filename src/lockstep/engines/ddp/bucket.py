@@ -305,7 +305,14 @@ class Bucket:
         self.waiting.clear()
         if views:
             self._part_from_kept()
-            if self._may_be_moved():
+            # `parameter.grad.data = ...` may have moved a view to other memory. With static_graph, which needs no used
+            # flags and where each microsecond counts, the number of the buffer's users shows that: a moved view has
+            # released the memory. A user that keeps the old memory (`old = p.grad.data`) hides one moved view.
+            if self.holds_used:
+                is_moved = list(map(Tensor.data_ptr, self.views)) != self._places
+            else:
+                is_moved = _users_of(self._storage) != self._uses
+            if is_moved:
                 self._put_back()
             if list(map(Tensor.data_ptr, self.parameters)) != self._fitting:
                 self._fit()
@@ -344,17 +351,6 @@ class Bucket:
             parameter.grad = view
             parameter.grad = grad
         self._fitting = list(map(Tensor.data_ptr, self.parameters))
-
-    def _may_be_moved(self) -> bool:
-        """Return True if ``parameter.grad.data = ...`` may have moved a view to other memory. The check is fast.
-
-        A view that is moved releases the buffer's memory. With ``static_graph``, which needs no used flags and where
-        each microsecond counts, the number of its users shows that. A user that keeps the old memory alive
-        (``old = p.grad.data``) hides one moved view.
-        """
-        if self.holds_used:
-            return list(map(Tensor.data_ptr, self.views)) != self._places
-        return _users_of(self._storage) != self._uses
 
     def _put_back(self) -> None:
         """Move views that were given other memory back into the buffer, with their values."""
@@ -405,7 +401,10 @@ class Bucket:
             self._bring(grads, attached)
         complete = 0 not in self.used
         if not complete:
-            self._fill_absent(grads)
+            # -0.0 leaves the other ranks' summands as they are; 0.0 would turn a -0.0 into 0.0
+            absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
+            torch._foreach_zero_(absent)
+            torch._foreach_neg_(absent)
         if self.holds_used:
             if complete:
                 self._tail.fill_(1)
@@ -413,12 +412,6 @@ class Bucket:
                 # a GPU reads its source later; without pinned memory this process would wait for that
                 self._tail.copy_(pinned(self._used_flags, self.device), non_blocking=True)
         return scale
-
-    def _fill_absent(self, grads: Sequence[Tensor | None]) -> None:
-        """Fill the places of absent gradients with -0.0, which leaves the other ranks' summands as they are."""
-        absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
-        torch._foreach_zero_(absent)
-        torch._foreach_neg_(absent)
 
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
         """Do the same as :meth:`_bring` and multiply by ``scale``; large gradients are read once for both."""

@@ -221,23 +221,20 @@ class Reducer:
         self.is_laid_out = plan is not None
         self._build()
 
-    def _plan_for(self, awake: Mapping[str, Parameter]) -> Plan:
-        """Return the requested plan, adapted to these parameters; each with sparse gradients gets its own bucket."""
-        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
-        if self._wanted is None:
-            plan = plan_buckets(infos, self._caps)
-        else:
-            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
-            plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
-        return plan + [[name] for name in awake if name in self._sparse]
-
     def _build(self) -> None:
         """Build the buckets for the parameters that require gradients now, or did so before."""
         # those that did so before may be frozen for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
-        self._plan = self._plan_for(awake)
+        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
+        if self._wanted is None:
+            dense = plan_buckets(infos, self._caps)
+        else:
+            wanted = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
+            dense = fit_plan(wanted, infos, self._caps, frozen=self._parameters)
+        # sparse gradients are sent one by one
+        self._plan = dense + [[name] for name in awake if name in self._sparse]
         if self._idle:
             return
         self._remove_hooks()
@@ -249,7 +246,7 @@ class Reducer:
 
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
         """Create the buckets of the plan, with memory from the transport."""
-        for _ in range(2):
+        for _ in range(2):  # again with all-reduces if the host has too little shared memory
             self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
             for index, names in enumerate(self._plan):

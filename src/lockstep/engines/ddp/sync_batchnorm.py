@@ -225,7 +225,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors
-        wide, dims, channels = mean.dtype, _all_but_channels(input), input.shape[1]
+        wide, dims, channels = mean.dtype, [0, *range(2, input.dim())], input.shape[1]
         shape = [1, channels] + [1] * (input.dim() - 2)
         grad = grad.to(wide)
         offset = input.to(wide) - mean.view(shape)
@@ -250,10 +250,6 @@ def _wide(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _all_but_channels(input: Tensor) -> list[int]:
-    return [0, *range(2, input.dim())]
-
-
 # -- there and back
 
 
@@ -272,7 +268,6 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
         process_group: the ranks; None: the group of a ``torch.nn.SyncBatchNorm``, else the default group.
 
     Returns:
-        ``module``.
         ``module``.
 
     Example::
