@@ -15,7 +15,7 @@ SEAM = {
         "teardown"
     ),
     "Strategy": ("connect setup_environment building check_trained load_checkpoint held set_requires_grad steps_end"),
-    "Gradients": "local whole held hold",
+    "Gradients": "local whole window_state load_window_state",
 }
 """The methods that some class overrides, by the class that offers them; `docs/architecture.md` says what they do."""
 

@@ -16,8 +16,7 @@ from lockstep.checkpoint.pretrained import is_planned
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
 from lockstep.engines.copies import ModelCopies
-from lockstep.engines.engine import Engine
-from lockstep.engines.gradients import Gradients
+from lockstep.engines.engine import Engine, Gradients
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
@@ -214,14 +213,14 @@ class Strategy(Engine):
         self.check_present("strategy.whole_gradients()")
         return self.gradients.whole()
 
-    def held_in_window(self) -> dict[str, Any]:
-        """What a window under way has on this rank, as a checkpoint takes it: gradients, and buffers. Collective."""
-        return {**self.gradients.held(), "buffers": self.copies.held()}
+    def window_state(self) -> dict[str, Any]:
+        """Return this rank's state of an unfinished window, for a checkpoint: gradients and buffers. Collective."""
+        return {**self.gradients.window_state(), "buffers": self.copies.window_state()}
 
-    def hold_in_window(self, saved: dict[str, Any]) -> None:
-        """Go on with what :meth:`held_in_window` gave. Collective."""
-        self.gradients.hold(saved)
-        self.copies.hold(saved.get("buffers", {}))
+    def load_window_state(self, saved: dict[str, Any]) -> None:
+        """Restore the result of :meth:`window_state`. Collective."""
+        self.gradients.load_window_state(saved)
+        self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.engines.sharded.gathered_dtype import is_cast
+from lockstep.engines.sharded.gathered_parameter import is_cast
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from tests.loop.pieces import quiet

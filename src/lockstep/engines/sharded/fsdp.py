@@ -18,16 +18,14 @@ from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.engine import EngineState
+from lockstep.engines.engine import EngineState, Gradients
 from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
-from lockstep.engines.sharded.gradients import ShardedGradients
-from lockstep.engines.sharded.layer_states import bring_states, generate_together
-from lockstep.engines.sharded.strategy import ShardedStrategy
+from lockstep.engines.sharded.strategy import ShardedStrategy, bring_states, generate_together
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer, by_parts
-from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
+from lockstep.ground.parameters import clip_by_value, local_part, takes_names_as_they_are
 from lockstep.ground.rank import does
 from lockstep.ground.torch_support import FSDP, refuse_without
 from lockstep.ground.transfer import has_pinned_memory
@@ -172,7 +170,9 @@ class FSDPStrategy(ShardedStrategy):
                     'FSDPStrategy(cpu_offload=True, sharding_strategy="NO_SHARD"): what is not in shards stays on its '
                     "device; give another sharding_strategy, or leave cpu_offload out."
                 )
-            self.instead = self._unsharded()
+            self.instead = unsharded = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
+            unsharded.launcher, unsharded.plugins = self.launcher, self.plugins
+            unsharded._nccl, unsharded._recomputation = self._nccl, self._recomputation
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
         """Choose the writer of checkpoints."""
@@ -189,13 +189,6 @@ class FSDPStrategy(ShardedStrategy):
                 'leave state_dict_type at "full".'
             )
         self._save_in_parts(async_save)
-
-    def _unsharded(self) -> DDPStrategy:
-        """Return the strategy for "NO_SHARD"."""
-        made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
-        made.launcher = self.launcher
-        made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
-        return made
 
     # -- set up
 
@@ -301,7 +294,12 @@ class FSDPStrategy(ShardedStrategy):
 
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
-        self._gather_updates()
+        need_whole = [optimizer for optimizer in with_parameters(optimizers) if needs_whole(optimizer)]
+        self._whole = None
+        if need_whole:  # each whole parameter is updated on one rank
+            from lockstep.engines.sharded.whole_updates import WholeUpdates
+
+            self._whole = WholeUpdates(need_whole)
         for optimizer in optimizers:
             self._forget_with(optimizer, self._sharded)
             self._frees.append(optimizer.register_step_pre_hook(self._free))
@@ -310,15 +308,6 @@ class FSDPStrategy(ShardedStrategy):
             self.precision.scaler.unscale_gradients = unscale
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
-
-    def _gather_updates(self) -> None:
-        """Set up updates of whole parameters, on one rank each, for optimizers that need them."""
-        whole = [optimizer for optimizer in with_parameters(self.optimizers) if needs_whole(optimizer)]
-        self._whole = None
-        if whole:
-            from lockstep.engines.sharded.whole_updates import WholeUpdates
-
-            self._whole = WholeUpdates(whole)
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
@@ -364,8 +353,8 @@ class FSDPStrategy(ShardedStrategy):
             low = self._autocast_dtype()
             if low is None or NAMES.get(low, "no such") not in str(error):
                 raise
-            told = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
-            raise MisconfigurationException(told) from error
+            text = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
+            raise MisconfigurationException(text) from error
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype in which parameters are gathered that autocast would cast."""
@@ -496,6 +485,33 @@ class FSDPStrategy(ShardedStrategy):
             load_optimizer_state(optimizer, saved)
 
 
+class ShardedGradients(Gradients["ShardedModule"]):
+    """Gradients of a module with shards as parameters, except for some whole ones."""
+
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """Return this rank's shards, and whole gradients that wait for a reduction."""
+        found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
+        return list({id(gradient): local_part(gradient) for gradient in found}.values())
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the gradients of whole parameters, and under ``"sharded"`` this rank's gradients of the others."""
+        named, shards = self.engine.named_parameters(), self.holder
+        whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
+        copies = {name: gradient.detach().cpu().clone() for name, gradient in whole.items()}
+        return {"gradients": copies, "sharded": shards.window_state()}
+
+    def load_window_state(self, saved: dict[str, Any]) -> None:
+        """Restore gradients from `window_state`; of whole gradients of sharded parameters, take this rank's part."""
+        from lockstep.engines.sharded.fully_shard import cut_like
+
+        given, parts = saved.get("gradients", {}), self.holder.parameters
+        super().load_window_state({"gradients": {name: each for name, each in given.items() if name not in parts}})
+        for name, gradient in given.items():
+            if name in parts:
+                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
+        self.holder.load_window_state(saved.get("sharded", {}))
+
+
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
@@ -511,8 +527,8 @@ def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
     """Return a name that is given as a string or as one of torch's enums."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
-        shown = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
-        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {shown}.")
+        choices = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {choices}.")
     return name
 
 

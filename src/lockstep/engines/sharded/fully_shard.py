@@ -57,7 +57,8 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
             found.append(child)
         else:
             found += find_blocks(child)
-    return _without_shared(root, found)
+    # a block that shares a parameter with layers outside of it cannot be gathered separately
+    return [block for block in found if _shared(root, block) is None]
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -111,10 +112,6 @@ def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[n
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _without_shared(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    return [block for block in blocks if _shared(root, block) is None]
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
@@ -184,7 +181,7 @@ def shard(
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as in ``fully_shard``.
         gather: makes a block's parameters whole before it is sharded.
-        autocast_dtype: dtype of autocast in forwards; see `gathered_dtype.gather_in`.
+        autocast_dtype: dtype of autocast in forwards; see `gathered_parameter.gather_in`.
 
     Raises:
         ValueError: the ranks' modules differ.
@@ -215,7 +212,7 @@ def shard(
             ignored_params=whole,
         )
         if autocast_dtype is not None:
-            from lockstep.engines.sharded.gathered_dtype import gather_in
+            from lockstep.engines.sharded.gathered_parameter import gather_in
 
             gather_in(block, autocast_dtype)
         done.update(id(parameter) for parameter in block.parameters())
@@ -318,7 +315,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
 
         from lockstep.engines.sharded.gathered_parameter import watch
@@ -340,32 +337,25 @@ class ShardedModule:
         self._drops = False
         self._is_running = self._goes_back = False
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
-        self._heard: set[int] = set()  # ids of parameters with a hook that reports their gradients
+        self._hooked: set[int] = set()  # ids of parameters with a hook that reports their gradients
         self._device: torch.device = self._groups[0].device if self._groups else torch.device("cpu")
-        self._told: Flags | None = None  # this rank's flags for used parameters; their collective may be pending
+        self._flags: Flags | None = None  # this rank's flags for used parameters; their collective may be pending
         for part in self._parts:
             reduce_unused_parameters(part)
-        self._entry = self._make_entry(module)
-        if is_sharded(module):  # torch does so in the first forward, which may be a layer's, in a hook
-            self._module_state()._lazy_init()
-        policy = self._module_state()._mp_policy if is_sharded(module) else None
-        self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
+        self._entry: Callable[..., Any] = _called
+        self._casts_to: torch.dtype | None = None
+        if is_sharded(module):
+            if ENTRY not in vars(module):
+                vars(module)[ENTRY] = _called
+                register_fsdp_forward_method(module, ENTRY)
+            self._entry = vars(module)[ENTRY]  # torch gathers the module's own parameters around it
+            state = self._module_state()
+            state._lazy_init()  # torch does so in the first forward, which may be a layer's, in a hook
+            if state._mp_policy.cast_forward_inputs:
+                self._casts_to = state._mp_policy.param_dtype
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._casts_to) if value.is_floating_point() else value
-
-    @staticmethod
-    def _make_entry(module: nn.Module) -> Callable[..., Any]:
-        """Return a method around which torch gathers the module's own parameters."""
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        if not is_sharded(module):
-            return _called
-        if ENTRY not in vars(module):
-            vars(module)[ENTRY] = _called
-            register_fsdp_forward_method(module, ENTRY)
-        method: Callable[..., Any] = vars(module)[ENTRY]
-        return method
 
     @property
     def reduced_by_torch(self) -> set[int]:
@@ -395,12 +385,6 @@ class ShardedModule:
 
         return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
 
-    def _set_sync(self, sync: bool) -> None:
-        if sync is not self._syncs:
-            self._syncs = sync
-            for part in self._parts:
-                part.set_requires_gradient_sync(sync, recurse=False)
-
     def reshard(self) -> None:
         """Free whole parameters, except the module's own ones that a step needs and an evaluation leaves."""
         for part in self._parts:
@@ -427,15 +411,18 @@ class ShardedModule:
             sync: the backward reduces; otherwise each rank accumulates its own whole gradients.
             drops: set the gradients of this backward to zero before they are added.
         """
-        self._set_sync(sync)
+        if sync is not self._syncs:
+            self._syncs = sync
+            for part in self._parts:
+                part.set_requires_gradient_sync(sync, recurse=False)
         self._drops = drops
         handles = []
         for key, param in self._params.items():
             gathered = getattr(param, "_unsharded_param", None)  # exists after the first forward that used it
             if gathered is None or not gathered.requires_grad:
                 continue
-            if key not in self._heard:
-                self._heard.add(key)
+            if key not in self._hooked:
+                self._hooked.add(key)
                 gathered.register_post_accumulate_grad_hook(partial(_note, weakref.ref(self), key))
             if drops:
                 handles.append(gathered.register_hook(torch.zeros_like))
@@ -452,23 +439,20 @@ class ShardedModule:
         for parameter in self._split:
             parameter.grad = placed_as(parameter, parameter.grad)
         if sync:
-            self._take_back(before)
+            # remove gradients of this reduction to which no rank has contributed
+            keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
+            self._flags = flags = Flags(bytes(key in self._used for key in keys), None, self._device)
+            unused = [param for param in before if id(param.sharded_param) not in self._used]
+            # a rank that has used all parameters need not read the others' flags, for which a GPU would wait
+            if unused or self._device.type == "cpu":
+                anywhere = dict(zip(keys, flags.of_all(), strict=True))
+                for param in unused:
+                    if not anywhere.get(id(param.sharded_param)):
+                        param.sharded_param.grad = None
             self._used.clear()
 
     def _module_state(self) -> Any:
         return self._parts[0]._get_fsdp_state()
-
-    def _take_back(self, before: list[FSDPParam]) -> None:
-        """Remove gradients of the last reduction to which no rank has contributed."""
-        keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
-        self._told = told = Flags(bytes(key in self._used for key in keys), None, self._device)
-        before = [param for param in before if id(param.sharded_param) not in self._used]
-        if not before and self._device.type != "cpu":
-            return  # a rank that has used all parameters need not read the others' flags
-        anywhere = dict(zip(keys, told.of_all(), strict=True))
-        for param in before:
-            if not anywhere.get(id(param.sharded_param)):
-                param.sharded_param.grad = None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """Set ``requires_grad`` of the gathered parameter too; torch does so only at the next gather."""
@@ -501,7 +485,7 @@ class ShardedModule:
 
     # -- the state of this rank alone
 
-    def held(self) -> dict[str, dict[str, Any]]:
+    def window_state(self) -> dict[str, dict[str, Any]]:
         """Return copies of this rank's sharded and waiting gradients, and their first indices in the whole ones."""
         self.reshard()
         shards, waiting = {}, {}
@@ -521,8 +505,8 @@ class ShardedModule:
             found[f"{kind} from"] = {name: begins_of(each) for name, each in in_parts.items()}
         return found
 
-    def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore gradients from `held`. Collective."""
+    def load_window_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore gradients from `window_state`. Collective."""
         for name, part in saved.get("shards", {}).items():
             parameter: Any = self.parameters[name]
             parameter.grad = _like(parameter, part.to(parameter.device))
@@ -556,7 +540,7 @@ def whole_gradients(
 
     Args:
         parts: states of all ranks, with ``"gradients"`` that were whole and, if the engine shards parameters, the
-            result of `ShardedModule.held` as ``"sharded"``.
+            result of `ShardedModule.window_state` as ``"sharded"``.
         members: the ranks of the replica.
         shapes: shapes of the whole parameters.
 
@@ -565,22 +549,22 @@ def whole_gradients(
     """
     found = dict(parts[members[0]].get("gradients", {}))
     everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))
-    for kind, held in (("shards", everyone), ("waiting", own)):
+    for kind, states in (("shards", everyone), ("waiting", own)):
         for name in own[0].get(kind, {}):
-            whole = _assembled([each for each in held if name in each.get(kind, {})], kind, name, shapes[name])
+            whole = _assembled([each for each in states if name in each.get(kind, {})], kind, name, shapes[name])
             found[name] = whole.to(found[name].dtype) + found[name] if name in found else whole
     return found
 
 
-def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
+def _assembled(states: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
     """Assemble a whole gradient from the parts of the ranks."""
-    first: Tensor = held[0][kind][name]
+    first: Tensor = states[0][kind][name]
     if first.shape == shape:
         return first
-    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version, which sharded rows only
-        return _joined_rows([each[kind][name] for each in held], name, shape)
+    if any(name not in each.get(f"{kind} from", {}) for each in states):  # an earlier version, which sharded rows only
+        return _joined_rows([each[kind][name] for each in states], name, shape)
     whole = torch.zeros(shape, dtype=first.dtype)
-    for each in held:
+    for each in states:
         part = each[kind][name]
         at = [slice(begin, begin + size) for begin, size in zip(each[f"{kind} from"][name], part.shape, strict=True)]
         whole[tuple(at)] = part
@@ -651,16 +635,6 @@ def cut_like(own: object, value: Any) -> Any:
     return made
 
 
-def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Tensor:
-    """Return the destination of a tensor without a counterpart, sharded along dim 0 on the mesh of ``example``."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    if example is None or not shape:
-        return torch.empty(shape, dtype=dtype)
-    mesh = example.device_mesh
-    return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], example)
-
-
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
     """Return a function that makes the tensor into which a sharded checkpoint's tensor is read.
 
@@ -672,7 +646,7 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         in_place: read the module's shards into its own memory, so that a rank needs no second copy. The module then
             changes before the loaded values can be checked.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     own = module.state_dict()
     cut = [value for value in own.values() if isinstance(value, DTensor)]
@@ -682,8 +656,9 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         mine = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
         is_own = isinstance(mine, Tensor) and mine.shape == shape
         like = mine if is_own else by_shape.get(shape)
-        if like is None:
-            return _cut_along_first(shape, dtype, next(iter(cut), None))
+        if like is None and cut and shape:
+            mesh = cut[0].device_mesh
+            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
         if isinstance(like, DTensor):
             if is_own and in_place and like.dtype == dtype:
                 return like
@@ -693,13 +668,13 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
     return place
 
 
-def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
-    """Return an uninitialized DTensor; this rank's part is on the device of the other DTensor's."""
+def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, other: Any) -> Tensor:
+    """Return an uninitialized DTensor; this rank's part is on the device of the ``other`` DTensor's."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     size = [each.stop - each.start for each in box_in(shape, mesh, placements)]
-    part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
+    part = torch.empty(size, dtype=dtype, device=local_part(other).device)
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
     # not DTensor.from_local, which would move an offloaded part to the mesh's device
     made: Any = DTensor

@@ -134,24 +134,19 @@ class ShardedInit(TorchDispatchMode):
         """Make the operation's tensors whole, run it, and release others."""
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            fills = self._filled(func, args)
+            # the values of a tensor that the operation overwrites need not be gathered
+            first = args[0] if args and func._schema.name in FILLS else None
+            if isinstance(first, Tensor):
+                covers = first.is_contiguous() and first.storage_offset() == 0
+                first = first if covers and not any(arg is first for arg in args[1:]) else None
             for tensor in tensors:
-                self._use(tensor, overwritten=tensor is fills)
+                self._use(tensor, overwritten=tensor is first)
             result = func(*args, **(kwargs or {}))
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for tensor in made:
                 self._use(tensor)
             self._shrink({_address(tensor) for tensor in (*tensors, *made)})
         return result
-
-    @staticmethod
-    def _filled(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """Return the tensor whose whole storage the operation overwrites, if there is one."""
-        if func._schema.name not in FILLS or not args or not isinstance(args[0], Tensor):
-            return None
-        first = args[0]
-        covers = first.is_contiguous() and first.storage_offset() == 0
-        return first if covers and not any(arg is first for arg in args[1:]) else None
 
     def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
         """Record a use of a tensor, and make it whole. May gather from all ranks."""
@@ -168,7 +163,8 @@ class ShardedInit(TorchDispatchMode):
             self._count += 1
         if known.part is not None:
             # if only a part of the storage is overwritten, the rest is still needed
-            self._make_whole(known, storage, values=not (overwritten and _covers(tensor, known.nbytes)))
+            covers = tensor.numel() * tensor.element_size() == known.nbytes
+            self._make_whole(known, storage, values=not (overwritten and covers))
         self._note(known)
 
     def _note(self, known: _Storage) -> None:
@@ -190,17 +186,15 @@ class ShardedInit(TorchDispatchMode):
                 continue
             del self._whole[number]
             self._bytes -= known.nbytes
-            if storage is not None and storage.resizable():  # not if numpy has a view of it
-                self._keep_slice(known, storage)
-
-    def _keep_slice(self, known: _Storage, storage: torch.UntypedStorage) -> None:
-        whole = _flat(storage)
-        size = -(-known.nbytes // self._world)
-        known.checksum = _checksum(whole)
-        known.part = torch.zeros(size, dtype=torch.uint8, device=whole.device)
-        mine = whole[size * self._rank : size * (self._rank + 1)]
-        known.part[: mine.numel()] = mine
-        storage.resize_(0)
+            if storage is None or not storage.resizable():  # numpy has a view of it
+                continue
+            whole = _flat(storage)
+            size = -(-known.nbytes // self._world)
+            known.checksum = _checksum(whole)  # shows at the next gather whether all ranks had the same values
+            known.part = torch.zeros(size, dtype=torch.uint8, device=whole.device)
+            mine = whole[size * self._rank : size * (self._rank + 1)]
+            known.part[: mine.numel()] = mine
+            storage.resize_(0)
 
     def _make_whole(self, known: _Storage, storage: torch.UntypedStorage, values: bool = True) -> None:
         part, known.part = known.part, None
@@ -259,12 +253,12 @@ def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> I
     """
     own = random_states_of(devices)
     of_zero = comm.broadcast_object(own, 0, group)
-    alike = all(comm.all_gather_object(_same(own, of_zero), group))
+    are_same = all(comm.all_gather_object(_same(own, of_zero), group))
     set_random_states_of(of_zero, devices)
     try:
         yield
     finally:
-        if not alike:
+        if not are_same:  # ranks that drew the same numbers before continue with the next ones
             set_random_states_of(own, devices)
 
 
@@ -281,10 +275,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
-
-
-def _covers(tensor: Tensor, nbytes: int) -> bool:
-    return tensor.numel() * tensor.element_size() == nbytes
 
 
 def _checksum(whole: Tensor) -> int:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointWriter, Path
+from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, refuse
 from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
-from lockstep.engines.sharded.foreach import update_one_by_one
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import beside
 from lockstep.ground.types import LRSchedulerConfig
@@ -123,15 +123,6 @@ class ShardedStrategy(RankedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Accept the optimizers unless they cannot update parts, or gradients cannot be sharded."""
         super().setup_optimizers(optimizers, configs)
-        self._refuse_sparse()
-        for optimizer in with_parameters(optimizers):
-            update_one_by_one(optimizer, self.module.parameters())
-            _check_update(type(self).__name__, self.engine, self.gathers_updates, optimizer)
-            for parameter in beside(self.module, [optimizer]).values():
-                name, shape = type(optimizer).__name__, tuple(parameter.shape)
-                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
-
-    def _refuse_sparse(self) -> None:
         parameters = dict(self.module.named_parameters())
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
@@ -139,6 +130,19 @@ class ShardedStrategy(RankedStrategy):
                 f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
                 'build the layers with sparse=False, or use strategy="ddp".'
             )
+        for optimizer in with_parameters(optimizers):
+            update_one_by_one(optimizer, self.module.parameters())
+            name, reason = type(optimizer).__name__, None
+            if needs_whole(optimizer):
+                reason = None if self.gathers_updates else LAID_END_TO_END
+            elif name in NOT_ELEMENTWISE:
+                reason = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
+            if reason is not None:
+                text = reason.format(strategy=type(self).__name__, optimizer=name, engine=self.engine)
+                raise MisconfigurationException(text)
+            for parameter in beside(self.module, [optimizer]).values():
+                shape = tuple(parameter.shape)
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
 
     def check_trained(self, replaced: bool = False) -> None:
         """Refuse replaced optimizers: the new ones are not checked, and the engine lacks their states."""
@@ -162,7 +166,11 @@ class ShardedStrategy(RankedStrategy):
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Run ``fn`` as on one process; layers are gathered when the forward reaches them."""
-        self._check_late()
+        late = self._late
+        if late is not None and late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=late.found))
+        if late is not None and late.buffer is not None and self.world.size > 1:
+            refuse(self.world.rank, "buffer", late.buffer)
         if torch.is_grad_enabled():
             self.copies.forward_begins()
         with nullcontext() if self.context is None else self.context():
@@ -171,12 +179,6 @@ class ShardedStrategy(RankedStrategy):
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a step method inside the engine's hooks."""
         raise NotImplementedError
-
-    def _check_late(self) -> None:
-        if self._late is not None and self._late.found is not None:
-            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-        if self._late is not None and self._late.buffer is not None and self.world.size > 1:
-            refuse(self.world.rank, "buffer", self._late.buffer)
 
     def _backward_ends(self) -> None:
         """Count a reduction, after which buffers are synchronized."""
@@ -207,12 +209,59 @@ class ShardedStrategy(RankedStrategy):
         raise NotImplementedError
 
 
-def _check_update(strategy: str, engine: str, gathers_updates: bool, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs more of a parameter than a rank has."""
-    name, said = type(optimizer).__name__, None
-    if needs_whole(optimizer):
-        said = None if gathers_updates else LAID_END_TO_END
-    elif name in NOT_ELEMENTWISE:
-        said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
-    if said is not None:
-        raise MisconfigurationException(said.format(strategy=strategy, optimizer=name, engine=engine))
+# -- optimizers of whole parameters and shards ----------------------------------------------------------------
+
+
+def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Make an optimizer update parameters one by one if those on a device are of several kinds.
+
+    A choice of the user is kept. Groups that are added and states that are loaded later are changed too. Saved states
+    do not show the change.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: parameters of the module, including those that are added to the optimizer later.
+    """
+    # On devices other than the CPU, torch's optimizers use foreach functions by default for all parameters of a kind
+    # of device. These accept only tensors of one kind: no whole ones with DTensors, nor DTensors on two meshes.
+    kinds = {getattr(each, "device_mesh", None) for each in parameters if each.device.type != "cpu"}
+    if optimizer.defaults.get("foreach", False) is not None or len(kinds) < 2:
+        return
+
+    def choose(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if group.get("foreach") is None and not group.get("fused"):
+                group["foreach"] = False
+
+    def hide(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            if group.get("foreach") is False:
+                group["foreach"] = None
+
+    optimizer.defaults["foreach"] = False
+    choose(optimizer)
+    optimizer.register_load_state_dict_post_hook(choose)
+    optimizer.register_state_dict_post_hook(hide)
+
+
+# -- layers that a sharded module needs to treat separately ---------------------------------------------------
+
+
+def bring_states(module: nn.Module, device: torch.device) -> None:
+    """Move states of layers to the device that a move of single parameters and buffers has left out.
+
+    These are layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
+    """
+    for layer in module.modules():
+        if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
+            layer.to(device)
+
+
+def generate_together(module: nn.Module) -> None:
+    """Make ``generate`` of transformers' models call the model until the texts of every rank have ended.
+
+    Each call gathers parameters: if a rank stopped at the end of its own texts, the others would wait.
+    """
+    for layer in module.modules():
+        if is_of_transformers(layer):
+            vars(layer)["_is_fsdp_managed_module"] = True
