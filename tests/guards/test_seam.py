@@ -22,7 +22,7 @@ SEAM = {
 MOST_METHODS, MOST_FLAGS = 25, 7
 OFFERED_BY = (*SEAM, "ModelCopies", "Collectives")
 ENGINES = ("lockstep.engines.", *(f"lockstep.extensions.{name}." for name in ("balancing", "deepspeed", "parallel")))
-BASE = ("engine", "strategy", "gradients")
+BASE = ("engine", "strategy")
 """Files of engines/ that know of no engine."""
 
 

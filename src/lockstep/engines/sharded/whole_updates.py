@@ -92,7 +92,7 @@ class WholeUpdates(Owners):
     def _drop(self, optimizer: Optimizer) -> None:
         """Make whole, on the owners, the states that the optimizer has created at once. Collective."""
         for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
-            optimizer.state[parameter] = tree_map(whole_of, optimizer.state[parameter], Tensor)
+            optimizer.state[parameter] = self._whole(optimizer.state[parameter])
         super()._drop(optimizer)
 
     # -- a step
@@ -127,6 +127,9 @@ class WholeUpdates(Owners):
             state |= tree_map(_About.elsewhere, theirs, _About) if rank != self._rank else {}
         state |= tree_map(lambda tensor: FlatPart(tensor.shape, 0, tensor.detach().reshape(-1)), part["state"], Tensor)
         return {**part, "state": {number: state[number] for number in sorted(state)}}
+
+    def _whole(self, state: Any) -> Any:
+        return tree_map(whole_of, state, Tensor)
 
 
 @dataclass(frozen=True)
