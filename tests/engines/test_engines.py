@@ -21,28 +21,21 @@ from lockstep.engines.ranks import RankedStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.engines.averaging import AveragingStrategy
 from tests.engines.test_contract import fit as answers_of_contract
 from tests.engines.windows import ForwardsFirst
-from tests.equivalence.models import CASES, Plain, rows
+from tests.equivalence.models import CASES, Plain, agree, agree_in, report, rows
 from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
 from tests.tools.pool import RankPool
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 
 
-def equivalence(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=AveragingStrategy(), devices=dist.get_world_size(), **given)
-
-
 @pytest.mark.everyday(5)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_a_strategy_of_sixty_lines_trains_as_one_process(ranks: RankPool, case: str, world: int) -> None:
-    for report in ranks(world).run(equivalence, case, timeout=60):
-        assert report, report
+    agree_in(ranks(world), CASES[case], AveragingStrategy)
 
 
 class SaysWhere(SingleDeviceStrategy):
@@ -85,15 +78,9 @@ def test_an_engine_answers_twelve_methods_at_most() -> None:
 # -- an engine that plays whole windows ----------------------------------------------------------------------
 
 
-def by_windows(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=ForwardsFirst(), devices=dist.get_world_size(), **given)
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case != "unused in some steps"])
 def test_an_engine_may_play_whole_windows(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(by_windows, case, timeout=60):
-        assert report, report
+    agree_in(ranks(2), CASES[case], ForwardsFirst)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -261,15 +248,9 @@ class Uneven(AveragingStrategy):
     shares = (3.0, 1.0)
 
 
-def unevenly(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=Uneven(), devices=2, **given)
-
-
 @pytest.mark.parametrize("case", ["even", "uneven last batch", "accumulation 3, clipped"])
 def test_a_global_batch_is_shared_out_by_the_engines_shares(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(unevenly, case, timeout=60):
-        assert report, report
+    agree_in(ranks(2), CASES[case], Uneven)
 
 
 def sizes_by_shares() -> list[int]:
@@ -372,15 +353,11 @@ class SlicesTold(Slices):
             yield name, value, None if gradient is None else comm.all_reduce(gradient, "sum")
 
 
-def sliced(kind: type[Strategy]) -> EquivalenceReport:
-    return check_equivalence(Plain, rows(23), strategy=kind(), devices=2)
-
-
 def test_the_harness_compares_whole_gradients_however_they_are_held(ranks: RankPool) -> None:
-    assert all(ranks(2).run(sliced, SlicesTold, timeout=60))
-    for report in ranks(2).run(sliced, Slices, timeout=60):
-        assert not report
-        assert "gradient" in str(report)
+    agree(ranks(2), Plain, rows(23), SlicesTold)
+    for found in ranks(2).run(report, Plain, rows(23), Slices, {}, timeout=60):
+        assert not found
+        assert "gradient" in str(found)
 
 
 class SavesParts(SlicesTold):
@@ -490,16 +467,10 @@ class FullySharded(RankedStrategy):
         return EngineState(whole) if weights_only else EngineState(whole, states, {})
 
 
-def fully_sharded(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=FullySharded(), devices=dist.get_world_size(), **given)
-
-
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("case", ["even", "uneven last batch", "empty shares", "accumulation 3, clipped"])
 def test_torchs_own_shards_train_as_one_process(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(fully_sharded, case, timeout=60):
-        assert report, report
+    agree_in(ranks(2), CASES[case], FullySharded)
 
 
 def saved_whole(folder: str) -> bool:

@@ -136,21 +136,8 @@ def _pruned(net: Any, optimizer: Any) -> None:
     prune.l1_unstructured(net.body, "weight", 0.5)
 
 
-GROWTHS: dict[str, Callable[[Any, Any], None]] = {
-    "attribute": _attribute,
-    "appended": _appended,
-    "module": _module,
-    "inserted": _inserted,
-    "head": _head,
-    "weight_norm": _weight_norm,
-    "assigned": _assigned,
-    "thawed": _thawed,
-    "plain": _plain,
-    "buffer": _buffer,
-    "norm": _norm,
-    "teacher": _teacher,
-    "pruned": _pruned,
-}
+EVERY = (_attribute, _appended, _module, _inserted, _head, _weight_norm, _assigned, _thawed, _plain, _buffer, _norm)
+GROWTHS: dict[str, Callable[[Any, Any], None]] = {each.__name__[1:]: each for each in (*EVERY, _teacher, _pruned)}
 GO_ON = ("thawed", "teacher", "pruned")
 """What trains as on one process; all else is refused on several ranks."""
 HOOKS = (

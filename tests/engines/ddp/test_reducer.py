@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -122,17 +123,9 @@ def _in_one_process(case: Case) -> list[Gradients]:
     return found
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_gradients_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_gradients_are_those_of_one_process_in_many_cases(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
+@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_one_process(ranks: RankPool, examples: int) -> None:
+    settings(max_examples=examples)(given(case=cases())(lambda case: compare(ranks, case)))()
 
 
 def compare(ranks: RankPool, case: Case) -> None:
@@ -186,8 +179,10 @@ def _loss(net: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
 
 
-def _state_after(net: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in net.parameters()]
+def _reduced(reducer: Reducer, loss: Tensor, **options: Any) -> None:
+    reducer.prepare()
+    loss.backward(**options)
+    reducer.finish()
 
 
 def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
@@ -195,20 +190,16 @@ def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
     ours, theirs = _net(), _net()
     reducer = Reducer(ours.named_parameters(), bucket_cap_mb=cap, gradient_as_bucket_view=views)
     wrapped = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
-    optimizers = [
-        torch.optim.AdamW(net.parameters(), 1e-2) for net in (ours, theirs)
-    ]  # a zero in place of None would decay `never`
+    # a zero in place of None would decay `never`
+    mine, torchs = (torch.optim.AdamW(net.parameters(), 1e-2) for net in (ours, theirs))
     for step in range(4):
-        for net, optimizer in zip((ours, wrapped), optimizers, strict=True):
-            loss = _loss(net, step, rank)
-            optimizer.zero_grad()
-            if net is ours:
-                reducer.prepare()
-            loss.backward()
-            if net is ours:
-                reducer.finish()
-            optimizer.step()
-    return [_state_after(ours), _state_after(theirs)]
+        mine.zero_grad()
+        torchs.zero_grad()
+        _reduced(reducer, _loss(ours, step, rank))
+        _loss(wrapped, step, rank).backward()
+        mine.step()
+        torchs.step()
+    return [[parameter.detach() for parameter in net.parameters()] for net in (ours, theirs)]
 
 
 @pytest.mark.everyday
@@ -231,10 +222,8 @@ def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(ranks: RankPool, c
 def _negative_zero(used_on: list[int]) -> Tensor:
     parameter, *others = (nn.Parameter(torch.ones(n)) for n in (2, 4096, 2))
     reducer = Reducer([("p", parameter), *((str(i), other) for i, other in enumerate(others))])
-    reducer.prepare()
     used = parameter if dist.get_rank() in used_on else others[1]
-    (used * torch.tensor([-0.0, 0.0])).sum().backward()
-    reducer.finish()
+    _reduced(reducer, (used * torch.tensor([-0.0, 0.0])).sum())
     assert parameter.grad is not None
     return parameter.grad.signbit()
 
@@ -251,9 +240,7 @@ def _restored_plan(cap: float, plan: list[list[str]] | None) -> tuple[list[list[
     reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan, shared_memory=False)
     for step in range(2):
         net.zero_grad()
-        reducer.prepare()
-        _loss(net, step, dist.get_rank()).backward()
-        reducer.finish()
+        _reduced(reducer, _loss(net, step, dist.get_rank()))
     return reducer.plan(), [p.grad for p in net.parameters() if p.grad is not None]
 
 
@@ -323,15 +310,11 @@ def _infinite_share() -> list[Tensor]:
         parameter.grad = None
         if accumulated:
             reducer.sync = False
-            reducer.prepare()
-            (parameter * 10).sum().backward()
-            reducer.finish()
+            _reduced(reducer, (parameter * 10).sum())
         reducer.sync = True
         reducer.zero_weight = dist.get_rank() == 1
-        reducer.prepare()
         loss = (parameter * (torch.inf if reducer.zero_weight else 2.0)).sum()
-        (loss + borrowed.sum() if reducer.zero_weight else loss).backward()
-        reducer.finish()
+        _reduced(reducer, loss + borrowed.sum() if reducer.zero_weight else loss)
         assert parameter.grad is not None
         assert borrowed.grad is None
         grads.append(parameter.grad.clone())
@@ -350,16 +333,12 @@ def test_one_rank_is_left_alone() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     kept = torch.ones_like(net.conv.weight)
     net.conv.weight.grad = kept
-    reducer.prepare()
-    _loss(net, 0, 0).backward()
-    reducer.finish()
+    _reduced(reducer, _loss(net, 0, 0))
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
     before = kept.clone()
     reducer.zero_weight = True
-    reducer.prepare()
-    _loss(net, 1, 0).backward()
-    reducer.finish()
+    _reduced(reducer, _loss(net, 1, 0))
     assert torch.equal(kept, before)
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
@@ -371,15 +350,11 @@ def _attached() -> list[bool]:
     net = _net()
     reducer = Reducer(net.named_parameters())
     twin = copy.deepcopy(net)
-    reducer.prepare()
-    _loss(net, 0, 0).backward()
-    reducer.finish()
+    _reduced(reducer, _loss(net, 0, 0))
     again = copy.deepcopy(net)
     reducer.detach()
     rounds = reducer.collectives
-    reducer.prepare()
-    _loss(net, 0, dist.get_rank()).backward()
-    reducer.finish()
+    _reduced(reducer, _loss(net, 0, dist.get_rank()))
     return [
         not any(p._post_accumulate_grad_hooks for module in (net, twin, again) for p in module.parameters()),
         set(net.state_dict()) == set(_net().state_dict()),
@@ -424,9 +399,7 @@ def _projected(settings: dict[str, bool]) -> tuple[list[list[float]], list[int]]
         found = []
         for loss in _two_losses(net, step, rank):
             net.zero_grad()
-            reducer.prepare()
-            loss.backward(retain_graph=True)
-            reducer.finish()
+            _reduced(reducer, loss, retain_graph=True)
             found.append([p.grad for p in parameters])
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
@@ -477,9 +450,7 @@ def _copied(keep: str) -> tuple[int, list[str]]:
         for step in range(5):
             before = [id(view) for buck in reducer.buckets for view in buck.views]
             net.zero_grad()
-            reducer.prepare()
-            _two_losses(net, step, 0)[0].backward()
-            reducer.finish()
+            _reduced(reducer, _two_losses(net, step, 0)[0])
             made.append(sum(id(view) not in before for buck in reducer.buckets for view in buck.views))
             if keep == "gradient":
                 kept[:] = [[p.grad for p in net.parameters() if p.grad is not None]]

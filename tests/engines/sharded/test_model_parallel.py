@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep import LightningModule
 from lockstep.plugins.io import TorchCheckpointIO
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import EquivalenceReport, check_equivalence
 from lockstep.utilities.exceptions import MisconfigurationException
+from tests.equivalence.models import agree
 from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankPool
 
@@ -171,19 +171,14 @@ CASES: dict[str, tuple[type[Wide], int, dict[str, Any]]] = {
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]
 
 
-def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
-    given = {"batch_size": 2, "precision": "64-true", "steps": 3, **given}
-    return check_equivalence(module, rows(length), strategy=strategy, devices=data * tensor, **given)
-
-
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process(ranks: RankPool, case: str, mesh: tuple[int, int]) -> None:
-    for report in ranks(mesh[0] * mesh[1]).run(equivalence, case, *mesh, timeout=60):
-        assert report, report
+    module, length, given = CASES[case]
+    strategy = partial(ModelParallelStrategy, *mesh, save_distributed_checkpoint=False)
+    given = {"batch_size": 2, "precision": "64-true", "steps": 3, **given}
+    agree(ranks(mesh[0] * mesh[1]), module, rows(length), strategy, **given)
 
 
 # -- a loss that is split over the classes, as in Lightning's example ------------------------------------------
@@ -228,30 +223,19 @@ def words(batch_size: int) -> Any:
     return DataLoader(drawn, batch_size)  # type: ignore[arg-type]
 
 
-def loss_over_words(world: int) -> tuple[Any, float]:
-    if world == 1:
-        torch.manual_seed(0)
-        module = Words()
-        quiet(max_epochs=1, precision="64-true").fit(module, words(4))
-        return None, module.losses[0]
-    strategy = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
-    report = check_equivalence(
-        Words, words, strategy=strategy, devices=4, batch_size=2, accumulate=2, steps=3, precision="64-true"
-    )
+def loss_over_words(batch_size: int, **flags: Any) -> float:
     torch.manual_seed(0)
     module = Words()
-    quiet(max_epochs=1, precision="64-true", strategy=strategy, devices=4, accumulate_grad_batches=2).fit(
-        module, words(2)
-    )
-    return report, module.losses[0]
+    quiet(max_epochs=1, precision="64-true", **flags).fit(module, words(batch_size))
+    return module.losses[0]
 
 
 def test_a_loss_that_is_split_over_the_classes_is_trained_and_logged(ranks: RankPool) -> None:
     """It is a DTensor, and was taken for a dict."""
-    alone = loss_over_words(1)[1]
-    for report, logged in ranks(4).run(loss_over_words, 4, timeout=60):
-        assert report, report
-        assert logged == pytest.approx(alone, rel=1e-6)
+    make = STRATEGIES["2 x 2"]
+    agree(ranks(4), Words, words, make, batch_size=2, accumulate=2, steps=3, precision="64-true")
+    of_ranks = ranks(4).run(lambda: loss_over_words(2, strategy=make(), devices=4, accumulate_grad_batches=2))
+    assert of_ranks == pytest.approx([loss_over_words(4)] * 4, rel=1e-6)
 
 
 # -- evaluation, logs and metrics ----------------------------------------------------------------------------
@@ -552,20 +536,11 @@ class NotReduced(Wide):
     shards = False
 
 
-class NoReset(Wide):
-    def make(self) -> None:
-        super().make()
-        with torch.device("meta"):
-            self.own = Bare()
-
-
-class Bare(nn.Module):
+class Forgets(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3))
 
-
-class Forgets(Bare):
     def reset_parameters(self) -> None:
         pass
 
@@ -601,7 +576,6 @@ def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> st
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
         (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
         (TooSmall, 1, 2, "cuts 'head.weight' along dimension 0, which has size 1, for 2 ranks"),
-        (NoReset, 1, 2, "own has 'weight' on the meta device, and nothing that gives it values"),
         (ResetsNothing, 1, 2, "`reset_parameters` of Forgets leaves 'weight' without values"),
     ],
 )
@@ -634,19 +608,6 @@ def test_configure_model_that_splits_again_is_told_what_to_ask(ranks: RankPool) 
     for told in ranks(2).run(splits_twice, timeout=60):
         assert "runs at the beginning of each call" in told
         assert "isinstance" in told
-
-
-def then_ddp() -> str:
-    module = Wide()
-    quiet(strategy=STRATEGIES["1 x 2"](), devices=2, max_steps=1, precision="64-true").fit(module, rows(8)(4))
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="ddp", devices=2, max_steps=1, precision="64-true").fit(module, rows(8)(4))
-    return str(raised.value)
-
-
-def test_a_split_module_is_not_given_to_another_engine(ranks: RankPool) -> None:
-    for told in ranks(2).run(then_ddp, timeout=60):
-        assert "Wide is in shards" in told
 
 
 class Recomputed(Wide):

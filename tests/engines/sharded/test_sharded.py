@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset
+from tests.equivalence.models import agree
 from tests.loop.pieces import QUIET
 from tests.tools.average import MovingAverage
 from tests.tools.pool import RankFailure, RankPool
@@ -73,23 +74,11 @@ def data(batch_size: int) -> Any:
 # -- the numbers of one process ------------------------------------------------------------------------------
 
 
-def _equivalent(optimizer: str) -> EquivalenceReport:
-    """By the others: tests/equivalence, and tests/extensions/parallel/test_owned_optimizer.py."""
-    return check_equivalence(
-        lambda: Net(optimizer),
-        data,
-        strategy=sharded(),
-        devices=2,
-        batch_size=3,
-        accumulate=2,
-        gradient_clip_val=0.3,
-    )
-
-
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_optimizers_that_need_whole_matrices_are_those_of_one_process(ranks: RankPool, optimizer: str) -> None:
-    for report in ranks(2).run(_equivalent, optimizer):
-        assert report, report
+    """Other optimizers are in tests/equivalence, and in tests/extensions/parallel/test_owned_optimizer.py."""
+    given = {"batch_size": 3, "accumulate": 2, "gradient_clip_val": 0.3}
+    agree(ranks(2), partial(Net, optimizer), data, sharded, **given)
 
 
 # -- bits, checkpoints ---------------------------------------------------------------------------------------
@@ -258,24 +247,13 @@ class Failing(Net):
             raise OSError("disk full")
 
 
-def _failing() -> str:
-    trainer = Trainer(max_steps=4, strategy=sharded(), **{**QUIET, "devices": 2})
-    module = Failing()
-    try:
-        trainer.fit(module, data(4))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+def _failing() -> None:
+    Trainer(max_steps=4, strategy=sharded(), **{**QUIET, "devices": 2}).fit(Failing(), data(4))
 
 
 def test_a_rank_that_fails_between_steps_hangs_nobody(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="disk full"):
-        ranks(2).run(_reraise, timeout=30)
-
-
-def _reraise() -> None:
-    text = _failing()
-    raise RuntimeError(text)
+        ranks(2).run(_failing, timeout=30)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lockstep.checkpoint.sharded import load
 from lockstep.engines.sharded import whole_updates
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
+from tests.equivalence.models import agree
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -235,18 +236,16 @@ class Wide(Net):
                 fully_shard(layer, mesh=rows_of)
 
 
-def _split(name: str, data: int, tensor: int) -> EquivalenceReport:
-    strategy = ModelParallelStrategy(data, tensor)
-    made = kind(name, Wide.sizes, Wide)
-    return check_equivalence(made, rows(23), strategy=strategy, devices=data * tensor, batch_size=3, accumulate=2)
+def _wide(name: str) -> Net:
+    return kind(name, Wide.sizes, Wide)()
 
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["muon + adamw", "exact", "adafactor", "shampoo"])
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (3, 1)])
 def test_rows_and_columns_are_gathered(ranks: RankPool, name: str, data: int, tensor: int) -> None:
-    for report in ranks(data * tensor).run(_split, name, data, tensor):
-        assert report, report
+    made, strategy = partial(_wide, name), partial(ModelParallelStrategy, data, tensor)
+    agree(ranks(data * tensor), made, rows(23), strategy, batch_size=3, accumulate=2)
 
 
 # -- states --------------------------------------------------------------------------------------------------
@@ -421,13 +420,8 @@ class ByHand(Net):
         return [self.made("exact"), torch.optim.AdamW([p for p in self.parameters() if p.ndim != 2], eps=1e-3)]
 
 
-def _by_hand() -> EquivalenceReport:
-    return check_equivalence(ByHand, rows(24), strategy=FSDPStrategy(), devices=dist.get_world_size(), batch_size=3)
-
-
 def test_two_optimizers_are_stepped_by_hand(ranks: RankPool) -> None:
-    for report in ranks(2).run(_by_hand):
-        assert report, report
+    agree(ranks(2), ByHand, rows(24), FSDPStrategy, batch_size=3)
 
 
 class Thaws(Net):
@@ -448,10 +442,5 @@ class Thaws(Net):
         return self.made("exact")
 
 
-def _thaws() -> EquivalenceReport:
-    return check_equivalence(Thaws, rows(24), strategy=FSDPStrategy(), devices=dist.get_world_size(), batch_size=3)
-
-
 def test_a_matrix_that_comes_later_gets_an_owner(ranks: RankPool) -> None:
-    for report in ranks(3).run(_thaws):
-        assert report, report
+    agree(ranks(3), Thaws, rows(24), FSDPStrategy, batch_size=3)
