@@ -247,7 +247,7 @@ class Collectives:
         if missing:
             which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
             raise MisconfigurationException(
-                f"{call} was called for a micro-batch of which {which} no samples (the data set does not divide "
+                f"{call} was called for a micro-batch for which {which} no samples (the data set does not divide "
                 "evenly). This code does not run there, and all would wait: call it in a hook that every rank runs "
                 "(`on_before_optimizer_step`, `on_train_epoch_end`), leave the last batch out "
                 "(DataLoader(drop_last=True)), or reduce the value by `self.log(..., sync_dist=True)`."

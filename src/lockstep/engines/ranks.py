@@ -208,6 +208,7 @@ class RankedStrategy(Strategy):
         Raises:
             MisconfigurationException: it does not support tensors that this strategy sends.
         """
+        # "cpu:gloo,cuda:nccl": torch writes the backend of each type of device, also for a single name
         backends, kind = dist.get_backend_config(), self.root_device.type
         carried = [entry.partition(":")[0] for entry in backends.split(",")]
         wanted = backends if kind in carried else self.process_group_backend

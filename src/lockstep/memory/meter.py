@@ -86,6 +86,7 @@ def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[di
         device: type of the run's device.
     """
     found: dict[str, int] = dict.fromkeys(held, 0)
+    # storages, not tensors: a gradient in a bucket is a view with the storage of the whole bucket
     buckets = {_key(part)[0] for tensor in held.get("buckets", ()) for part in parts_of(tensor)}
     seen: set[object] = set()
     in_buckets = offloaded = 0
@@ -199,6 +200,7 @@ class Activations:
     def look(self) -> None:
         """Record the memory that is saved now as the peak, if it exceeds the former one."""
         self._grows = False
+        # autograd saves parameters too, which are counted as parameters
         gathered = dict(_key(part) for tensor in self._gathered() for part in parts_of(tensor))
         own = {_key(part)[0] for tensor in self._others() for part in parts_of(tensor)} | gathered.keys()
         found: dict[str, int] = defaultdict(int)
@@ -218,6 +220,7 @@ class Activations:
 
     def _enter(self, layer: nn.Module, args: Any) -> None:
         name = self.names.get(id(layer))
+        # hooks are global: other modules call them too, and so do threads that replicate the module
         if name is None or threading.get_ident() != self._thread:
             return
         self._running.append(name)

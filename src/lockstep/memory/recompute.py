@@ -116,6 +116,7 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
             warn_once(NO_BLOCKS.format(name=type(module).__name__))
     else:
         chosen = blocks_by({layers} if isinstance(layers, type) else layers, module, alone=False)
+    # a layer that is recomputed already would be computed a third time
     changed = [layer for layer in chosen if not isinstance(vars(layer).get("forward"), Again)]
     for layer in changed:
         vars(layer)["forward"] = Again(layer, contexts)
@@ -137,6 +138,7 @@ def _saving(save: Save) -> Contexts | None:
         if save != "matmuls":
             raise ValueError(f'activation_checkpointing_save={save!r}: the only name is "matmuls"')
         save = matmuls()
+    # checked now: torch would refuse it only in the first forward
     try:
         chosen = save if callable(save) else list(save)
         create_selective_checkpoint_contexts(chosen)
@@ -337,6 +339,7 @@ class _Buffers:
         """Give the layer the former values in the block; changes to them are dropped."""
         copies: dict[int, Tensor] = {}
         after = [(buffers, name, buffers.get(name)) for buffers, name, *_ in self._kept]
+        # other tensors instead of other values: the first forward may have saved the buffers for its backward
         for buffers, name, own, _, value in self._kept:
             buffers[name] = copies.setdefault(id(own), value.clone())
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp import bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.rank import forget_warnings
+from tests.engines.ddp.rounds import assert_close, reduced
 from tests.tools.pool import RankPool
 
 Gradients = list[Tensor | None]
@@ -132,16 +132,10 @@ def compare(ranks: RankPool, case: Case) -> None:
     expected = _in_one_process(case)
     results = ranks(case.world).run(_on_rank, case)
     for found, rounds, collectives in results:
-        assert rounds == STEPS
-        assert collectives == results[0][2]
-        for mine, first, right in zip(found, results[0][0], expected, strict=True):
-            for grad, other, reference in zip(mine, first, right, strict=True):
-                assert (grad is None) == (reference is None)
-                if grad is None or reference is None or other is None:
-                    continue
-                assert torch.equal(grad, other)  # bitwise the same on all ranks
-                largest = reference.abs().max() if reference.numel() else 0
-                assert bool(((grad - reference).abs() <= 1e-12 * largest + 1e-300).all())
+        assert (rounds, collectives) == (STEPS, results[0][2])
+        assert_close(found, expected)
+        for mine, first in zip(found, results[0][0], strict=True):  # bitwise the same on all ranks
+            assert all(one is other or torch.equal(one, other) for one, other in zip(mine, first, strict=True))  # type: ignore[arg-type]
 
 
 class Net(nn.Module):
@@ -179,12 +173,6 @@ def _loss(net: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
 
 
-def _reduced(reducer: Reducer, loss: Tensor, **options: Any) -> None:
-    reducer.prepare()
-    loss.backward(**options)
-    reducer.finish()
-
-
 def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
     rank = dist.get_rank()
     ours, theirs = _net(), _net()
@@ -195,7 +183,7 @@ def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
     for step in range(4):
         mine.zero_grad()
         torchs.zero_grad()
-        _reduced(reducer, _loss(ours, step, rank))
+        reduced(reducer, _loss(ours, step, rank))
         _loss(wrapped, step, rank).backward()
         mine.step()
         torchs.step()
@@ -223,7 +211,7 @@ def _negative_zero(used_on: list[int]) -> Tensor:
     parameter, *others = (nn.Parameter(torch.ones(n)) for n in (2, 4096, 2))
     reducer = Reducer([("p", parameter), *((str(i), other) for i, other in enumerate(others))])
     used = parameter if dist.get_rank() in used_on else others[1]
-    _reduced(reducer, (used * torch.tensor([-0.0, 0.0])).sum())
+    reduced(reducer, (used * torch.tensor([-0.0, 0.0])).sum())
     assert parameter.grad is not None
     return parameter.grad.signbit()
 
@@ -240,7 +228,7 @@ def _restored_plan(cap: float, plan: list[list[str]] | None) -> tuple[list[list[
     reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan, shared_memory=False)
     for step in range(2):
         net.zero_grad()
-        _reduced(reducer, _loss(net, step, dist.get_rank()))
+        reduced(reducer, _loss(net, step, dist.get_rank()))
     return reducer.plan(), [p.grad for p in net.parameters() if p.grad is not None]
 
 
@@ -310,11 +298,11 @@ def _infinite_share() -> list[Tensor]:
         parameter.grad = None
         if accumulated:
             reducer.sync = False
-            _reduced(reducer, (parameter * 10).sum())
+            reduced(reducer, (parameter * 10).sum())
         reducer.sync = True
         reducer.zero_weight = dist.get_rank() == 1
         loss = (parameter * (torch.inf if reducer.zero_weight else 2.0)).sum()
-        _reduced(reducer, loss + borrowed.sum() if reducer.zero_weight else loss)
+        reduced(reducer, loss + borrowed.sum() if reducer.zero_weight else loss)
         assert parameter.grad is not None
         assert borrowed.grad is None
         grads.append(parameter.grad.clone())
@@ -333,12 +321,12 @@ def test_one_rank_is_left_alone() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     kept = torch.ones_like(net.conv.weight)
     net.conv.weight.grad = kept
-    _reduced(reducer, _loss(net, 0, 0))
+    reduced(reducer, _loss(net, 0, 0))
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
     before = kept.clone()
     reducer.zero_weight = True
-    _reduced(reducer, _loss(net, 1, 0))
+    reduced(reducer, _loss(net, 1, 0))
     assert torch.equal(kept, before)
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
@@ -350,11 +338,11 @@ def _attached() -> list[bool]:
     net = _net()
     reducer = Reducer(net.named_parameters())
     twin = copy.deepcopy(net)
-    _reduced(reducer, _loss(net, 0, 0))
+    reduced(reducer, _loss(net, 0, 0))
     again = copy.deepcopy(net)
     reducer.detach()
     rounds = reducer.collectives
-    _reduced(reducer, _loss(net, 0, dist.get_rank()))
+    reduced(reducer, _loss(net, 0, dist.get_rank()))
     return [
         not any(p._post_accumulate_grad_hooks for module in (net, twin, again) for p in module.parameters()),
         set(net.state_dict()) == set(_net().state_dict()),
@@ -399,7 +387,7 @@ def _projected(settings: dict[str, bool]) -> tuple[list[list[float]], list[int]]
         found = []
         for loss in _two_losses(net, step, rank):
             net.zero_grad()
-            _reduced(reducer, loss, retain_graph=True)
+            reduced(reducer, loss, retain_graph=True)
             found.append([p.grad for p in parameters])
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
@@ -450,7 +438,7 @@ def _copied(keep: str) -> tuple[int, list[str]]:
         for step in range(5):
             before = [id(view) for buck in reducer.buckets for view in buck.views]
             net.zero_grad()
-            _reduced(reducer, _two_losses(net, step, 0)[0])
+            reduced(reducer, _two_losses(net, step, 0)[0])
             made.append(sum(id(view) not in before for buck in reducer.buckets for view in buck.views))
             if keep == "gradient":
                 kept[:] = [[p.grad for p in net.parameters() if p.grad is not None]]

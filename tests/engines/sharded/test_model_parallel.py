@@ -606,7 +606,7 @@ def splits_twice() -> str:
 
 def test_configure_model_that_splits_again_is_told_what_to_ask(ranks: RankPool) -> None:
     for told in ranks(2).run(splits_twice, timeout=60):
-        assert "runs at the beginning of each call" in told
+        assert "runs at the start of each call" in told
         assert "isinstance" in told
 
 

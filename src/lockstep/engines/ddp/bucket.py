@@ -113,25 +113,25 @@ def fit_plan(
             devices.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
-    asleep = set(frozen)
+    may_lack = set(frozen)
     seen: set[str] = set()
     fitted: Plan = []
     for bucket in plan:
         for name in bucket:
             if name in seen:
                 raise ValueError(f"plan: parameter {name!r} is in it twice")
-            if name not in by_name and name not in asleep:
+            if name not in by_name and name not in may_lack:
                 raise ValueError(
                     f"plan: the model has no parameter {name!r}; a plan belongs to the model that it was "
                     "made for (plan=None makes a new one)"
                 )
             seen.add(name)
-        awake = [name for name in bucket if name in by_name]
-        kinds = {(by_name[name].dtype, by_name[name].device) for name in awake}
+        trained = [name for name in bucket if name in by_name]
+        kinds = {(by_name[name].dtype, by_name[name].device) for name in trained}
         if len(kinds) > 1:
-            raise ValueError(f"plan: {awake} have several dtypes or devices and cannot share a bucket")
-        if awake:
-            fitted.append(awake)
+            raise ValueError(f"plan: {trained} have several dtypes or devices and cannot share a bucket")
+        if trained:
+            fitted.append(trained)
     rest = [parameter for parameter in parameters if parameter.name not in seen]
     return fitted + plan_buckets(rest, caps)
 
@@ -188,17 +188,17 @@ LARGE = 2**15
 For large gradients a pass over memory costs more than one more operation.
 """
 
-UNHELD = max(map(getrefcount, [object()]))
+ONLY_LISTED = max(map(getrefcount, [object()]))
 """Reference count of an object that only a list holds, counted while the list is iterated."""
 
 ALIAS = (
-    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) is kept while `p.grad` has been dropped, and the "
-    "next backward writes in its memory, which is that of the bucket of {name}{more}. Keep `p.grad` itself, or a copy "
-    "(`p.grad.clone()`), or give DDPStrategy(gradient_as_bucket_view=False)."
+    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) outlives `p.grad`. Its memory is the bucket of "
+    "{name}{more}, which the next backward overwrites: keep `p.grad` itself or a copy (`p.grad.clone()`), or use "
+    "DDPStrategy(gradient_as_bucket_view=False)."
 )
 UNUSED = (
-    "Parameters {names}{more} got no gradient on this rank. Whether another rank has one it asks the device in each "
-    "step, and waits for the backward there: leave out, or freeze by requires_grad_(False), what no rank uses."
+    "Parameters {names}{more} got no gradient on this rank. In each step it reads from the device whether another rank "
+    "has one, and waits for the backward: remove parameters that no rank uses, or freeze them (requires_grad_(False))."
 )
 
 
@@ -224,10 +224,10 @@ class Bucket:
         work: the pending reduction; the transport that starts it also waits for it.
     """
 
-    tells_of_aliases = False
+    warns_of_aliases = False
     """Warn if other tensors use the buffer's memory. Off with communication hooks, which may leave such tensors."""
 
-    HELD = -1
+    BLOCKED = -1
     """Member of ``waiting`` while a hook must not launch the bucket."""
 
     is_sparse = False
@@ -239,7 +239,7 @@ class Bucket:
         self.names = list(names)
         self.parameters = list(parameters)
         self.used = bytearray(len(self.parameters))
-        self.waiting = {self.HELD}
+        self.waiting = {self.BLOCKED}
         self.kept: list[Tensor | None] | None = None
         self.work: Any = None
         self.views: list[Tensor] = []
@@ -320,10 +320,10 @@ class Bucket:
         if early:
             self.waiting.update(self._everyone)
         else:
-            self.waiting.add(self.HELD)
+            self.waiting.add(self.BLOCKED)
         self.used[:] = bytes([parameter.grad is not None for parameter in self.parameters])
         self.fresh = 1 not in self.used
-        if views and self.fresh and self._uses > self._own_uses and self.tells_of_aliases:
+        if views and self.fresh and self._uses > self._own_uses and self.warns_of_aliases:
             warn_once(ALIAS.format(name=self.names[0], more=", ..." * (len(self.names) > 1)), key=ALIAS)
         if views and not self.fresh:
             self._bring([parameter.grad for parameter in self.parameters], views)
@@ -335,11 +335,11 @@ class Bucket:
         it gets its own memory.
         """
         counts = list(map(getrefcount, self.views))
-        if max(counts) == UNHELD:
+        if max(counts) == ONLY_LISTED:
             return
         for index, (parameter, count) in enumerate(zip(self.parameters, counts, strict=True)):
             kept = self.views[index]
-            if count > UNHELD and parameter.grad is not kept:
+            if count > ONLY_LISTED and parameter.grad is not kept:
                 with torch.no_grad():
                     kept.data = kept.clone()
                     self.views[index] = self._place(index).data
@@ -502,7 +502,7 @@ class SparseBucket(Bucket):
         """Record whether there is a gradient now."""
         self.kept = None
         self.waiting.clear()
-        self.waiting.add(0 if early else self.HELD)
+        self.waiting.add(0 if early else self.BLOCKED)
         self.used[0] = self.parameters[0].grad is not None
         self.fresh = not self.used[0]
 

@@ -164,8 +164,8 @@ def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) ->
 
 
 STAGES = {
-    "forward": "begins a forward",
-    "backward": "begins a backward",
+    "forward": "starts a forward",
+    "backward": "starts a backward",
 }
 
 

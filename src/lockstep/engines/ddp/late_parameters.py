@@ -144,9 +144,9 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
         MisconfigurationException: always.
     """
     raise MisconfigurationException(
-        f"rank {rank}: {kind} {name!r} came after set-up, and the ranks would not keep it alike: make it in "
-        "`__init__`, `configure_model` or `configure_optimizers` (what is of use only later may be frozen till then), "
-        "or train in one process"
+        f"rank {rank}: {kind} {name!r} came after set-up, and would not be the same on all ranks: create it in "
+        "`__init__`, `configure_model` or `configure_optimizers` (and freeze it until it is used), or train in one "
+        "process"
     )
 
 

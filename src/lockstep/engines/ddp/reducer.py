@@ -225,33 +225,33 @@ class Reducer:
         """Build the buckets for the parameters that require gradients now, or did so before."""
         # those that did so before may be frozen for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
-        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
-        self.frozen = [p for name, p in self._parameters.items() if name not in awake]
-        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
+        self.frozen = [p for name, p in self._parameters.items() if name not in trained]
+        infos = infos_of((name, p) for name, p in trained.items() if name not in self._sparse)
         if self._wanted is None:
             dense = plan_buckets(infos, self._caps)
         else:
             wanted = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
             dense = fit_plan(wanted, infos, self._caps, frozen=self._parameters)
         # sparse gradients are sent one by one
-        self._plan = dense + [[name] for name in awake if name in self._sparse]
+        self._plan = dense + [[name] for name in trained if name in self._sparse]
         if self._idle:
             return
         self._remove_hooks()
-        self._fill_buckets(awake)
+        self._fill_buckets(trained)
         self._recorded = None
         self._overlap, self._learned = False, self._nested
         self._untouched = {name for bucket in self._plan for name in bucket}
         self._add_hooks()
 
-    def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
+    def _fill_buckets(self, trained: dict[str, Parameter]) -> None:
         """Create the buckets of the plan, with memory from the transport."""
         for _ in range(2):  # again with all-reduces if the host has too little shared memory
             self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
             for index, names in enumerate(self._plan):
                 kind = SparseBucket if names[0] in self._sparse else Bucket
-                parameters = [awake[name] for name in names]
+                parameters = [trained[name] for name in names]
                 made.append(kind(index, names, parameters, self._inline, self._transport.alignment))
             buffers = self._transport.buffers([bucket.size for bucket in made])
             if buffers is not None:
@@ -263,18 +263,18 @@ class Reducer:
         lay_out_anew(before, made, buffers)
         for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes its bucket: see `_complete`
-            bucket.tells_of_aliases = self._transport.divides  # False for hooks
+            bucket.warns_of_aliases = self._transport.divides  # False for hooks
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
         for bucket in self.buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
-                asleep = not parameter.requires_grad  # frozen for a while: torch then accepts no hook
+                is_frozen = not parameter.requires_grad  # for a while: torch then accepts no hook
                 parameter.requires_grad_(True)
                 if self._is_learning():
                     self._probes.append(listen(parameter, partial(self._probe, name)))
                 self._hooks.append(listen(parameter, under_lock(self.lock, self._make_hook(bucket, index))))
-                parameter.requires_grad_(not asleep)
+                parameter.requires_grad_(not is_frozen)
 
     def detach(self) -> None:
         """Remove the autograd hooks. Gradients stay as they are, and are no longer reduced."""
@@ -537,10 +537,10 @@ class BackwardEnds:
 
 BROKEN = (
     "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
-    "backward has to give gradients to the same parameters in the same order; take static_graph=False where that does "
-    "not hold"
+    "backward has to give gradients to the same parameters in the same order; otherwise use static_graph=False"
 )
-EARLY, LACKING = "had no gradient yet when its bucket was complete at first", "got no gradient, which it did at first"
+EARLY = "had no gradient yet when the parameter that completed its bucket in the first backwards got one"
+LACKING = "got no gradient, unlike in the first backwards"
 
 Lock: TypeAlias = "AbstractContextManager[Any]"
 
@@ -635,10 +635,10 @@ class StaticGraph:
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
                 hook = under_lock(lock, self._make_hook(bucket))
-                asleep = not parameter.requires_grad  # frozen since the backward: torch then accepts no hook
+                is_frozen = not parameter.requires_grad  # since the backward: torch then accepts no hook
                 parameter.requires_grad_(True)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                parameter.requires_grad_(not asleep)
+                parameter.requires_grad_(not is_frozen)
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
@@ -696,7 +696,7 @@ class StaticGraph:
         came = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
         if came != expected:
             index = next(i for i, (a, b) in enumerate(zip(came, expected, strict=True)) if a != b)
-            what = "got a gradient, which it did not at first" if came[index] else lacking
+            what = "got a gradient, unlike in the first backwards" if came[index] else lacking
             raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
 
     def _states(self, bucket: Bucket) -> list[Any]:

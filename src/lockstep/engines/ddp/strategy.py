@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 SHARDED = "DDPStrategy(shard_optimizer=True)"
 RAW_BACKWARD = (
-    "{strategy}(static_graph=True): `loss.backward()` in manual optimization, of which the recorded graph does not "
-    "know: call self.manual_backward(loss) in its place, or leave static_graph out."
+    "{strategy}(static_graph=True): `loss.backward()` in manual optimization is not part of the recorded graph: call "
+    "self.manual_backward(loss) instead, or leave static_graph out."
 )
 
 
@@ -346,9 +346,9 @@ class DDPStrategy(RankedStrategy):
         """Refuse parameters that are not reduced, also those that were added without a registration. Collective."""
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
-                f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
-                "`configure_optimizers` in the middle of a fit, and the ranks have shared out the states of those. "
-                "Change their param_groups instead, or leave shard_optimizer out."
+                f"{type(self).__name__}(shard_optimizer=True): the optimizers of `configure_optimizers` were replaced "
+                "during a fit, but the ranks have divided their states. Change their param_groups instead, or leave "
+                "shard_optimizer out."
             )
         if self._late is not None:
             self._late.look(self.optimizers)

@@ -274,24 +274,24 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
 
         model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     """
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
         kind: Any = type(layer)
         torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and "forward" not in vars(layer)
         if not torchs or isinstance(layer, LazyModuleMixin):
-            left.setdefault(kind.__name__, name)
+            skipped.setdefault(kind.__name__, name)
             continue
         if process_group is None:
             layer.sync_group = getattr(layer, "process_group", None)  # type: ignore[assignment]
         else:
             layer.sync_group = process_group  # type: ignore[assignment]
         layer.__class__ = _synchronized(kind)
-    for kind_name, name in left.items():
+    for kind_name, name in skipped.items():
         rank_zero_warn(
-            f"convert_sync_batchnorm: {name!r} is of the class {kind_name}, which has a `forward` of its own or "
-            "is lazy and has seen no batch. It keeps to the statistics of its own rank."
+            f"convert_sync_batchnorm: {name!r} is of the class {kind_name}, which has its own `forward`, or is lazy "
+            "and has not seen a batch. It uses the statistics of its own rank."
         )
     return module
 

@@ -50,7 +50,7 @@ NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 NO_EFFECT = {
     "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
     "use_orig_params": "parameters keep their names and shapes in any case",
-    "sync_module_states": "all ranks begin with rank 0's weights in any case",
+    "sync_module_states": "all ranks start with rank 0's weights in any case",
     "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
 }
 """Arguments of torch's first FSDP that have no effect here, and the reason."""
@@ -199,6 +199,7 @@ class FSDPStrategy(ShardedStrategy):
 
         self._refuse_parts(module, "fsdp")
         self.module, self._own_backward = module, own_backward
+        # a later call of the Trainer gets the module in shards
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
@@ -211,7 +212,8 @@ class FSDPStrategy(ShardedStrategy):
 
         bring_states(self.module, self.root_device)
         self._sharded, self.gradients = shards, ShardedGradients(self, shards)
-        if self.root_device.type != "cpu":  # on the CPU all waits are in torch's collectives
+        # a hang is found by what ranks wait in; on the CPU all waits are in torch's collectives
+        if self.root_device.type != "cpu":
             waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
@@ -306,6 +308,7 @@ class FSDPStrategy(ShardedStrategy):
         self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = unscale
+        # the gradients of these are not reduced by `fully_shard`
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 

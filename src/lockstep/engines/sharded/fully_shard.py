@@ -76,6 +76,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
         ValueError: the policy selects no layer, or one that shares a parameter with layers outside of it.
     """
     if isinstance(policy, Collection):
+        # reversed: `fully_shard` must be called on inner layers first
         kinds = tuple(policy)
         found = [m for m in root.modules() if m is not root and isinstance(m, kinds)]
         found.reverse()
@@ -151,8 +152,8 @@ def refuse_unmanaged(module: nn.Module) -> None:
         if isinstance(parameter, DTensor) and id(parameter) not in gathered:
             raise MisconfigurationException(
                 f"strategy='fsdp': {type(module).__name__}.{name} is in shards already, and no layer of the module "
-                "gathers it. Where a fit of another module left it so, fit that module again, or save a checkpoint of "
-                "it and load it into a new one. Where parallelize_module did it, take ModelParallelStrategy."
+                "gathers it. If a fit of another module left it so, fit that module again, or save a checkpoint of it "
+                "and load it into a new one. If parallelize_module did it, use ModelParallelStrategy."
             )
 
 
@@ -188,6 +189,7 @@ def shard(
     """
     from torch.distributed.fsdp import FSDPModule
 
+    # before anything is sent: a rank with another module would wait in a broadcast that the others do not make
     check_same_module(module)
     buffers = with_memory(module.buffers())
     gather(buffers)
@@ -195,6 +197,7 @@ def shard(
         buffer.data = buffer.data.to(device)
     broadcast_buffers(buffers, 0, None)
     done: set[int] = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    # block by block, so that a device never holds more than one whole block besides shards
     for block in (*blocks, module):
         if isinstance(block, FSDPModule):
             continue
@@ -206,6 +209,7 @@ def shard(
         _cut(
             block,
             mesh=mesh,
+            # the module's own parameters are needed at the start of the backward: freeing them would gather them twice
             reshard_after_forward=reshard_after_forward if block is not module else False,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
@@ -233,6 +237,7 @@ def _cut(block: nn.Module, **given: Any) -> None:
             if parameter._backward_hooks:
                 hooked.append((layer, name, parameter))
     fully_shard(block, **given)
+    # the same dict, not a copy: the user's handles then remove hooks from the new parameter too
     for layer, name, parameter in hooked:
         layer.get_parameter(name)._backward_hooks = parameter._backward_hooks
 
@@ -288,8 +293,8 @@ def compute_in_own_dtype(norm: nn.Module) -> None:
 
 
 NO_COPY = (
-    "copy.deepcopy of {name}: it is in shards (fully_shard), and what gathers them belongs to this one. Make the copy "
-    "in `__init__`, where it becomes part of the module and is sharded with it; average weights by "
+    "copy.deepcopy of {name}: it is in shards (fully_shard), which only this object can gather. Make the copy in "
+    "`__init__`, where it becomes part of the module and is sharded with it; average weights by "
     "lockstep.callbacks.WeightAveraging; or copy this rank's shards: "
     "{{name: p.detach().clone() for name, p in module.named_parameters()}}"
 )
@@ -369,6 +374,7 @@ class ShardedModule:
         """
         if self._casts_to is not None:
             args = tree_map(self._cast, args, Tensor)
+        # torch gathers around one registered method: the step methods are passed to it
         self._is_running = True
         try:
             return self._entry(partial(fn, *args))
@@ -424,6 +430,7 @@ class ShardedModule:
             if key not in self._hooked:
                 self._hooked.add(key)
                 gathered.register_post_accumulate_grad_hook(partial(_note, weakref.ref(self), key))
+            # zeros instead of no backward at all: the reduce-scatters must be the same on all ranks
             if drops:
                 handles.append(gathered.register_hook(torch.zeros_like))
         if self._is_running and is_sharded(self.module):
@@ -436,6 +443,7 @@ class ShardedModule:
             self._goes_back = False
             for handle in handles:
                 handle.remove()
+        # parameters of tensor parallelism alone; `fully_shard` places the gradients of the others itself
         for parameter in self._split:
             parameter.grad = placed_as(parameter, parameter.grad)
         if sync:
@@ -511,6 +519,7 @@ class ShardedModule:
             parameter: Any = self.parameters[name]
             parameter.grad = _like(parameter, part.to(parameter.device))
         waiting = saved.get("waiting", {})
+        # on all ranks if any rank has some: `unshard` is collective
         if any(comm.all_gather_object(bool(waiting))):
             for each in self._parts:  # creates the whole parameters
                 each.unshard()
@@ -724,6 +733,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
     Returns:
         The norm before the scaling; None without gradients.
     """
+    # torch's foreach norms accept only gradients of one mesh and placement
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -744,6 +754,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Run ``scaler.unscale_(optimizer)`` on shards; non-finite values on any rank count on all. Collective."""
+    # the groups contain this rank's plain shards meanwhile; the ranks agree about non-finite values below
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:
         for group, parameters in zip(groups, wholes, strict=True):

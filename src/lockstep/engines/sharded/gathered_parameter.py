@@ -29,18 +29,18 @@ ROUNDED = (
 )
 REPLACED = (
     "Parameter {name!r} is about to be gathered, and its layer has another tensor in its place, which would be "
-    "ignored: torch.func.functional_call was given one, or it was assigned. A layer of which torch's FSDP gathers the "
-    "parameters by itself has those alone: choose other layers by FSDPStrategy(auto_wrap_policy=...), so that this "
-    'one is gathered with the module, or use strategy="ddp".'
+    "ignored: torch.func.functional_call passed one, or it was assigned. FSDP gathers this layer separately: choose "
+    "other layers by FSDPStrategy(auto_wrap_policy=...), so that it is gathered with the module, or use "
+    'strategy="ddp".'
 )
 DATA_SET = (
-    "`.data` of parameter {name!r} was set while the parameter was in shards, of which torch takes no notice. Write in "
-    "place: `parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
+    "`.data` of parameter {name!r} was set while the parameter was in shards, which torch ignores. Write in place: "
+    "`parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
 )
 WHOLE_GRADIENT = (
-    "The gradient of parameter {name!r} was set to a whole tensor in a step, and each rank has a shard of it. Let "
-    "`manual_backward` make gradients, or set it in `on_before_optimizer_step` to a DTensor that is cut as the "
-    "parameter is."
+    "The gradient of parameter {name!r} was set to a whole tensor in a step, but each rank has a shard of it. Compute "
+    "gradients by `manual_backward`, or set it in `on_before_optimizer_step` to a DTensor with the parameter's "
+    "placements."
 )
 
 

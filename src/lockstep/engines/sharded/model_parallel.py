@@ -45,7 +45,7 @@ NOTHING_SPLIT = (
 TOO_SMALL = (
     "`configure_model` cuts {name!r} along dimension {dim}, which has size {size}, for {ranks} ranks: some have "
     "nothing of it, which `fully_shard` cannot cut. Cut it along another dimension (RowwiseParallel in "
-    "place of ColwiseParallel, say), or leave that layer out of `parallelize_module`."
+    "place of ColwiseParallel), or leave that layer out of `parallelize_module`."
 )
 NOT_REDUCED = (
     "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, and nothing reduces its gradient over "
@@ -53,9 +53,8 @@ NOT_REDUCED = (
     'mesh=self.device_mesh["data_parallel"].'
 )
 SPLIT_ALREADY = (
-    "ModelParallelStrategy: `configure_model` runs at the beginning of each call of the Trainer, and an earlier one "
-    "has split {module}: let it return where that is so (isinstance(parameter, DTensor)). torch "
-    "said: {error}"
+    "ModelParallelStrategy: `configure_model` runs at the start of each call of the Trainer, and an earlier call has "
+    "split {module}: return if it is split already (isinstance(parameter, DTensor)). torch's error: {error}"
 )
 
 
@@ -225,7 +224,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 if self.replicas.count > 1:
                     raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
                 continue
-            # `fully_shard` cannot shard a parameter of which tensor parallelism leaves nothing on a rank
+            # `fully_shard` cannot shard a parameter that tensor parallelism leaves empty on a rank
             names = parameter.device_mesh.mesh_dim_names or ()
             place = parameter.placements[names.index(TENSOR)] if TENSOR in names else None
             if isinstance(place, Shard) and parameter.shape[place.dim] < ranks:

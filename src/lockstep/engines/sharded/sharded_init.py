@@ -108,24 +108,24 @@ class ShardedInit(TorchDispatchMode):
     """
 
     def __init__(self, budget: int = BUDGET, group: comm.Group = None) -> None:
-        refuse_without(INIT, "drawing weights of which no rank holds all", "make the layers in `__init__`")
+        refuse_without(INIT, "drawing weights that no rank has completely", "make the layers in `__init__`")
         super().__init__()
         self._budget, self._group = budget, group
         self._world, self._rank = comm.world_size(group), comm.rank(group)
         self._known: dict[int, _Storage] = {}  # by address
         self._whole: OrderedDict[int, _Storage] = OrderedDict()  # by number; the least recently used is first
         self._count = self._bytes = self.peak = 0
-        self._looks = _Looks(self)
+        self._memory_access = _MemoryAccess(self)
 
     def __enter__(self) -> ShardedInit:
         """Enter the mode."""
         super().__enter__()
-        self._looks.__enter__()
+        self._memory_access.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Leave the mode: no further memory is released."""
-        self._looks.__exit__(*error)
+        self._memory_access.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -157,6 +157,7 @@ class ShardedInit(TorchDispatchMode):
         known = self._known.get(address)
         if known is None or known.weak.expired():
             nbytes = storage.nbytes()
+            # a message for a small tensor takes longer than its memory is worth
             if nbytes <= SMALL:
                 return
             known = self._known[address] = _Storage(StorageWeakRef(storage), nbytes, self._count)
@@ -182,6 +183,7 @@ class ShardedInit(TorchDispatchMode):
                 return
             known = self._whole[number]
             storage = known.found()
+            # the operation that runs now reads or returns it
             if storage is not None and storage._cdata in in_use:
                 continue
             del self._whole[number]
@@ -206,8 +208,8 @@ class ShardedInit(TorchDispatchMode):
         if _checksum(whole) != known.checksum:
             raise MisconfigurationException(
                 f"rank {self._rank}: the module that `configure_model` builds has other values on this rank than on "
-                "others, and each keeps but a part of it: let nothing in it depend on the rank, nor on a generator "
-                "that has another seed on each"
+                "others, but each rank keeps only a part of it: nothing in it may depend on the rank, or on a "
+                "generator with a different seed on each rank"
             )
         _flat(storage).copy_(whole)
 
@@ -227,7 +229,7 @@ class ShardedInit(TorchDispatchMode):
                     self._make_whole(known, storage)
 
 
-class _Looks(TorchFunctionMode):
+class _MemoryAccess(TorchFunctionMode):
     """Mode that makes tensors whole before methods that access their memory directly."""
 
     def __init__(self, building: ShardedInit) -> None:

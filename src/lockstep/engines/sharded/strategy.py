@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from lockstep.engines.sharded.sharded_init import ShardedInit
 
 LATE = (
-    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
+    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: create it "
     "in `__init__` or in `configure_model`"
 )
 STRANGE = (
-    "{optimizer} holds a parameter of shape {shape} that the module does not have. Under {engine}, parts take the "
-    "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
-    "plain list has to become an attribute of the module."
+    "{optimizer} has a parameter of shape {shape} that the module does not have. Under {engine}, parts replace the "
+    "module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). A parameter in a plain "
+    "list has to become an attribute of the module."
 )
 ALL_AT_ONCE = (
     "{strategy} with {optimizer}: it mixes the elements of a parameter, and each rank has a part of them. Use an "
@@ -45,8 +45,8 @@ ALL_AT_ONCE = (
 )
 UNKNOWN = (
     "{strategy} with {optimizer}: an optimizer of this name mixes the elements of a parameter, each rank has a part of "
-    "them, and this class is not known. Where its update of a parameter depends on that parameter alone, declare it: "
-    '`@lockstep.parameter_wise(whole=True)`. Else use torch\'s, or strategy="ddp".'
+    "them, and this class is not known. If its update of a parameter depends on that parameter alone, declare it: "
+    '`@lockstep.parameter_wise(whole=True)`. Otherwise use torch\'s, or strategy="ddp".'
 )
 LAID_END_TO_END = (
     "{strategy} with {optimizer}: it needs whole matrices, and {engine} lays parameters end to end and cuts them "
@@ -111,13 +111,13 @@ class ShardedStrategy(RankedStrategy):
         if self._late is not None:
             self._late.close()
         # layers with their own `__setattr__` (nn.LSTM): torch sets their parameters by it, which looks like an addition
-        set_anew = {
+        set_by_torch = {
             f"{prefix}.{name}".lstrip(".")
             for prefix, layer in module.named_modules()
             if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
             for name, _ in layer.named_parameters(recurse=False)
         }
-        self._late = LateParameters(module, set_anew, gathered)
+        self._late = LateParameters(module, set_by_torch, gathered)
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
@@ -127,7 +127,7 @@ class ShardedStrategy(RankedStrategy):
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
+                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be sharded: "
                 'build the layers with sparse=False, or use strategy="ddp".'
             )
         for optimizer in with_parameters(optimizers):
@@ -148,13 +148,14 @@ class ShardedStrategy(RankedStrategy):
         """Refuse replaced optimizers: the new ones are not checked, and the engine lacks their states."""
         if replaced:
             raise MisconfigurationException(
-                f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in "
-                "the middle of a fit. Change their param_groups instead."
+                f"{type(self).__name__}: the optimizers of `configure_optimizers` were replaced during a fit. Change "
+                "their param_groups instead."
             )
 
     def teardown(self) -> None:
         """Release module and optimizers; ranks keep their parts."""
         super().teardown()
+        # an instance attribute with a reference to the shards: it would keep the module alive, and cannot be pickled
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
         self.copies.close()
@@ -191,9 +192,8 @@ class ShardedStrategy(RankedStrategy):
         """Refuse to save on one rank alone: its part is useless without the others'."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save by itself: each rank has a part of the states ({self.engine}), "
-                "and the others are not asked when one has failed. Save while all are well, by "
-                "ModelCheckpoint(every_n_train_steps=...)."
+                f"rank {self.world.rank} cannot save alone: each rank has a part of the states ({self.engine}), and "
+                "the others do not join after a failure. Save regularly, by ModelCheckpoint(every_n_train_steps=...)."
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class _Rounds:
             kept = keeps(group)  # type: ignore[misc]  # there
             self._keeps |= {id(parameter): kept for parameter in group["params"]}
         of_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
+        # the most expensive first: the parameters of a round then cost each owner about the same
         for parameter in sorted(updated, key=lambda each: -cost_of(each.shape)):
             of_owner[owners.owner(parameter)].append(parameter)
         self._rounds = [list(row) for row in zip_longest(*map(_pieces, of_owner), fillvalue=())]
@@ -179,6 +180,7 @@ class _Rounds:
         for number, row in enumerate(self._rounds):
             assert coming is not None
             arrived, following = coming, self._rounds[number + 1 :]
+            # sent before this round is computed, so that the message overlaps the computation
             coming = self._gather(following[0]) if following else None
             values = self._updated(row[self._rank], arrived.arrive())
             sent = row, self._scatter(row, values)
@@ -253,7 +255,8 @@ class _Rounds:
             substitute = Parameter(value[0] if value else torch.zeros_like(gradient), requires_grad=False)
             substitute.grad = gradient
             substitutes[id(parameter)] = substitute
-        # a copy of the optimizer over whole parameters, without its hooks: these run once, around the whole step
+        # A copy of the optimizer over whole parameters, without its hooks: these run once, around the whole step.
+        # `object.__new__`, since a constructor may create states or need other arguments.
         inner: Any = object.__new__(type(optimizer))
         vars(inner).update(self._attributes)
         vars(inner).update({name: OrderedDict() for name in _HOOKS})
