@@ -22,7 +22,6 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from tests.loop.pieces import Slope, numbers, quiet
-from tests.surface.table import rows
 from tests.tools.pool import RankPool
 
 NCCL = {"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2, "MIN_NCHANNELS": 8}
@@ -111,15 +110,6 @@ def test_plugins_of_the_strategy_are_the_trainers() -> None:
     assert trainer.precision_plugin is trainer.strategy.precision_plugin is precision
     with pytest.raises(MisconfigurationException, match="there is one checkpoint_io"):
         quiet(strategy=DDPStrategy(checkpoint_io=io), plugins=[TorchCheckpointIO()], devices=1)
-
-
-def test_every_argument_has_a_row_in_the_table() -> None:
-    named = {row["name"] for row in rows() if row["kind"] == "strategy argument"}
-    torchs = set(arguments(DistributedDataParallel)) - {"module"}
-    ours = set(arguments(DDPStrategy)) | torchs | set(NO_EFFECT)  # some came with torch 2.12 and later
-    assert named - {"DDPStrategy(forward_sync_buffers)"} == {
-        f"DDPStrategy({name})" for name in ours - {"forward_sync_buffers"}
-    }
 
 
 # -- options that steps feel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, check_equivalence
+from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 
@@ -191,3 +194,22 @@ def agree_in(pool: RankPool, case: Case, strategy: Any) -> None:
     """Assert the same for a case."""
     make, length, given = case
     agree(pool, make, rows(length), strategy, **given)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two nests of dicts, lists and tensors are equal, bit for bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def refusal(make: Any, strategy: Any, batch: Any, **flags: Any) -> str:
+    """Return the words with which a fit on the ranks that call this is refused."""
+    with pytest.raises((MisconfigurationException, NotImplementedError)) as raised:  # noqa: PT012  # also by the strategy
+        made = strategy() if callable(strategy) else strategy
+        quiet(strategy=made, devices=dist.get_world_size(), max_steps=3, **flags).fit(make(), batch)
+    return str(raised.value)

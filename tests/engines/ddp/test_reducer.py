@@ -223,24 +223,6 @@ def test_a_negative_zero_stays_one(ranks: RankPool, used_on: list[int]) -> None:
         assert signs.tolist() == [True, False]
 
 
-def _restored_plan(cap: float, plan: list[list[str]] | None) -> tuple[list[list[str]], list[Tensor]]:
-    net = _net()
-    reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan, shared_memory=False)
-    for step in range(2):
-        net.zero_grad()
-        reduced(reducer, _loss(net, step, dist.get_rank()))
-    return reducer.plan(), [p.grad for p in net.parameters() if p.grad is not None]
-
-
-def test_a_restored_plan_gives_the_bits_of_its_run(ranks: RankPool) -> None:
-    ((plan, first), *_) = ranks(3).run(_restored_plan, 0.0005, None)
-    ((again, second), *_) = ranks(3).run(_restored_plan, 25, plan)
-    ((default, _), *_) = ranks(3).run(_restored_plan, 25, None)
-    assert len(plan) > len(default)
-    assert again == plan
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def _early(steps: int) -> list[int]:
     """How many buckets are under way when the first layer gets its gradient, and when backward has ended."""
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))

@@ -276,39 +276,6 @@ def test_a_new_layout_has_new_memory(ranks: RankPool) -> None:
         assert refused  # other devices than the CPU are not for this
 
 
-def _two_at_once() -> list[list[float]]:
-    """Two models, one on all ranks and one on some of them, with their rounds one within the other."""
-    rank = dist.get_rank()
-    some = dist.new_group([1, 2])
-    everyone = _opened()
-    outer = _pieces(everyone, [3, LONG], [torch.float32] * 2)
-    inner: list[Piece] = []
-    if rank:
-        pair = _opened(some)
-        inner = _pieces(pair, [LONG], [torch.float32])
-    found = []
-    for _ in range(3):
-        for piece in outer:
-            piece.flat.fill_(rank + 1)
-            everyone.start(piece, 1.0)  # type: ignore[arg-type]
-            for other in inner[: 1 - piece.index]:
-                other.flat.fill_(10 * rank)
-                pair.start(other, 1.0)  # type: ignore[arg-type]
-        for piece in reversed(outer):
-            everyone.wait(piece)  # type: ignore[arg-type]
-        for other in inner:
-            pair.wait(other)  # type: ignore[arg-type]
-        found.append([float(piece.flat[-1]) for piece in outer + inner])
-    everyone.close()
-    if rank:
-        pair.close()
-    return found
-
-
-def test_several_in_one_process(ranks: RankPool) -> None:
-    assert ranks(3).run(_two_at_once) == [[[6.0, 6.0]] * 3, *[[[6.0, 6.0, 30.0]] * 3] * 2]
-
-
 def _files(process: int) -> list[str]:
     return sorted(path.name for path in Path(shared_pages.FOLDER).glob(f"lockstep-{process}-*"))
 

@@ -395,15 +395,6 @@ def test_a_forward_of_ones_own_is_left_alone_with_a_warning() -> None:
     assert not isinstance(patched, SyncBatchNorm)
 
 
-def test_state_dicts_go_both_ways() -> None:
-    plain, own, theirs = nn.BatchNorm2d(3), SyncBatchNorm(3), nn.SyncBatchNorm(3)
-    nn.init.normal_(own.weight)
-    plain.load_state_dict(own.state_dict())
-    theirs.load_state_dict(plain.state_dict())
-    own.load_state_dict(theirs.state_dict())
-    assert torch.equal(plain.weight, own.weight)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_without_a_group_it_is_plain_batch_norm_to_the_bit(training: bool) -> None:
     x = torch.randn(5, 3, 4)

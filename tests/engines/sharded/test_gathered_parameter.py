@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from tests.equivalence import models
 from tests.equivalence.models import rows
@@ -245,12 +244,6 @@ def test_writes_behind_the_update_of_a_step_reach_the_shards(ranks: RankPool) ->
     agree(ranks, partial(ClampsBehind, by_hand=True))
 
 
-def refusal(module: Callable[[], LightningModule], **flags: Any) -> str:
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="fsdp", devices=2, max_steps=3, **flags).fit(module(), rows(12)(2))
-    return str(raised.value)
-
-
 IN_16_BITS: dict[str, Any] = {"precision": "bf16-mixed"}
 
 
@@ -376,7 +369,7 @@ REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("module", "flags", "said"), REFUSED)
 def test_what_would_not_reach_the_shards_is_refused(ranks: RankPool, module: Any, flags: Any, said: str) -> None:
-    for found in ranks(2).run(partial(refusal, module, **flags), timeout=60):
+    for found in ranks(2).run(partial(models.refusal, module, "fsdp", rows(12)(2), **flags), timeout=60):
         assert said in found
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -29,7 +28,7 @@ from lockstep import LightningModule
 from lockstep.plugins.io import TorchCheckpointIO
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.equivalence.models import agree
+from tests.equivalence.models import agree, refusal
 from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankPool
 
@@ -369,8 +368,7 @@ def test_a_checkpoint_goes_from_and_to_a_mesh(
         assert torch.equal(saved["state_dict"][name], value), name
     whole = ranks(1).run(fit_to, 4, "single", group=False)[0]
     for found in ranks(more).run(fit_to, 4, reads, path, timeout=60):
-        for name, value in found.items():
-            torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+        torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9)
 
 
 def resumed_within_a_window(path: str, in_parts: bool) -> bool:
@@ -473,8 +471,7 @@ def test_words_that_are_cut_unevenly_go_from_and_to_a_mesh(ranks: RankPool, tmp_
     whole = fit_many_words(4, "auto")
     resumed = [fit_many_words(4, "auto", resume=path), *ranks(6).run(fit_many_words, 4, strategy, "", path, timeout=60)]
     for read in resumed:
-        for name, value in read.items():
-            torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+        torch.testing.assert_close(read, whole, rtol=1e-7, atol=1e-9)
 
 
 # -- layers on the meta device -------------------------------------------------------------------------------
@@ -496,24 +493,19 @@ def first_weights(strategy: str) -> dict[str, Tensor]:
     many = dist.get_world_size() if dist.is_initialized() else 1
     data = [(x.float(), y.float()) for x, y in rows(8)(4)]  # a loader draws a number
     torch.manual_seed(3 + (dist.get_rank() if many > 1 else 0))
-    made: Any = {"2 x 2": STRATEGIES["2 x 2"], "fsdp": FSDPStrategy}.get(strategy, lambda: "auto")()
-    trainer = quiet(strategy=made, devices=many, max_steps=1, precision="32-true")
+    trainer = quiet(strategy=STRATEGIES[strategy](), devices=many, max_steps=1, precision="32-true")
     module = OnMeta()
-    if strategy == "fsdp":
-        type(module).configure_model = lambda self: None  # type: ignore[method-assign]
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)  # type: ignore[method-assign]
     trainer.fit(module, data)
     assert module.tied.weight is module.into.weight
     return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("2 x 2", 4), ("fsdp", 2)])
-def test_layers_on_the_meta_device_get_the_values_of_one_process(ranks: RankPool, strategy: str, world: int) -> None:
+def test_layers_on_the_meta_device_get_the_values_of_one_process(ranks: RankPool) -> None:
+    """Other strategies are in tests/engines/test_on_meta.py."""
     expected = ranks(1).run(first_weights, "single", group=False)[0]
-    for found in ranks(world).run(first_weights, strategy, timeout=60):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+    for found in ranks(4).run(first_weights, "2 x 2", timeout=60):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -561,13 +553,6 @@ class TooSmall(Wide):
         fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
 
 
-def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> str:
-    with pytest.raises(MisconfigurationException) as raised:  # noqa: PT012, sizes are looked at in both
-        strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
-        quiet(strategy=strategy, devices=dist.get_world_size(), max_steps=1).fit(module(), rows(8)(4))
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("module", "data", "tensor", "said"),
     [
@@ -580,12 +565,13 @@ def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> st
     ],
 )
 def test_what_cannot_be_is_refused_by_name(ranks: RankPool, module: Any, data: Any, tensor: Any, said: str) -> None:
-    for told in ranks(2).run(refusal, module, data, tensor, timeout=60):
+    make = partial(ModelParallelStrategy, data, tensor)
+    for told in ranks(2).run(refusal, module, make, rows(8)(4), timeout=60):
         assert said in told
 
 
 def test_a_split_parameter_that_nothing_reduces_is_named(ranks: RankPool) -> None:
-    for told in ranks(4).run(refusal, NotReduced, 2, 2, timeout=60):
+    for told in ranks(4).run(refusal, NotReduced, STRATEGIES["2 x 2"], rows(8)(4), timeout=60):
         assert "'blocks.0.up.weight' is split" in told
         assert "fully_shard" in told
 
@@ -608,31 +594,3 @@ def test_configure_model_that_splits_again_is_told_what_to_ask(ranks: RankPool) 
     for told in ranks(2).run(splits_twice, timeout=60):
         assert "runs at the start of each call" in told
         assert "isinstance" in told
-
-
-class Recomputed(Wide):
-    """torch's wrapper around a block: its second forward must not count a second time."""
-
-    def make(self) -> None:
-        super().make()
-        self.blocks[0].counter = nn.BatchNorm1d(4)
-        self.blocks[0].register_forward_pre_hook(lambda block, args: (block.counter(args[0]),))
-
-    def configure_model(self) -> None:
-        split = getattr(self.trainer.strategy, "device_mesh", None) is not None
-        super().configure_model()
-        if split:
-            apply_activation_checkpointing(self, check_fn=lambda layer: isinstance(layer, Block))
-
-
-def counted() -> tuple[int, list[str]]:
-    trainer = quiet(strategy=STRATEGIES["1 x 2"](), devices=2, max_steps=2, precision="64-true")
-    module = Recomputed()
-    trainer.fit(module, rows(8)(4))
-    return int(module.blocks[0].counter.num_batches_tracked), list(trainer.strategy.named_parameters())
-
-
-def test_a_wrapped_layer_counts_once_and_keeps_its_names(ranks: RankPool) -> None:
-    for batches, names in ranks(2).run(counted, timeout=60):
-        assert batches == 2
-        assert "blocks.0.up.weight" in names

@@ -24,7 +24,7 @@ from lockstep.checkpoint.sharded import load
 from lockstep.engines.sharded import whole_updates
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
-from tests.equivalence.models import agree
+from tests.equivalence.models import agree, same
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -290,16 +290,6 @@ def _saved(name: str, engine: str, path: str, resume: str | None, steps: int) ->
     trainer.save_checkpoint(path)
 
 
-def _equal_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal_bits(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal_bits, one, other))
-    return bool(one == other)
-
-
 ROADS: list[list[tuple[str, int]]] = [
     [("file", 4), ("file", 2), ("ddp", 2), ("ddp", 1)],
     [("folder", 3), ("folder", 2), ("owned", 2), ("file", 1)],
@@ -318,7 +308,7 @@ def test_states_move_between_ranks_and_strategies(ranks: RankPool, tmp_path: Pat
     for other in others:
         assert first["optimizer_states"][0]["state"]
         for key in ("state_dict", "optimizer_states", "global_step"):
-            assert _equal_bits(first[key], other[key]), key
+            assert same(first[key], other[key]), key
     last = str(tmp_path / "last.ckpt")
     (engine, world), (_, first_world) = ROADS[road][-1], ROADS[road][0]
     ranks(world).run(_saved, name, engine, last, paths[-1], 5)
