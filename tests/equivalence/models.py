@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, check_equivalence
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
