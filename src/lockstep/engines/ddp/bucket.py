@@ -415,22 +415,22 @@ class Bucket:
 
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
         """Do the same as :meth:`_bring` and multiply by ``scale``; large gradients are read once for both."""
-        there, left = list(grads), set(range(len(grads)))
+        sources, unscaled = list(grads), set(range(len(grads)))
         for index in self._large:
             grad, view = grads[index], self.views[index]
             if grad is not None and grad is not view and grad.layout is torch.strided:
                 torch.mul(grad.detach(), scale, out=view)
-                there[index] = view
-                left.remove(index)
+                sources[index] = view
+                unscaled.remove(index)
                 if views:
                     self.parameters[index].grad = view
-        self._bring(there, views)
-        if left:
-            torch._foreach_mul_([self.views[index] for index in left], scale)
+        self._bring(sources, views)
+        if unscaled:
+            torch._foreach_mul_([self.views[index] for index in unscaled], scale)
 
     def _bring(self, grads: list[Tensor | None], views: bool) -> None:
         """Copy gradients into their places together; with ``views``, make the places the gradients."""
-        parameters, places, there = self.parameters, self.views, grads
+        parameters, places, sources = self.parameters, self.views, grads
         if 0 in self.used or not all(map(is_not, grads, places)):
             found = [
                 one
@@ -439,8 +439,8 @@ class Bucket:
             ]
             if not found:
                 return
-            parameters, places, there = map(list, zip(*found, strict=True))
-        _copy(places, there)  # type: ignore[arg-type]
+            parameters, places, sources = map(list, zip(*found, strict=True))
+        _copy(places, sources)  # type: ignore[arg-type]
         if views:
             for parameter, view in zip(parameters, places, strict=True):
                 parameter.grad = view
@@ -541,7 +541,7 @@ def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: I
     made one by one.
     """
     owners = {id(parameter): (bucket, i) for bucket in before for i, parameter in enumerate(bucket.parameters)}
-    left = {id(bucket): len(bucket.parameters) for bucket in before}
+    remaining = {id(bucket): len(bucket.parameters) for bucket in before}
     for bucket, flat in zip(buckets, buffers, strict=True):
         bucket.lay_out(flat)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=False):  # a sparse bucket has no views
@@ -551,8 +551,8 @@ def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: I
             if old.views and parameter.grad is old.views[place]:
                 view.copy_(old.views[place])
                 parameter.grad = view
-            left[id(old)] -= 1
-            if not left[id(old)]:
+            remaining[id(old)] -= 1
+            if not remaining[id(old)]:
                 old.let_go()
     for bucket in before:
         bucket.let_go()

@@ -624,12 +624,12 @@ class StaticGraph:
         moments = {name: moment for moment, name in enumerate(arrived)}
         self._closing: list[str | None] = []
         self._times: list[int] = []
-        self._left = [0] * len(buckets)
+        self._remaining = [0] * len(buckets)
         self._before: list[list[Any] | None] = [None for _ in buckets]  # None: no gradients
         self._at_launch: list[list[Any] | None] = [None] * len(buckets)
         for bucket in buckets:
-            came = [name for name in bucket.names if name in moments]
-            closing = max(came, key=moments.__getitem__) if came else None
+            arriving = [name for name in bucket.names if name in moments]
+            closing = max(arriving, key=moments.__getitem__) if arriving else None
             self._closing.append(closing)
             self._times.append(arrived[closing] if closing is not None else 0)
             if closing is not None:
@@ -641,21 +641,21 @@ class StaticGraph:
                 parameter.requires_grad_(not is_frozen)
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
+        remaining, index, waiting, complete = self._remaining, bucket.index, bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
-            left[index] -= 1
-            if left[index] == 0 and 0 in waiting:
+            remaining[index] -= 1
+            if remaining[index] == 0 and 0 in waiting:
                 waiting.clear()
                 complete(bucket)
-            elif left[index] < 0 and not waiting:  # outside of a prepared backward
+            elif remaining[index] < 0 and not waiting:  # outside of a prepared backward
                 complete(bucket)
 
         return accumulated
 
     def arm(self, early: bool) -> None:
         """Reset the counters before a backward, when the buckets are prepared."""
-        self._left[:] = self._times
+        self._remaining[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
             self._before[index] = None if bucket.fresh else self._states(bucket)
@@ -693,10 +693,10 @@ class StaticGraph:
 
     def _compare(self, bucket: Bucket, lacking: str) -> None:
         expected, before = self._expected[bucket.index], self._before[bucket.index]
-        came = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
-        if came != expected:
-            index = next(i for i, (a, b) in enumerate(zip(came, expected, strict=True)) if a != b)
-            what = "got a gradient, unlike in the first backwards" if came[index] else lacking
+        arrived = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
+        if arrived != expected:
+            index = next(i for i, (a, b) in enumerate(zip(arrived, expected, strict=True)) if a != b)
+            what = "got a gradient, unlike in the first backwards" if arrived[index] else lacking
             raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
 
     def _states(self, bucket: Bucket) -> list[Any]:

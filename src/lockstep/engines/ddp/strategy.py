@@ -278,8 +278,8 @@ class DDPStrategy(RankedStrategy):
         if self._checks is not None:
             self._checks.renew(named.items())
         if self._caps and self._plan is None:
-            awake = [(name, p) for name, p in named.items() if p.requires_grad]
-            self._plan = plan_buckets(infos_of(awake), self._caps)
+            trained = [(name, p) for name, p in named.items() if p.requires_grad]
+            self._plan = plan_buckets(infos_of(trained), self._caps)
         sparse = sorted(sparse_names(self.module))
         if self._shard_optimizer:
             # imported here: few runs need it

@@ -249,8 +249,10 @@ class FSDPStrategy(ShardedStrategy):
         norms = find_norms(module) if policy.param_dtype is not None else []
         for norm in norms:
             compute_in_own_dtype(norm)
-        left = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(find_odd(module, blocks))
-        whole = [parameter for parameter in module.parameters() if parameter in left]
+        stays_whole = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(
+            find_odd(module, blocks)
+        )
+        whole = [parameter for parameter in module.parameters() if parameter in stays_whole]
         gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
         made = with_memory(whole)
         gather(made)

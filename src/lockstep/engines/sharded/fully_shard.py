@@ -98,7 +98,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
     """Call a policy as torch's first FSDP does: whether to descend into a layer, then whether its rest is a group."""
     found: list[nn.Module] = []
-    left = sum(parameter.numel() for parameter in module.parameters())
+    ungrouped = sum(parameter.numel() for parameter in module.parameters())
     for child in module.children():
         size = sum(parameter.numel() for parameter in child.parameters())
         if size and policy(module=child, recurse=True, nonwrapped_numel=size):
@@ -107,8 +107,8 @@ def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[n
             if policy(module=child, recurse=False, nonwrapped_numel=rest):
                 found.append(child)
                 rest = 0
-            left -= size - rest
-    return found, left
+            ungrouped -= size - rest
+    return found, ungrouped
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -487,8 +487,8 @@ class ShardedModule:
             parameter = getattr(param, "_unsharded_param", None)
             if parameter is not None:
                 whole.append(parameter)
-            left = waiting_gradient(param)
-            waiting += [] if left is None else [left]
+            gradient = waiting_gradient(param)
+            waiting += [] if gradient is None else [gradient]
         return whole, waiting
 
     # -- the state of this rank alone
@@ -503,9 +503,9 @@ class ShardedModule:
                 shards[name] = gradient
             if param is None:
                 continue
-            left = waiting_gradient(param)
-            if left is not None:
-                waiting[name] = left
+            unreduced = waiting_gradient(param)
+            if unreduced is not None:
+                waiting[name] = unreduced
         found: dict[str, dict[str, Any]] = {}
         for kind, gradients in (("shards", shards), ("waiting", waiting)):
             found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}

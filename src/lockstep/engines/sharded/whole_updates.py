@@ -175,20 +175,20 @@ class _Rounds:
     @torch.no_grad()
     def play(self) -> None:
         """Update all parameters; a round's gradients are sent while the previous round is computed. Collective."""
-        coming = self._gather(self._rounds[0]) if self._rounds else None
-        going: tuple[Any, _Exchange] | None = None
+        incoming = self._gather(self._rounds[0]) if self._rounds else None
+        outgoing: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
-            assert coming is not None
-            arrived, following = coming, self._rounds[number + 1 :]
+            assert incoming is not None
+            arrived, following = incoming, self._rounds[number + 1 :]
             # sent before this round is computed, so that the message overlaps the computation
-            coming = self._gather(following[0]) if following else None
+            incoming = self._gather(following[0]) if following else None
             values = self._updated(row[self._rank], arrived.arrive())
             sent = row, self._scatter(row, values)
-            if going is not None:
-                self._apply(*going)
-            going = sent
-        if going is not None:
-            self._apply(*going)
+            if outgoing is not None:
+                self._apply(*outgoing)
+            outgoing = sent
+        if outgoing is not None:
+            self._apply(*outgoing)
 
     # -- from shards to the owner
 
@@ -362,11 +362,11 @@ class _Exchange:
                 flat = comm.as_bytes(tensor).to(carrier)
                 packed[other] += [flat, flat.new_zeros(_padded(flat.numel()) - flat.numel())]
         sizes = [sum(part.numel() for part in each) for each in packed]
-        come = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
-        self._out = torch.empty(sum(come), dtype=torch.uint8, device=carrier)
+        received = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
+        self._out = torch.empty(sum(received), dtype=torch.uint8, device=carrier)
         parts = [part for each in packed for part in each]
         self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # kept alive as long as the message
-        self._work = dist.all_to_all_single(self._out, self._given, come, sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(self._out, self._given, received, sizes, group=group, async_op=True)
 
     def arrive(self) -> list[list[Tensor]]:
         """Wait, and return the received tensors by sender."""
