@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import is_recomputing, recompute
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import check_equivalence
-from tests.equivalence.models import rows
+from tests.equivalence.models import agree, rows
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -334,18 +334,11 @@ def test_torchs_wrapper_in_configure_model(ranks: RankPool, strategy: str) -> No
         assert keys == same
 
 
-def equivalent(strategy: str) -> Any:
-    made = STRATEGIES[strategy](activation_checkpointing={Block})
-    return check_equivalence(
-        Deep, rows(26), strategy=made, devices=dist.get_world_size(), batch_size=2, steps=7, sync_batchnorm=True
-    )
-
-
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_empty_shares_with_synchronized_statistics(ranks: RankPool, strategy: str) -> None:
-    for report in ranks(3).run(equivalent, strategy, timeout=60):
-        assert report, report
+    made = partial(STRATEGIES[strategy], activation_checkpointing={Block})
+    agree(ranks(3), Deep, rows(26), made, batch_size=2, steps=7, sync_batchnorm=True)
 
 
 class Logs(Deep):
