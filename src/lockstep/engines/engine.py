@@ -215,8 +215,8 @@ class Engine:
         """
         if self.module is not None and self.holds_parts:
             raise NotImplementedError(
-                f"{type(self).__name__}, its Trainer and its loops cannot be copied or pickled after a call has set "
-                "them up: the model is in parts, which only this process can gather. Copy before the first call, or "
+                f"{type(self).__name__} cannot be copied or pickled once a call has set it up, nor can its Trainer and "
+                "its loops: the model is in parts, which only this process can gather. Copy before the first call, or "
                 "save the model by trainer.save_checkpoint(path)."
             )
         return kept(self, "_own_backward")
