@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,23 +29,25 @@ class Counting(Slope):
         self.found["val"].append(self.seen.item())
 
 
-def fit(accumulate: int) -> dict[str, list[float]]:
-    module = Counting()
-    trainer = on_ranks(max_epochs=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=0)
-    trainer.fit(module, numbers(8), numbers(2))
-    return module.found
+def fit(kind: type[Counting], accumulate: int, **flags: Any) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return what forwards found in the buffer, and the buffers after a fit."""
+    module = kind()
+    on_ranks(max_epochs=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **flags).fit(
+        module, numbers(8), numbers(2)
+    )
+    return module.found, {name: buffer.item() for name, buffer in module.named_buffers()}
 
 
 def test_a_window_begins_with_rank_zeros_buffers(ranks: Any) -> None:
     """They were once taken before a window's last micro-batch, so that all but that one ran on differing buffers."""
-    zero, one = ranks(2).run(fit, 2, timeout=40)
+    (zero, _), (one, _) = ranks(2).run(fit, Counting, 2, timeout=40)
     assert zero["train"] == [0.0, 1.0, 2.0, 3.0]
     assert one["train"] == [0.0, 2.0, 2.0, 4.0]
 
 
 def test_a_validation_runs_on_rank_zeros_buffers(ranks: Any) -> None:
     """A resumed run has rank 0's buffers on every rank: without this its first validation gave other values."""
-    zero, one = ranks(2).run(fit, 1, timeout=40)
+    (zero, _), (one, _) = ranks(2).run(fit, Counting, 1, timeout=40)
     assert zero["val"] == one["val"] == [4.0]
 
 
@@ -56,16 +59,9 @@ class AlwaysValidated(Counting):
         self.log("seen", self.seen)
 
 
-def fit_with_validations() -> dict[str, list[float]]:
-    module = AlwaysValidated()
-    trainer = on_ranks(max_epochs=1, accumulate_grad_batches=2, val_check_interval=1, num_sanity_val_steps=0)
-    trainer.fit(module, numbers(8), numbers(2))
-    return module.found
-
-
 def test_a_validation_within_a_window_runs_on_rank_zeros_buffers(ranks: Any) -> None:
     """Only one at a window's end did: within it, each rank measured a model of its own."""
-    zero, one = ranks(2).run(fit_with_validations, timeout=40)
+    (zero, _), (one, _) = ranks(2).run(partial(fit, AlwaysValidated, 2, val_check_interval=1), timeout=40)
     assert zero["val"] == one["val"] == [1.0, 2.0, 3.0, 4.0]
     assert zero["train"] == [0.0, 1.0, 2.0, 3.0]
     assert one["train"] == [0.0, 2.0, 2.0, 4.0]  # as without a validation
@@ -82,27 +78,16 @@ class CountsValidations(AlwaysValidated):
         self.validations += 1
 
 
-def count_validations() -> float:
-    module = CountsValidations()
-    trainer = on_ranks(max_epochs=1, accumulate_grad_batches=2, val_check_interval=1, num_sanity_val_steps=0)
-    trainer.fit(module, numbers(8), numbers(2))
-    return module.validations.item()
-
-
 def test_what_a_validation_writes_into_a_buffer_stays(ranks: Any) -> None:
     """Also within a window, where the buffers that forwards have changed are put back."""
-    assert ranks(2).run(count_validations, timeout=40) == [4.0, 4.0]
-
-
-def end_of_fit() -> float:
-    module = Counting()
-    on_ranks(max_epochs=1, limit_val_batches=0).fit(module, numbers(8), numbers(2))
-    return module.seen.item()
+    for _, left in ranks(2).run(partial(fit, CountsValidations, 2, val_check_interval=1), timeout=40):
+        assert left["validations"] == 4.0
 
 
 def test_a_fit_leaves_rank_zeros_buffers_on_every_rank(ranks: Any) -> None:
     """They stayed apart by the last window's forwards, so that ranks went on with models that gave other answers."""
-    assert ranks(2).run(end_of_fit, timeout=40) == [4.0, 4.0]
+    for _, left in ranks(2).run(partial(fit, Counting, 1, limit_val_batches=0), timeout=40):
+        assert left == {"seen": 4.0}
 
 
 class SavesWithinAWindow(Counting):

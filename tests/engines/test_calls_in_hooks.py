@@ -141,24 +141,16 @@ def played(engine: str | None, case: str) -> tuple[list[float], dict[str, Tensor
     return [float(trainer.callback_metrics["val"]), module.looked], whole
 
 
-def check(ranks: RankPool, engine: str, case: str) -> None:
-    ((expected, weights),) = ranks(1).run(played, None, case, group=False)
-    for seen, whole in ranks(2).run(played, engine, case, timeout=60):
-        assert seen == pytest.approx(expected, rel=1e-10)
-        for name, value in whole.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-12, msg=name)
+SELDOM = [(engine, case) for engine in ENGINES for case in KINDS if (engine, case) not in EVERY_DAY]
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.parametrize(("engine", "case"), EVERY_DAY)
+@pytest.mark.parametrize(
+    ("engine", "case"), [*EVERY_DAY, *(pytest.param(*each, marks=pytest.mark.slow) for each in SELDOM)]
+)
 def test_calls_in_hooks_are_those_of_one_process(ranks: RankPool, engine: str, case: str) -> None:
     """A call behind a backward left whole weights, with which the next step computed, without the update."""
-    check(ranks, engine, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "case"), [(engine, case) for engine in ENGINES for case in KINDS if (engine, case) not in EVERY_DAY]
-)
-def test_calls_in_hooks_under_each_engine(ranks: RankPool, engine: str, case: str) -> None:
-    check(ranks, engine, case)
+    ((expected, weights),) = ranks(1).run(played, None, case, group=False)
+    for seen, whole in ranks(2).run(played, engine, case, timeout=60):
+        assert seen == pytest.approx(expected, rel=1e-10)
+        torch.testing.assert_close(whole, weights, rtol=1e-10, atol=1e-12)

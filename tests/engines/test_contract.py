@@ -164,17 +164,6 @@ def test_buffers_are_rank_zeros_unless_switched_off(ranks: RankPool) -> None:
     assert ranks(2).run(buffers, False) == [[1.0, 1.0], [2.0, 2.0]]
 
 
-def test_rank_zeros_weights_are_everybodys(ranks: RankPool) -> None:
-    def weights() -> float:
-        module = Slope()
-        with torch.no_grad():
-            module.w.fill_(torch.distributed.get_rank() + 5)
-        quiet(strategy="ddp", devices=2, max_epochs=1).fit(module, numbers(2))
-        return module.w.item()
-
-    assert ranks(2).run(weights) == [5.0, 5.0]
-
-
 class DependsOnRank(Slope):
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,34 +13,25 @@ from torch import Tensor
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback, ModelCheckpoint
-from lockstep.engines.collectives import ReplicaMap
-from lockstep.engines.engine import Engine, EngineState
-from lockstep.engines.ranks import RankedStrategy
+from lockstep.engines.engine import EngineState
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.engines.averaging import AveragingStrategy
 from tests.engines.test_contract import fit as answers_of_contract
 from tests.engines.windows import ForwardsFirst
-from tests.equivalence.models import CASES, Plain, rows
+from tests.equivalence.models import CASES, Plain, agree, agree_in, report, rows
 from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
 from tests.tools.pool import RankPool
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 
 
-def equivalence(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=AveragingStrategy(), devices=dist.get_world_size(), **given)
-
-
 @pytest.mark.everyday(5)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_a_strategy_of_sixty_lines_trains_as_one_process(ranks: RankPool, case: str, world: int) -> None:
-    for report in ranks(world).run(equivalence, case, timeout=60):
-        assert report, report
+    agree_in(ranks(world), CASES[case], AveragingStrategy)
 
 
 class SaysWhere(SingleDeviceStrategy):
@@ -70,30 +59,12 @@ def test_a_strategy_may_say_by_properties_where_it_is() -> None:
         quiet(strategy=strategy, max_epochs=1).fit(Slope(), numbers(2))
 
 
-def methods(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
-
-
-def test_an_engine_answers_twelve_methods_at_most() -> None:
-    assert len(methods(Engine)) <= 12, methods(Engine)
-    source = Path(inspect.getfile(AveragingStrategy)).read_text()
-    assert len(source.splitlines()) <= 60
-    kind = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
-    assert len([each for each in kind.body if isinstance(each, ast.FunctionDef)]) <= 15
-
-
 # -- an engine that plays whole windows ----------------------------------------------------------------------
-
-
-def by_windows(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=ForwardsFirst(), devices=dist.get_world_size(), **given)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "unused in some steps"])
 def test_an_engine_may_play_whole_windows(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(by_windows, case, timeout=60):
-        assert report, report
+    agree_in(ranks(2), CASES[case], ForwardsFirst)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -200,58 +171,6 @@ def test_what_cannot_go_by_windows_is_refused(ranks: RankPool) -> None:
     assert "calls no `on_before_backward`" in losses
 
 
-# -- ranks that see the same samples -------------------------------------------------------------------------
-
-
-class Pairs(AveragingStrategy):
-    """Two ranks to a replica, as if they shared a tensor."""
-
-    def connect(self, world: Any, *args: Any) -> None:
-        super().connect(world, *args)
-        of_rank = tuple(rank // 2 for rank in range(world.size))
-        self.replicas = ReplicaMap(of_rank[world.rank], max(of_rank) + 1, of_rank)
-
-
-class Sees(Told):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(batch.flatten().tolist())
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("of validation", batch.mean())
-        self.log("samples", float(len(batch)), reduce_fx="sum")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch.flatten().tolist()
-
-
-def pairs(strategy: Strategy, **flags: Any) -> tuple[list[list[float]], dict[str, float], list[float], float]:
-    module = Sees()
-    trainer = quiet(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, log_every_n_steps=1, **flags)
-    trainer.fit(module, numbers(7, 1 if flags["devices"] > 1 else 2), numbers(5))
-    found = {name: float(trainer.callback_metrics[name]) for name in ("mean_epoch", "sum", "of validation", "samples")}
-    predicted = [number for batch in trainer.predict(module, numbers(5)) for number in batch]
-    return module.seen, found, predicted, module.w.item()
-
-
-def test_ranks_of_a_replica_draw_the_same_batches_and_each_value_counts_once(ranks: RankPool) -> None:
-    one = pairs(SingleDeviceStrategy(), devices=1)
-    four = ranks(4).run(lambda: pairs(Pairs(), devices=4), timeout=60)
-    seen = [rank[0] for rank in four]
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert sorted(number for rank in (0, 2) for batch in seen[rank] for number in batch) == [1, 2, 3, 4, 5, 6, 7]
-    assert sorted(number for rank in (0, 2) for number in four[rank][2]) == [1, 2, 3, 4, 5]
-    assert four[0][2] == four[1][2]
-    for _, logged, _, weight in four:
-        assert logged == pytest.approx(one[1], rel=1e-6)
-        assert weight == pytest.approx(one[3], rel=1e-6)
-
-
 # -- parts of another size -----------------------------------------------------------------------------------
 
 
@@ -261,21 +180,21 @@ class Uneven(AveragingStrategy):
     shares = (3.0, 1.0)
 
 
-def unevenly(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=Uneven(), devices=2, **given)
-
-
 @pytest.mark.parametrize("case", ["even", "uneven last batch", "accumulation 3, clipped"])
 def test_a_global_batch_is_shared_out_by_the_engines_shares(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(unevenly, case, timeout=60):
-        assert report, report
+    agree_in(ranks(2), CASES[case], Uneven)
 
 
 def sizes_by_shares() -> list[int]:
-    module = Sees()
-    quiet(strategy=Uneven(), devices=2, max_epochs=1).fit(module, numbers(16, 4))
-    return [len(batch) for batch in module.seen]
+    sizes: list[int] = []
+
+    class Sees(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sizes.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    quiet(strategy=Uneven(), devices=2, max_epochs=1).fit(Sees(), numbers(16, 4))
+    return sizes
 
 
 def test_a_rank_of_three_shares_sees_three_times_the_samples(ranks: RankPool) -> None:
@@ -372,15 +291,11 @@ class SlicesTold(Slices):
             yield name, value, None if gradient is None else comm.all_reduce(gradient, "sum")
 
 
-def sliced(kind: type[Strategy]) -> EquivalenceReport:
-    return check_equivalence(Plain, rows(23), strategy=kind(), devices=2)
-
-
 def test_the_harness_compares_whole_gradients_however_they_are_held(ranks: RankPool) -> None:
-    assert all(ranks(2).run(sliced, SlicesTold, timeout=60))
-    for report in ranks(2).run(sliced, Slices, timeout=60):
-        assert not report
-        assert "gradient" in str(report)
+    agree(ranks(2), Plain, rows(23), SlicesTold)
+    for found in ranks(2).run(report, Plain, rows(23), Slices, {}, timeout=60):
+        assert not found
+        assert "gradient" in str(found)
 
 
 class SavesParts(SlicesTold):
@@ -447,71 +362,3 @@ def test_a_dtensor_is_not_saved_as_if_it_were_the_whole(ranks: RankPool) -> None
     for said in ranks(2).run(of_dtensor, timeout=60):
         assert 'checkpoint["state_dict"]["w"]' in said
         assert "DTensor, which a checkpoint cannot hold" in said
-
-
-# -- an engine whose forwards communicate: torch's own shards ------------------------------------------------
-
-
-class FullySharded(RankedStrategy):
-    """Each layer's parameters are shards of `torch.distributed.fsdp.fully_shard`."""
-
-    runs_padding = True
-
-    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        super().setup_module(module, own_backward)
-        comm.broadcast_tensors(list(module.parameters()), 0, None)
-        mesh = init_device_mesh("cpu", (self.world.size,))
-        for layer in list(module.modules()):
-            if any(True for _ in layer.parameters(recurse=False)) and layer is not module:
-                fully_shard(layer, mesh=mesh)
-        self.sharded: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        for layer in self.sharded:
-            layer.set_requires_gradient_sync(self.sync_gradients)
-        super().backward(loss * 0.0 if self.drops_gradients else loss, *args, **kwargs)
-
-    def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(parameters, value, norm.full_tensor())
-
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        for name, parameter in self.module.named_parameters():
-            gradient = None if parameter.grad is None else parameter.grad.full_tensor()
-            yield name, parameter.detach().full_tensor(), gradient
-
-    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        whole = {name: value.clone() for name, value, _ in self.whole_parameters()}
-        states = [{"state": {}, "param_groups": []} for _ in self.optimizers]
-        return EngineState(whole) if weights_only else EngineState(whole, states, {})
-
-
-def fully_sharded(case: str) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    return check_equivalence(module, rows(length), strategy=FullySharded(), devices=dist.get_world_size(), **given)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("case", ["even", "uneven last batch", "empty shares", "accumulation 3, clipped"])
-def test_torchs_own_shards_train_as_one_process(ranks: RankPool, case: str) -> None:
-    for report in ranks(2).run(fully_sharded, case, timeout=60):
-        assert report, report
-
-
-def saved_whole(folder: str) -> bool:
-    module = Plain()
-    trainer = quiet(strategy=FullySharded(), devices=2, max_steps=2, precision="64-true")
-    trainer.fit(module, rows(23)(4))
-    trainer.save_checkpoint(f"{folder}/whole.ckpt", weights_only=True)
-    comm.barrier()
-    saved = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
-    whole = {name: value for name, value, _ in trainer.strategy.whole_parameters()}
-    return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
-
-
-def test_shards_are_saved_whole_where_the_engine_gathers_them(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(saved_whole, str(tmp_path), timeout=60) == [True, True]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import LightningModule
-from lockstep.engines.optimizer_states import states_to_cpu, states_to_parameters
+from lockstep.engines.engine import states_to_cpu, states_to_parameters
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.types import TrainerStatus

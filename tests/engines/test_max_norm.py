@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, strategies
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy, FSDPStrategy
+from tests.equivalence.models import refusal
 from tests.loop.pieces import quiet
 from tests.tools.extensions import is_there
 from tests.tools.pool import RankPool
@@ -50,19 +51,14 @@ def rows(width: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(12).reshape(-1, width) % 6), batch_size=2)
 
 
-def said(strategy: str, layer: type[nn.Module]) -> str:
-    trainer = quiet(strategy=STRATEGIES[strategy](), devices=torch.distributed.get_world_size(), max_epochs=1)
-    with pytest.raises(MisconfigurationException) as raised:
-        trainer.fit(Looks(layer), rows(2))
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("strategy", "layer"), [*((name, nn.Embedding) for name in STRATEGIES), ("ddp", nn.EmbeddingBag)]
 )
 def test_a_table_with_a_max_norm_is_refused_on_ranks(ranks: RankPool, strategy: str, layer: type[nn.Module]) -> None:
     """Each rank scaled the rows of its own samples, and the ranks' weights parted in silence."""
-    for text in ranks(4 if strategy == "balanced" else 2).run(said, strategy, layer):
+    for text in ranks(4 if strategy == "balanced" else 2).run(
+        refusal, partial(Looks, layer), STRATEGIES[strategy], rows(2)
+    ):
         assert f"the {layer.__name__} 'table' has max_norm=0.5" in text
         assert "max_norm=None" in text
 

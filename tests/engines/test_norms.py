@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
+from tests.equivalence.models import refusal, report
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -62,30 +62,9 @@ class Normed(LightningModule):
 # -- the numbers of one process
 
 
-def equivalence(length: int, synchronized: bool, batch_size: int) -> EquivalenceReport:
-    world = dist.get_world_size()
-    return check_equivalence(
-        Normed, rows(length), devices=world, batch_size=batch_size, steps=6, sync_batchnorm=synchronized
-    )
-
-
-@pytest.mark.parametrize(
-    ("world", "length", "batch_size"),
-    [
-        (2, 19, 4),  # the last global batch has 3 samples: 2 and 1
-        (3, 26, 4),  # ... 2 samples: the layers meet without the third rank
-        (3, 14, 4),
-    ],
-)
-def test_gradients_are_those_of_one_process_with_the_whole_batch(
-    ranks: RankPool, world: int, length: int, batch_size: int
-) -> None:
-    for report in ranks(world).run(equivalence, length, True, batch_size, timeout=40):
-        assert report, report
-
-
 def test_without_the_flag_they_are_not(ranks: RankPool) -> None:
-    assert not ranks(2).run(equivalence, 24, False, 4, timeout=40)[0]
+    """With it they are: tests/equivalence/test_engines.py."""
+    assert not ranks(2).run(report, Normed, rows(24), "ddp", {}, timeout=40)[0]
 
 
 def fit(module: Any, length: int, batch_size: int = 4, **flags: Any) -> tuple[Any, Any]:
@@ -239,14 +218,10 @@ class Skips(Normed):
         return None if batch_idx == 1 else loss
 
 
-def skips() -> str:
-    with pytest.raises(MisconfigurationException) as error:
-        fit(seeded(Skips), 16, sync_batchnorm=True)
-    return str(error.value)
-
-
 def test_a_step_without_a_loss_is_an_error_and_not_a_wait(ranks: RankPool) -> None:
-    for rank, said in enumerate(ranks(2).run(skips, timeout=40)):
+    for rank, said in enumerate(
+        ranks(2).run(partial(refusal, partial(seeded, Skips), "ddp", rows(16)(4), sync_batchnorm=True))
+    ):
         assert f"returned None on rank {rank}" in said
         assert "0.0 * loss" in said
 

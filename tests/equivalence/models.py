@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
+from lockstep.testing import EquivalenceReport, check_equivalence
+from lockstep.utilities.exceptions import MisconfigurationException
+from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def rows(length: int, shuffle: bool = True) -> Callable[[int], Any]:
@@ -168,3 +174,42 @@ CASES: dict[str, Case] = {
     "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
     "never used": (Idle, 23, {"accumulate": 3}),
 }
+
+
+def report(
+    make: Callable[[], Any], data: Callable[[int], Any], strategy: Any, given: dict[str, Any]
+) -> EquivalenceReport:
+    """Compare the ranks that call this with one process; ``strategy`` makes the strategy, or is its name."""
+    made = strategy() if callable(strategy) else strategy
+    return check_equivalence(make, data, strategy=made, devices=dist.get_world_size(), **given)
+
+
+def agree(pool: RankPool, make: Callable[[], Any], data: Callable[[int], Any], strategy: Any, **given: Any) -> None:
+    """Assert that the ranks of a pool train what one process trains with the whole batch."""
+    for found in pool.run(report, make, data, strategy, given, timeout=60):
+        assert found, found
+
+
+def agree_in(pool: RankPool, case: Case, strategy: Any) -> None:
+    """Assert the same for a case."""
+    make, length, given = case
+    agree(pool, make, rows(length), strategy, **given)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two nests of dicts, lists and tensors are equal, bit for bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def refusal(make: Any, strategy: Any, batch: Any, **flags: Any) -> str:
+    """Return the words with which a fit on the ranks that call this is refused."""
+    with pytest.raises((MisconfigurationException, NotImplementedError)) as raised:  # noqa: PT012  # also by the strategy
+        made = strategy() if callable(strategy) else strategy
+        quiet(strategy=made, devices=dist.get_world_size(), max_steps=3, **flags).fit(make(), batch)
+    return str(raised.value)

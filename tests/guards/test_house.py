@@ -41,7 +41,7 @@ FLOORS = {
 }
 STRATEGIES = {
     *("strategy", "engine", "ranks", "collectives", "table", "buffers", "copies"),
-    *("optimizer_states", "ddp.sharded_optimizer", "sharded.fsdp", "sharded.model_parallel"),
+    *("sharded.fsdp", "sharded.model_parallel"),
 }
 """Files of engines/ that know of a run, besides each folder's file `strategy`; the others work in a loop by hand."""
 

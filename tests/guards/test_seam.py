@@ -15,14 +15,14 @@ SEAM = {
         "teardown"
     ),
     "Strategy": ("connect setup_environment building check_trained load_checkpoint held set_requires_grad steps_end"),
-    "Gradients": "local whole held hold",
+    "Gradients": "local whole window_state load_window_state",
 }
 """The methods that some class overrides, by the class that offers them; `docs/architecture.md` says what they do."""
 
 MOST_METHODS, MOST_FLAGS = 25, 7
 OFFERED_BY = (*SEAM, "ModelCopies", "Collectives")
 ENGINES = ("lockstep.engines.", *(f"lockstep.extensions.{name}." for name in ("balancing", "deepspeed", "parallel")))
-BASE = ("engine", "strategy", "gradients")
+BASE = ("engine", "strategy")
 """Files of engines/ that know of no engine."""
 
 

@@ -328,7 +328,7 @@ def call(make: Callable[[], Any], samples: int) -> None:
 @pytest.mark.parametrize("name", ["save_checkpoint", "reduced_metrics", "barrier", "broadcast", "reduce", "all_gather"])
 def test_a_collective_that_ranks_without_samples_cannot_join_is_refused_by_name(ranks: RankPool, name: str) -> None:
     make = Gathers if name == "all_gather" else lambda: Calls(name)
-    expected = rf"{name}\(.* was called for a micro-batch of which ranks \[1, 2\] have no samples[\s\S]*drop_last=True"
+    expected = rf"{name}\(.* was called for a micro-batch for which ranks \[1, 2\] have no samples[\s\S]*drop_last=True"
     with pytest.raises(Exception, match=expected):
         ranks(WORLD).run(call, make, 1, timeout=40)
 

@@ -154,5 +154,5 @@ def test_an_engine_that_leaves_steps_out_itself() -> None:
 
 def test_a_loss_that_is_never_finite_ends_the_fit() -> None:
     """With `max_steps` alone it would go on for ever, and change nothing."""
-    with pytest.raises(MisconfigurationException, match=r"16-mixed.*last 100 steps were left out.*detect_anomaly"):
+    with pytest.raises(MisconfigurationException, match=r"16-mixed.*last 100 steps were skipped.*detect_anomaly"):
         quiet(precision="16-mixed", max_steps=3, max_epochs=-1).fit(Overflows(range(10)), numbers(10))

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import is_recomputing, recompute
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import check_equivalence
-from tests.equivalence.models import rows
+from tests.equivalence.models import agree, rows
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -213,7 +213,7 @@ def test_two_backwards_of_one_graph() -> None:
     ("given", "said"),
     [
         ({"layers": {nn.Conv2d}}, "chooses no layer of Stack, which is made of BatchNorm1d, Block"),
-        ({"save": "everything"}, "activation_checkpointing_save='everything': the one name is \"matmuls\""),
+        ({"save": "everything"}, "activation_checkpointing_save='everything': the only name is \"matmuls\""),
         ({"save": [torch.ops.aten.mm]}, "change it to `torch.ops.aten.mm.default`"),
         ({"save": 3}, "activation_checkpointing_save=3"),
     ],
@@ -230,8 +230,8 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
         ({"activation_checkpointing": "blocks"}, r"activation_checkpointing='blocks'\): give True, classes of layers"),
         ({"activation_checkpointing": [Block(4)]}, "give True, classes of layers"),
         ({"activation_checkpointing": True, "activation_checkpointing_policy": {Block}}, "give one of them"),
-        ({"activation_checkpointing_save": "matmuls"}, "say which those are, by activation_checkpointing=True"),
-        ({"activation_checkpointing": True, "activation_checkpointing_save": "mm"}, "the one name is"),
+        ({"activation_checkpointing_save": "matmuls"}, "choose them by activation_checkpointing=True"),
+        ({"activation_checkpointing": True, "activation_checkpointing_save": "mm"}, "the only name is"),
     ],
 )
 def test_arguments_of_strategies_are_checked_at_once(strategy: Any, given: dict[str, Any], said: str) -> None:
@@ -334,18 +334,11 @@ def test_torchs_wrapper_in_configure_model(ranks: RankPool, strategy: str) -> No
         assert keys == same
 
 
-def equivalent(strategy: str) -> Any:
-    made = STRATEGIES[strategy](activation_checkpointing={Block})
-    return check_equivalence(
-        Deep, rows(26), strategy=made, devices=dist.get_world_size(), batch_size=2, steps=7, sync_batchnorm=True
-    )
-
-
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_empty_shares_with_synchronized_statistics(ranks: RankPool, strategy: str) -> None:
-    for report in ranks(3).run(equivalent, strategy, timeout=60):
-        assert report, report
+    made = partial(STRATEGIES[strategy], activation_checkpointing={Block})
+    agree(ranks(3), Deep, rows(26), made, batch_size=2, steps=7, sync_batchnorm=True)
 
 
 class Logs(Deep):
@@ -368,7 +361,7 @@ def test_what_a_layer_logs_is_logged_once() -> None:
 
 
 def test_a_model_without_repeated_blocks_is_told() -> None:
-    with pytest.warns(UserWarning, match="Lone has no repeated blocks.*name the layers by their classes"):
+    with pytest.warns(UserWarning, match="Lone has no repeated blocks.*name the classes of the layers"):
         quiet(strategy=SingleDeviceStrategy(activation_checkpointing=True), max_epochs=1).fit(Lone(), rows(8)(2))
 
 

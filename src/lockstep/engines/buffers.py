@@ -1,4 +1,4 @@
-"""Buffers and BatchNorm layers over the ranks: whose statistics a window begins with, and an evaluation runs with."""
+"""Synchronization of buffers and BatchNorm layers over the ranks, for windows and evaluations."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ from lockstep.ground import comm
 
 
 class SynchronizedNorms:
-    """For the length of a fit, the synchronized layers of its module: converted, and in a group of their own.
-
-    They need one because a rank sends its buckets of gradients as they fill, which may be before or after a layer's
-    message, while ranks may differ in what they use. On one group those messages would meet each other.
+    """The synchronized BatchNorm layers of a module during a fit.
 
     Args:
-        module: of the fit, alike on all ranks.
-        convert: convert its BatchNorm layers; else only those that the user made synchronized count.
+        module: module of the fit, the same on all ranks.
+        convert: convert its plain BatchNorm layers; otherwise only layers that the user has synchronized count.
         group: the layers' group of an earlier fit of this run, if there was one.
-        timeout: how long a layer waits for the other ranks.
-        replicas: a layer meets those of one rank of each, so that each sample counts once.
+        timeout: time that a layer waits for the other ranks.
+        replicas: a layer communicates with one rank of each replica, so that each sample counts once.
 
     Attributes:
         layers: all synchronized layers.
-        group: where they meet, unless the user gave them a group.
+        group: process group of the layers, except those to which the user gave one.
     """
 
     def __init__(
@@ -55,18 +52,23 @@ class SynchronizedNorms:
             convert_sync_batchnorm(module)
         self.layers: list[SyncBatchNorm] = list(synchronized_layers(module))
         self._converted = [layer for layer in self.layers if id(layer) not in own]
-        self._lent = [layer for layer in self.layers if layer.sync_group is None]
+        self._without_group = [layer for layer in self.layers if layer.sync_group is None]
         self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
-        if self._lent and group is None:
+        if self._without_group and group is None:
+            # A group of their own: a rank sends its buckets of gradients as they fill, before or after a layer's
+            # message, and ranks may use different parameters. On one group those messages would be confused.
             group = column_group(replicas, timeout)
-            comm.barrier(group)  # who ends at once must not be gone while another still connects to it
+            comm.barrier(group)  # a rank that ends at once must still exist while another connects to it
         self.group = group
-        for layer in self._lent:
+        for layer in self._without_group:
             layer.sync_group = group
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Inside, the layers meet without some ranks, which get the running statistics afterwards. Collective."""
+        """Let the layers communicate without the ``absent`` ranks, which get the running statistics afterwards.
+
+        Collective, also for those ranks.
+        """
         groups = [layer.sync_group for layer in self.layers]
         present = self._without(absent, groups)
         for layer, group in zip(self.layers, groups, strict=True):
@@ -84,10 +86,10 @@ class SynchronizedNorms:
                 comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
 
     def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
-        """For each of the layers' groups (by its id) one without some ranks. Collective."""
-        if absent not in self._present:
+        """Return for each of the layers' groups (by its id) one without some ranks. Collective."""
+        if absent not in self._present:  # a group costs connections: it is made once for each set of absent ranks
             wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
-            # all ranks make all groups, in one order: a backend may need it
+            # all ranks make all groups, in one order, which `new_group` requires
             of_all = sorted({tuple(ranks) for each in comm.all_gather_object(list(wanted.values())) for ranks in each})
             made = {ranks: dist.new_group(list(ranks), timeout=self._timeout) for ranks in of_all if ranks}
             mine = comm.rank()
@@ -97,19 +99,19 @@ class SynchronizedNorms:
         return self._present[absent]
 
     def set_zero_weight(self, zero_weight: bool) -> None:
-        """Leave this rank's samples out of the statistics: they are a padding batch's."""
+        """Leave this rank's samples out of the statistics, while a padding batch runs."""
         for layer in self.layers:
             layer.zero_weight = zero_weight
 
     def others_buffers(self, module: nn.Module) -> list[Tensor]:
-        """The buffers of ``module`` that no synchronized layer keeps alike on all ranks."""
-        alike = {id(buffer) for layer in self.layers for buffer in layer.buffers()}
-        return [buffer for buffer in module.buffers() if id(buffer) not in alike]
+        """Return the buffers of ``module`` that no synchronized layer keeps equal on all ranks."""
+        synchronized = {id(buffer) for layer in self.layers for buffer in layer.buffers()}
+        return [buffer for buffer in module.buffers() if id(buffer) not in synchronized]
 
-    def put_back(self) -> None:
-        """Make the layers what they were."""
+    def restore(self) -> None:
+        """Restore the layers' classes and groups."""
         self.set_zero_weight(False)
-        for layer in self._lent:
+        for layer in self._without_group:
             layer.sync_group = None
         for layer in self._converted:
             revert_sync_batchnorm(layer)
@@ -119,30 +121,30 @@ class SynchronizedNorms:
 
 
 class WindowBuffers:
-    """A module's buffers, which each rank's forwards change by its own samples until the window's end.
+    """A module's buffers, which each rank's forwards change by its own samples until the end of a window.
 
     Args:
-        module: of the fit.
+        module: module of the fit.
 
     Attributes:
-        differ: whether training forwards have changed them since the ranks had rank 0's.
-        due: whether a window has ended since, so that the next training forward takes rank 0's.
+        differ: True if training forwards have changed them since the ranks had rank 0's.
+        due: True if a window has ended since then: the next training forward takes rank 0's.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.differ = self.due = False
         self._module = module
-        self._own: dict[str, Tensor] | None = None  # while rank 0's are shown within a window
+        self._own: dict[str, Tensor] | None = None  # this rank's, while rank 0's replace them within a window
 
     def align(self) -> None:
-        """Take rank 0's, if they differ. Collective then."""
+        """Take rank 0's buffers, if they differ. Collective then."""
         if self.differ:
             sync_buffers(self._module, None)
             self.differ = self.due = False
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, every rank has rank 0's. Within a window each has its own again afterwards. Collective."""
+        """Let every rank have rank 0's buffers in the block. Within a window, restore its own then. Collective."""
         if self.due or not self.differ:
             self.align()
             yield
@@ -155,15 +157,15 @@ class WindowBuffers:
         finally:
             own, self._own = self._own, None
             for name, buffer in self._module.named_buffers():
-                if buffer._version == versions.get(name):  # what an evaluation has changed is what it says now
+                if buffer._version == versions.get(name):  # a change by an evaluation stays
                     _put(buffer, own[name])
 
-    def held(self) -> dict[str, Tensor]:
-        """This rank's own, by name, where a window is under way; else rank 0's are all that is needed."""
+    def window_state(self) -> dict[str, Tensor]:
+        """Return this rank's buffers by name; an empty dict between windows, where rank 0's are enough."""
         return {} if self.due or not self.differ else self._own or self._copies()
 
-    def hold(self, saved: dict[str, Tensor]) -> None:
-        """Put back what `held` gave."""
+    def load_window_state(self, saved: dict[str, Tensor]) -> None:
+        """Restore the result of `window_state`."""
         buffers = dict(self._module.named_buffers())
         for name, value in saved.items():
             _put(buffers[name], value)

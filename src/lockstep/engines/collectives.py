@@ -1,4 +1,4 @@
-"""How the ranks of a run talk to each other, one process alone included; and which of them see other samples."""
+"""Collectives of a run, also of one process, and the map of its ranks to replicas."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lockstep.ground.tree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """The ranks by the samples that they see: those of one replica draw the same batches.
+    """The replica of each rank; the ranks of a replica draw the same batches.
 
-    Ranks are replicas of their own, unless several hold one copy of the model together (a tensor's parts, the stages
-    of a pipeline).
+    Each rank is a replica of its own, unless several ranks share one copy of the model (parts of tensors, the stages of
+    a pipeline).
 
     Attributes:
-        index: the replica to which this rank belongs.
+        index: the replica of this rank.
         count: number of replicas.
         of_rank: the replica of each rank.
     """
@@ -43,17 +43,17 @@ class ReplicaMap:
 
     @classmethod
     def each(cls, world: World) -> ReplicaMap:
-        """Every rank for itself."""
+        """Return the map in which each rank is a replica."""
         return cls(world.rank, world.size, tuple(range(world.size)))
 
     @property
     def first_ranks(self) -> list[int]:
-        """The first rank of each replica, whose values stand for all of the replica's."""
+        """The first rank of each replica; the others of a replica have the same values."""
         return [self.of_rank.index(replica) for replica in range(self.count)]
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """The first ranks of all replicas, their second ones, and so on; replicas are of one size."""
+        """The first ranks of all replicas, the second ones, and so on; all replicas have the same size."""
         return list(zip(*self.rows, strict=True))
 
     @property
@@ -62,28 +62,28 @@ class ReplicaMap:
         return [self.ranks([replica]) for replica in range(self.count)]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of these replicas."""
+        """Return the ranks of these replicas."""
         if self.count == len(self.of_rank):
             return tuple(replicas)
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
     def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
-        """The ranks of a checkpoint whose parts a rank goes on with, besides rank 0's.
+        """Return the ranks whose parts of a checkpoint a rank needs to continue, besides rank 0's.
 
         Args:
-            rank: of this run.
+            rank: rank of this run.
             saved: the replica of each rank that saved.
-            gradients: whether they held gradients, which count on all ranks.
+            gradients: True if the parts contain gradients.
         """
         if tuple(saved) == self.of_rank:
             return [rank]
-        if gradients:
+        if gradients:  # other ranks take the mean over all replicas
             return list(range(len(saved)))
         mine = range(self.index, max(saved, default=-1) + 1, self.count)
         return sorted({0, *(list(saved).index(replica) for replica in mine)})
 
     def for_feed(self, members: comm.Group) -> Replicas:
-        """The same, as loaders are shared out by it; ``members`` are the ranks of this replica."""
+        """Return the replicas as loaders are divided by them; ``members`` are the ranks of this replica."""
         if self.count == len(self.of_rank):
             return Replicas(self.index, self.count)
         first = self.first_ranks
@@ -96,7 +96,7 @@ class ReplicaMap:
 
 
 def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
-    """A new group of one rank of each replica, this one among them: together they see each sample once. Collective."""
+    """Create a group of one rank of each replica, including this one; it sees each sample once. Collective."""
     if replicas.count == comm.world_size():
         everyone: comm.Group = dist.new_group(timeout=timeout)
         return everyone
@@ -104,14 +104,14 @@ def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
 
 
 def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Group:
-    """A new group of the ranks of that part in which this one is. Collective: all ranks make all groups."""
+    """Create a group of the ranks of each part, and return this rank's. Collective: all ranks create all groups."""
     made: list[comm.Group] = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
     return next(group for ranks, group in zip(parts, made, strict=True) if comm.rank() in ranks)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """Stands for a tensor that travels by itself."""
+    """Placeholder for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -119,21 +119,21 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Same:
-    """Stands for a tensor of which the rank that gathers has the same."""
+    """Placeholder for a tensor that the gathering rank already has."""
 
     number: int
 
 
 def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
-    """What all ranks pass, by rank, on one rank; an empty list on the others, who need no copies of it. Collective.
+    """Gather the objects of all ranks, by rank, on one rank; the others get an empty list. Collective.
 
-    Tensors travel one by one, so that this rank needs memory for what it gets and little more.
+    Tensors are sent one by one, so that the rank needs little more memory than for the result.
 
     Args:
-        to: the rank that gets it.
-        obj: dicts, lists and tuples of tensors and of what can be pickled. Tensors of a device arrive on the CPU.
-        alike: tensors of which that rank has the same, to the bit, do not travel: its own stands in their place, once
-            in the place of one. Those who read the list must not change it.
+        to: the rank that gathers.
+        obj: dicts, lists and tuples of tensors and picklable objects. Tensors of a device arrive on the CPU.
+        alike: do not send tensors that the gathering rank has itself, bit for bit: the result contains its own, each
+            at most once per rank. The caller must not change the result then.
     """
     if comm.world_size() == 1:
         return [obj]
@@ -143,7 +143,7 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
     if comm.rank() != to:
         tensors: list[Tensor] = []
 
-        def leave(tensor: Tensor) -> Tensor | _Sent | _Same:
+        def replaced(tensor: Tensor) -> Tensor | _Sent | _Same:
             if not _goes_alone(tensor):
                 return tensor
             number = None if known is None else known.number_of(tensor)
@@ -152,7 +152,7 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
             tensors.append(tensor)
             return _Sent(tuple(tensor.shape), tensor.dtype)
 
-        dist.gather_object(packed(tree_map(leave, obj, Tensor)), None, to)
+        dist.gather_object(packed(tree_map(replaced, obj, Tensor)), None, to)
         for tensor in tensors:
             if tensor.numel():
                 dist.send(comm.as_bytes(tensor).to(device), to)
@@ -183,20 +183,20 @@ def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
 
 
 def _goes_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is its bytes, shape and dtype, and no more."""
+    """Return True if bytes, shape and dtype are all that a tensor consists of."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return plain and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
 
 
 class _KnownTensors:
-    """The tensors that a rank has, by what is in them. Collective.
+    """The tensors of one rank, by their content. Collective.
 
     Args:
-        rank: that one.
-        tensors: this rank's.
+        rank: the rank.
+        tensors: tensors of this rank.
 
     Attributes:
-        tensors: this rank's.
+        tensors: tensors of this rank.
     """
 
     def __init__(self, rank: int, tensors: list[Tensor]) -> None:
@@ -207,7 +207,7 @@ class _KnownTensors:
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Which of that rank's is the same; each is given once, so that no two tensors of a rank become one."""
+        """Return the index of an equal tensor, each at most once: two tensors of a rank must not become one."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
@@ -219,27 +219,26 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 class Collectives:
-    """What loops and user code call to talk to the other ranks. A run of one process talks to none.
-
-    The process may well be in a group that is not the run's, such as that of the ranks of a test.
+    """Collectives for loops and user code; without communication in a run of one process.
 
     Attributes:
         world: this process among the ranks.
-        device: where a rank's tensors are.
-        absent: while user code runs that ranks without samples for the micro-batch do not run: those ranks.
+        device: device of this rank's tensors.
+        absent: ranks without samples for the micro-batch, while user code runs that they do not run.
     """
 
     def __init__(self) -> None:
+        # not the default group's: the process may be in a group that is not the run's, such as that of a test's ranks
         self.world = World.single()
         self.device = torch.device("cpu")
         self.absent: tuple[int, ...] = ()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
-        """Refuse a collective that user code calls where ranks without samples cannot join it.
+        """Refuse a collective of user code that ranks without samples cannot join.
 
         Args:
-            call: what the user called.
-            group: the ranks that it takes; None: all.
+            call: the call, for the message.
+            group: the ranks of the collective; None: all.
 
         Raises:
             MisconfigurationException: it would wait for a rank that does not run this code.
@@ -248,15 +247,15 @@ class Collectives:
         if missing:
             which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
             raise MisconfigurationException(
-                f"{call} was called for a micro-batch of which {which} no samples (the data set does not go round), "
-                "so that this code does not run there and all would wait: call it in a hook that runs on every rank "
+                f"{call} was called for a micro-batch for which {which} no samples (the data set does not divide "
+                "evenly). This code does not run there, and all would wait: call it in a hook that every rank runs "
                 "(`on_before_optimizer_step`, `on_train_epoch_end`), leave the last batch out "
-                "(DataLoader(drop_last=True)), or have `self.log(..., sync_dist=True)` reduce the value."
+                "(DataLoader(drop_last=True)), or reduce the value by `self.log(..., sync_dist=True)`."
             )
 
     @contextmanager
     def with_all_ranks(self) -> Iterator[None]:
-        """Inside, collectives are allowed: the ranks without samples take part."""
+        """Allow collectives in the block, which ranks without samples join."""
         before, self.absent = self.absent, ()
         try:
             yield
@@ -264,7 +263,7 @@ class Collectives:
             self.absent = before
 
     def make_agreement(self) -> ConsensusFlags:
-        """The flags that the ranks share: in shared memory on one host, by asynchronous messages across hosts."""
+        """Create the ranks' shared flags: in shared memory on one host, by asynchronous messages across hosts."""
         return ConsensusFlags(alone=self.world.size == 1)
 
     @does("strategy.barrier")
@@ -276,7 +275,7 @@ class Collectives:
 
     @does("strategy.broadcast")
     def broadcast(self, obj: object, src: int = 0) -> Any:
-        """The object of rank ``src``, on every rank."""
+        """Return the object of rank ``src`` on every rank."""
         if self.world.size == 1:
             return obj
         self.check_present("strategy.broadcast(...)")
@@ -284,7 +283,7 @@ class Collectives:
 
     @does("all_gather")
     def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
+        """Return the stacked tensors of all ranks: ``(world_size, *shape)``; on one process the tensor itself."""
         if self.world.size == 1:
             return tensor
         self.check_present("all_gather(...)", group)
@@ -292,11 +291,11 @@ class Collectives:
 
     @does("strategy.reduce")
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """The tensor reduced over all ranks; the given one is not changed. On one process the tensor as it is.
+        """Return the tensor reduced over all ranks, without changing the argument. On one process it is the argument.
 
         Args:
-            tensor: shapes and dtypes equal on all ranks.
-            group: a process group in place of all ranks.
+            tensor: a tensor of the same shape and dtype on all ranks.
+            group: a process group, instead of all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
         if self.world.size == 1:
@@ -308,43 +307,46 @@ class Collectives:
         return comm.all_reduce(value, operation, group)  # which refuses others
 
     def decide(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decided for it, or (``all=False``) any of them."""
+        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them."""
         if self.world.size == 1:
             return bool(decision)
         self.check_present("strategy.reduce_boolean_decision(...)")
         return bool(comm.all_reduce(self._sent(torch.tensor(int(decision))), "min" if all else "max"))
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
+        """Return a CPU vector of each rank, all of equal length: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(self._sent(vector)).cpu()
 
     def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:
-        """CPU vectors of equal length from all ranks, made one along a tree of fixed shape; see `comm.combined`."""
+        """Combine CPU vectors of equal length from all ranks along a tree of fixed shape; see `comm.combined`."""
         return comm.combined(self._sent(vector), combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
 
     def combined_there(self, row: Tensor, combine: comm.Combine) -> Tensor:
-        """`combined`, of rows on this rank's device, and there: nobody waits."""
+        """Combine rows on this rank's device like `combined`, without waiting for the device."""
         return comm.combined_there(row, combine)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor where it can be sent: as it is, or on this rank's device, where only that has a backend."""
+        """Return a CPU tensor on a device from which it can be sent: the CPU, or this rank's without a CPU backend."""
         return tensor if comm.backend_of(None, "cpu") else tensor.to(self.device)
 
     def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
-        """What rank 0 makes of small picklable objects of all ranks, on every rank. ``make`` must not fail."""
+        """Return on every rank what ``make`` returns on rank 0 for small picklable objects of all ranks.
+
+        ``make`` must not raise.
+        """
         if self.world.size == 1:
             return make([obj])
         found = comm.gather_objects(obj)
         return comm.broadcast_object(make(found) if self.world.is_zero else None)
 
     def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
-        """What all ranks pass, by rank, on rank 0, as `gather_on_zero` has it; an empty list on the others."""
+        """Gather the objects of all ranks, by rank, on rank 0; the others get an empty list. See `gather_on`."""
         return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
 
     def gather_on_callers(self, obj: object) -> list[Any]:
-        """What all ranks pass, by rank, on the first rank of each node, from which its process hears; see `gather_on`.
+        """Gather the objects of all ranks on the first rank of each node, which returns to the calling process.
 
-        Collective.
+        Collective; see `gather_on`.
         """
         if self.world.size == 1:
             return [obj]
@@ -353,5 +355,5 @@ class Collectives:
         return next(filter(None, found), [])
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """A small picklable object from all ranks, by rank."""
+        """Return a small picklable object of each rank, by rank."""
         return [obj] if self.world.size == 1 else comm.all_gather_object(obj)

@@ -1,4 +1,4 @@
-"""What the ranks' copies of a model have beside its parameters: buffers, layers that communicate, local steps."""
+"""Replicas of a model: their buffers, layers that communicate, and local steps."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ class Diverged(Protocol):
 
     @property
     def shown(self) -> bool:
-        """Whether the mean is in their place now."""
+        """True while the mean replaces them."""
 
     def show_mean(self) -> None:
-        """Put the mean over all ranks in their place. Collective."""
+        """Replace them by the mean over all ranks. Collective."""
 
     def show_own(self) -> None:
-        """Put them back."""
+        """Restore them."""
 
 
 class LocalSteps(Protocol):
-    """Steps of a fit that are made with the gradients of a part of the ranks; between them weights differ."""
+    """Steps of a fit with gradients that only some of the ranks average; between them weights differ."""
 
     @property
     def differ(self) -> bool:
-        """Whether the ranks' weights may differ now."""
+        """True if the ranks' weights may differ now."""
 
     @property
     def apart(self) -> Diverged:
         """The weights of this rank."""
 
     def averaged_ranks(self) -> Sequence[int]:
-        """The ranks, this one among them, over which gradients are averaged in the next round."""
+        """Return the ranks, including this one, over which gradients are averaged in the next round."""
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
 
 
 class InParts(Protocol):
-    """A model of which each rank has a part while a fit runs."""
+    """A model with a part on each rank during a fit."""
 
     def gather(self) -> None:
-        """Let each rank have all of it again. Collective."""
+        """Make it whole on each rank. Collective."""
 
 
 class ModelCopies:
-    """How the ranks' copies of a model differ, and how they become one again; where they do not, it has nothing to do.
+    """Differences between the ranks' replicas of a model, and the means to make them equal again.
 
-    An engine gives it what there is: :meth:`watch_buffers` when the module is placed, :meth:`synchronize_norms` when
-    training begins, :attr:`local_steps` and :attr:`parts`; and tells it of the forwards and backwards of training.
+    Does nothing if there are none. An engine calls :meth:`watch_buffers` after it has placed the module,
+    :meth:`synchronize_norms` at the start of training, and `forward_begins` and `backward_ends` while training. It sets
+    :attr:`local_steps` and :attr:`parts`.
 
     Attributes:
-        buffers: each rank's own until a window ends; None: nothing is to be kept alike.
-        norms: the layers through which ranks go together; None: there are none.
-        local_steps: of this fit, where it takes such.
-        parts: brings the model together when training ends; None: each rank has all of it.
+        buffers: buffers that each rank changes until a window ends; None: there are none, or they are not synchronized.
+        norms: layers that communicate; None: there are none.
+        local_steps: local steps of this fit; None: there are none.
+        parts: gathers the model at the end of training; None: each rank has all of it.
     """
 
     def __init__(self) -> None:
@@ -76,63 +77,65 @@ class ModelCopies:
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
     def __getstate__(self) -> dict[str, Any]:
-        # a group belongs to its process, and so does what works with it
+        # a process group, and everything that uses it, belongs to its process
         return kept(self, "norms", "local_steps", "_norms_group")
 
-    # -- what an engine tells
+    # -- called by an engine
 
-    def watch_buffers(self, module: nn.Module, some: bool) -> None:
-        """Let windows begin with rank 0's buffers; ``some``: there are other ranks, and it is asked for."""
-        self.buffers = WindowBuffers(module) if some and any(True for _ in module.buffers()) else None
+    def watch_buffers(self, module: nn.Module, synchronize: bool) -> None:
+        """Let windows start with rank 0's buffers, if ``synchronize`` is True and the module has any."""
+        self.buffers = WindowBuffers(module) if synchronize and any(True for _ in module.buffers()) else None
 
     def synchronize_norms(self, module: nn.Module, convert: bool, timeout: timedelta, replicas: ReplicaMap) -> None:
-        """For the length of a fit, let layers that the user made synchronized, or that are converted, find each other.
+        """Connect synchronized BatchNorm layers for the length of a fit; ``convert`` adds the plain ones. Collective.
 
-        Collective. Arguments as of `SynchronizedNorms`.
+        The arguments are those of `SynchronizedNorms`.
         """
         if len(replicas.of_rank) == 1:
             return
         default, group = self._norms_group or (None, None)
+        # the layers' group of an earlier fit is lost with the default group
         norms = SynchronizedNorms(module, convert, group if default is dist.group.WORLD else None, timeout, replicas)
         self._norms_group = dist.group.WORLD, norms.group
         if norms.layers:
             self.norms = norms
+            # synchronized layers keep their own buffers equal; if there are no others, none are broadcast
             self.buffers = self.buffers if self.own_buffers(module) else None
 
     def forward_begins(self) -> None:
-        """A training forward begins: take rank 0's buffers if it is the first of its window. Collective then."""
+        """Take rank 0's buffers before a training forward, if it is the first of its window. Collective then."""
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()
             self.buffers.differ = not self.are_apart
 
     def backward_ends(self, reduced: bool) -> None:
-        """A backward has ended; behind one that was reduced, buffers are due."""
+        """Mark buffers as due after a backward that was reduced."""
         if self.buffers is not None:
             self.buffers.due = reduced and not self.are_apart
 
     def close(self) -> None:
-        """The fit is over: the module's layers are what they were."""
+        """Restore the module's layers at the end of a fit."""
         if self.norms is not None:
-            self.norms.put_back()
+            self.norms.restore()
             self.norms = None
 
-    # -- what is asked of it
+    # -- called by loops and strategies
 
     @property
     def are_apart(self) -> bool:
-        """Whether weights differ now."""
+        """True if weights differ between ranks now."""
         return self.local_steps is not None and self.local_steps.differ
 
     def own_buffers(self, module: nn.Module) -> list[Tensor]:
-        """The buffers that a forward changes by this rank's samples alone; synchronized layers are alike on all."""
+        """Return the buffers that a forward changes by this rank's samples alone, without synchronized layers'."""
         return list(module.buffers()) if self.norms is None else self.norms.others_buffers(module)
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Inside, every rank has the model that a checkpoint holds, and afterwards its own again. Collective.
+        """Let every rank have the model of a checkpoint in the block, and its own afterwards. Collective.
 
-        That has rank 0's buffers; where local steps have let the weights part, it is the ranks' mean.
+        That is the model with rank 0's buffers; under local steps it is the mean over the ranks.
         """
         local = self.local_steps
         if local is None or not local.differ or local.apart.shown:
@@ -146,9 +149,9 @@ class ModelCopies:
             local.apart.show_own()
 
     def end_training(self) -> None:
-        """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective.
+        """Leave every rank with the model of a checkpoint; no step follows in this fit. Collective.
 
-        What each rank has to itself under local steps can be saved still.
+        Each rank's own weights under local steps can still be saved.
         """
         if self.local_steps is not None and self.local_steps.differ:
             self.local_steps.apart.show_mean()
@@ -157,12 +160,13 @@ class ModelCopies:
         if self.parts is not None:
             self.parts.gather()
 
-    def held(self) -> dict[str, Tensor]:
-        """This rank's own buffers, where a window is under way, as a checkpoint takes them."""
-        copied: dict[str, Tensor] = snapshot({} if self.buffers is None or self.are_apart else self.buffers.held())
+    def window_state(self) -> dict[str, Tensor]:
+        """Return copies of this rank's own buffers within a window, for a checkpoint."""
+        own = {} if self.buffers is None or self.are_apart else self.buffers.window_state()
+        copied: dict[str, Tensor] = snapshot(own)
         return copied
 
-    def hold(self, saved: dict[str, Tensor]) -> None:
-        """Put back what :meth:`held` gave."""
+    def load_window_state(self, saved: dict[str, Tensor]) -> None:
+        """Restore the result of :meth:`window_state`."""
         if self.buffers is not None:
-            self.buffers.hold(saved)
+            self.buffers.load_window_state(saved)

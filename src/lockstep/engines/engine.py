@@ -1,22 +1,23 @@
-"""The seam for engines: what runs, reduces, updates and saves a model. Here: one process on one device."""
+"""Base class of engines, which run, reduce, update and save a model: one process on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.engines.optimizer_states import states_to_parameters
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import kept
 from lockstep.ground.optimizers import PlayedFirst, takes_closure
 from lockstep.ground.parameters import DEEPSPEED, FSDP, PIPELINE, beside, clip_by_value, cut_by, plain_name, refuse_lazy
+from lockstep.ground.tree import tree_map
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule
@@ -27,18 +28,18 @@ LEFT_IN_PARTS = {
     DEEPSPEED: ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
     PIPELINE: ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
 }
-"""By the engine that has cut a module: what has left it so, and what goes on with it."""
+"""Name of an engine that leaves a module in parts -> (causes of that, ways to continue with it)."""
 
 
 @dataclass
 class EngineState:
-    """An engine's part of a checkpoint; None where there is nothing of a kind.
+    """An engine's part of a checkpoint; a field without content is None.
 
     Attributes:
-        module: the module's state dict: whole, or this rank's part where the engine saves shards.
-        optimizers: their states, by optimizer. In a call of :meth:`Engine.load`, those that are None stay as they are.
-        own: what all ranks have alike, and the engine needs to go on with the same bits (the bucket plan).
-        by_rank: what each rank alone needs, by rank: on rank 0, and in a call of :meth:`Engine.load` on all.
+        module: the module's state dict: whole, or this rank's part if the engine saves shards.
+        optimizers: the states of the optimizers. In a call of :meth:`Engine.load`, optimizers with None keep theirs.
+        own: state of the engine that is the same on all ranks and determines the bits of later steps (the bucket plan).
+        by_rank: state of each single rank, by rank: on rank 0, and in a call of :meth:`Engine.load` on all ranks.
     """
 
     module: dict[str, Any] | None = None
@@ -49,15 +50,15 @@ class EngineState:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of a window, for an engine that plays the window itself.
+    """A micro-batch of a window, for an engine that runs whole windows.
 
     Attributes:
-        args: of the step method.
-        enter: to be called before the step method, so that what it logs counts for this micro-batch. An engine that
-            runs it several times, each time on a part of the samples, says how large the part is.
-        loss: what backward begins from, given the step's output, and the part again: the loss by its share of the
-            window; None: the micro-batch is skipped.
-        empty: this rank has no samples of it, and ``args`` are not there; others do.
+        args: arguments of the step method.
+        enter: called before the step method, so that its logging counts for this micro-batch. An engine that runs the
+            step several times, each time on a part of the samples, passes the size of the part.
+        loss: called with the step's output, and the size of the part again; returns the root of the backward, which is
+            the loss times its share of the window. None: the micro-batch is skipped.
+        empty: True if this rank has no samples for it, but other ranks have; ``args`` is then empty.
     """
 
     args: tuple[Any, ...]
@@ -67,11 +68,11 @@ class MicroBatch:
 
 
 class BatchByHand(NamedTuple):
-    """A batch of manual optimization, whose backwards may pass the engine by.
+    """A batch of manual optimization, in which users may call ``loss.backward()`` instead of ``manual_backward``.
 
     Attributes:
-        number: of the batch, in its epoch.
-        share: by which a ``loss.backward()`` in the place of ``manual_backward`` is weighed.
+        number: index of the batch in its epoch.
+        share: factor for gradients of a ``loss.backward()``.
     """
 
     number: int
@@ -79,49 +80,105 @@ class BatchByHand(NamedTuple):
 
 
 class WindowPlayer(Protocol):
-    """An engine's own way through a window: all forwards and backwards, in the order that suits it.
+    """A function that runs all forwards and backwards of a window in the order that suits the engine.
 
     Args:
         step: the module's ``training_step``.
-        micro_batches: of the window.
+        micro_batches: the micro-batches of the window.
 
     Returns:
-        the outputs of the step, by micro-batch; then gradients are reduced.
+        The outputs of the step, by micro-batch; gradients are then reduced.
     """
 
     def __call__(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]: ...
 
 
-class Engine:
-    """One process on one device, and the methods that another engine answers.
+Holder = TypeVar("Holder", covariant=True)
 
-    It has twelve methods. :meth:`named_parameters` and :meth:`whole_parameters` are asked for at any time; the order of
-    calls of the others, by the loops, is :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
-    :meth:`run` and :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` →
-    :meth:`save` at any boundary → :meth:`teardown`.
+
+class Gradients(Generic[Holder]):
+    """Access to the gradients between the last backward of a window and its step.
+
+    Here they are whole, in ``.grad`` of each parameter. An engine that stores them in another way provides a subclass
+    as ``strategy.gradients``.
+
+    Args:
+        engine: the engine that trains the parameters.
+        holder: the object of the engine that stores the gradients, if ``.grad`` does not.
+    """
+
+    def __init__(self, engine: Engine, holder: Holder) -> None:
+        self.engine = engine
+        self.holder = holder
+
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """Return this rank's memory of all gradients, including those that wait for a reduction.
+
+        Changes in place take effect.
+
+        Args:
+            stepped: return only the gradients with which the optimizers step.
+        """
+        groups = [group["params"] for optimizer in self.engine.optimizers for group in optimizer.param_groups]
+        every = groups if stepped else [*groups, self.engine.module.parameters()]
+        found = {id(p): p.grad for parameters in every for p in parameters}  # once, also in several groups
+        return [gradient for gradient in found.values() if gradient is not None]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let ``.grad`` of each parameter be its whole gradient in the block, also if ranks have parts. Collective."""
+        yield
+
+    def window_state(self) -> dict[str, Any]:
+        """Return copies of the gradients of an unfinished window, for a checkpoint: ``"gradients"`` by name.
+
+        Collective.
+        """
+        named = self.engine.named_parameters()
+        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
+
+    def load_window_state(self, saved: dict[str, Any]) -> None:
+        """Restore gradients from `window_state`, or, as ``"gradients"``, whole ones of all parameters. Collective.
+
+        If other ranks or another engine have saved, those are the mean over the replicas.
+        """
+        parameters = self.engine.named_parameters()
+        for name, gradient in saved.get("gradients", {}).items():
+            parameter = parameters[name]
+            # `grad_dtype` exists since torch 2.10; None accepts any
+            dtype = getattr(parameter, "grad_dtype", parameter.dtype) or gradient.dtype
+            parameter.grad = gradient.to(parameter.device, dtype)
+
+
+class Engine:
+    """An engine for one process on one device; others override its methods.
+
+    The loops call :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window :meth:`run` and
+    :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` → :meth:`save` at any boundary →
+    :meth:`teardown`. They may call :meth:`named_parameters` and :meth:`whole_parameters` at any time.
 
     Attributes:
-        root_device: where the module and its batches go.
-        precision: of the run.
-        module: of the call.
-        optimizers, lr_scheduler_configs: of the fit.
-        sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
-        drops_gradients: the batch at hand is a padding batch: gradients of its backward are to be dropped.
-        by_hand: the batch at hand while ``training_step`` runs in manual optimization; None outside.
+        root_device: device of the module and its batches.
+        precision: precision of the run.
+        module: module of the current call.
+        optimizers, lr_scheduler_configs: those of the fit.
+        sync_gradients: True if the next backward reduces over the ranks; the loops set it before each forward.
+        drops_gradients: True while a padding batch runs: the gradients of its backward are dropped.
+        by_hand: the current batch while ``training_step`` runs in manual optimization; otherwise None.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
-        drives_all_devices: one process works with all devices of its node; else each rank has one.
-        window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
-        runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
-            too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
-        cuts_parameters: each rank holds its part of every parameter, and not the whole.
-        places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded, and stays
-            there when a call is over; else module and optimizer states go back to the CPU then.
+        drives_all_devices: one process uses all devices of its node; otherwise each rank has one.
+        window: method of an engine that runs whole windows; the loop reads it once, at the start of a fit.
+        runs_padding: forwards communicate, so a rank without samples for a micro-batch runs ``training_step`` on a
+            padding batch. That changes no state, and the gradients of its backward are dropped.
+        cuts_parameters: each rank has a part of every parameter.
+        places_first: :meth:`setup_module` places the module before a checkpoint's weights are loaded, and it stays
+            there at the end of a call; otherwise module and optimizer states return to the CPU then.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
-        steps_itself: it reduces, clips and steps in one go. No closure can be given to :meth:`step`, no gradients are
-            left behind it, and within a window none can be saved: a run that resumes there plays it again.
-        shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
-        init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
-        step_device: where steps run while parameters are on several devices; None: where the parameters are.
+        steps_itself: the engine reduces, clips and steps at once. :meth:`step` accepts no closure, and no gradients are
+            left after it. Within a window none can be saved: a run that resumes there runs the window again.
+        shares: a number for each replica, to which its part of each global batch is proportional; None: equal parts.
+        init_device: device on which ``configure_model`` creates layers, such as "meta"; None: the module's device.
+        step_device: device of the steps if parameters are on several devices; None: the device of the parameters.
     """
 
     launcher: str | None = None
@@ -139,19 +196,19 @@ class Engine:
     def __init__(self) -> None:
         self._root_device = torch.device("cpu")
         self.precision: Precision = Precision()
-        self.module: LightningModule = None  # type: ignore[assignment]  # before a call
+        self.module: LightningModule = None  # type: ignore[assignment]  # set by each call
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.sync_gradients = True
         self.drops_gradients = False
         self.by_hand: BatchByHand | None = None
-        self.left_out = False  # by the engine itself: the last step, whose gradients overflowed
+        self.left_out = False  # True if an engine with `steps_itself` skipped the last step: gradients overflowed
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has; engines leave out what works with a process group, or belongs to the call that runs.
+        """Return the attributes of a copy, without those that use a process group or belong to the running call.
 
         Raises:
             NotImplementedError: the model is in parts, which only this object can gather.
@@ -159,19 +216,19 @@ class Engine:
         if self.module is not None and self.holds_parts:
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be copied or pickled once a call has set it up, nor can its Trainer and "
-                "its loops: the model is in parts, and what gathers them belongs to this process. Copy before the "
-                "first call, or write what is there by trainer.save_checkpoint(path)."
+                "its loops: the model is in parts, which only this process can gather. Copy before the first call, or "
+                "save the model by trainer.save_checkpoint(path)."
             )
         return kept(self, "_own_backward")
 
     @property
     def holds_parts(self) -> bool:
-        """Whether no rank has the whole model: its forwards communicate, or it plays windows over stages."""
+        """True if no rank has the whole model: forwards communicate, or the engine runs windows over stages."""
         return self.runs_padding or self.window is not None
 
     @property
     def root_device(self) -> torch.device:
-        """Where the module and its batches go; a strategy of one's own may say so itself, by a property."""
+        """Device of the module and its batches; users' strategies may override the property."""
         return self._root_device
 
     @root_device.setter
@@ -181,23 +238,28 @@ class Engine:
     # -- set up
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
+        """Move the module to its device and precision.
+
+        Args:
+            module: the module of the call.
+            own_backward: the module's override of ``backward``; None without one.
+        """
         self._refuse_parts(module)
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)
         self._own_backward = own_backward
         self._begin_recomputation()
 
-    def _refuse_parts(self, module: LightningModule, goes_on: str = "") -> None:
-        """Refuse a module that an engine has left in parts, unless it is the one that it goes on with; or lazy."""
-        engine = cut_by(module) or goes_on
-        if self.launcher is not None or self.drives_all_devices:  # else they get their shapes in the first step
+    def _refuse_parts(self, module: LightningModule, accepted: str = "") -> None:
+        """Refuse a module with lazy layers, or one that another engine than the ``accepted`` one has left in parts."""
+        engine = cut_by(module) or accepted
+        if self.launcher is not None or self.drives_all_devices:  # otherwise the first step sets the layers' shapes
             refuse_lazy(module, type(self).__name__)
-        if engine != goes_on:
-            (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__
+        if engine != accepted:
+            (cause, way), name = LEFT_IN_PARTS[engine], type(module).__name__
             raise MisconfigurationException(
-                f"{name} is in shards: {left} left it so, and {type(self).__name__} needs it whole. Save a checkpoint "
-                f"and load it into a new module, or go on with {way}."
+                f"{name} is in shards: {cause} left it so, and {type(self).__name__} needs it whole. Save a checkpoint "
+                f"and load it into a new module, or continue with {way}."
             )
 
     def _recompute(
@@ -206,41 +268,41 @@ class Engine:
         activation_checkpointing_policy: Policy | None,
         activation_checkpointing_save: Save,
     ) -> None:
-        """Take in a strategy's arguments of these names."""
-        asked = (activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        """Check and store a strategy's arguments of these names."""
+        given = (activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         try:
-            self._recomputation = Recomputation(type(self).__name__, *asked)
+            self._recomputation = Recomputation(type(self).__name__, *given)
         except ValueError as error:
             raise MisconfigurationException(f"{error}.") from None
 
     def _begin_recomputation(self) -> None:
-        """Recompute the layers that the strategy was asked for, and those in torch's wrappers."""
+        """Recompute the layers that the strategy's arguments select, and those in torch's wrappers."""
         try:
             self._recomputation.begin(self.module)
         except ValueError as error:
             raise MisconfigurationException(f"{error}.") from None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take over what ``configure_optimizers`` made; training begins after this."""
+        """Store the results of ``configure_optimizers``; training starts after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
         for optimizer in optimizers:
             states_to_parameters(optimizer)
 
     def teardown(self) -> None:
-        """The run is over; ranks stay connected, and the optimizers can still be saved."""
+        """End the call. Ranks stay connected, and the optimizers can still be saved."""
         self._recomputation.end()
 
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """The one door to the user's step methods: in the run's precision, through the engine's forward."""
+        """Call one of the user's step methods in the run's precision; loops call them only through this method."""
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Backward of one micro-batch; where ``sync_gradients`` the gradients are reduced when it returns."""
+        """Run the backward of one micro-batch; with ``sync_gradients`` it also reduces the gradients."""
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
@@ -250,14 +312,15 @@ class Engine:
         """Take part in the reduction of a micro-batch that has no loss on this rank.
 
         Args:
-            absent: this rank has no samples for it, and no forward was run; else ``training_step`` gave no loss.
+            absent: True if this rank has no samples for it and ran no forward; False if ``training_step`` returned no
+                loss.
         """
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
         """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value.
 
         Returns:
-            the norm before clipping; None where none was computed.
+            The norm before clipping; None if none was computed.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
@@ -268,6 +331,7 @@ class Engine:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer."""
         scaler = self.precision.scaler
+        # A scaler decides about a step by its gradients, so the closure has to run before it, not within it.
         if scaler is not None and isinstance(closure, PlayedFirst):
             scaler.step(optimizer, closure=closure)
             scaler.update(optimizer)
@@ -281,24 +345,24 @@ class Engine:
             return optimizer.step(**options)
         return optimizer.step(closure=closure, **options)
 
-    # -- what it holds
+    # -- parameters and states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """The module's parameters by name, and those that the optimizers alone have (in a plain list, say)."""
+        """Return the module's parameters by name, and those that only the optimizers have (of a plain list)."""
         others: dict[str, Any] = {**beside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Name, value and gradient of each parameter, whole, however the engine holds them. Collective."""
+        """Yield name, value and gradient of each parameter, whole, also if ranks have parts. Collective."""
         for name, parameter in self.named_parameters().items():
             yield name, parameter.detach(), parameter.grad
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """The engine's part of a checkpoint. Collective, unless ``alone``.
+        """Return the engine's part of a checkpoint. Collective, unless ``alone``.
 
         Args:
-            alone: ask no other rank; what cannot be had so is None.
-            weights_only: the module alone.
+            alone: communicate with no other rank; parts that need the others are None.
+            weights_only: save the module alone.
         """
         if weights_only:
             return EngineState(self.module.state_dict())
@@ -306,12 +370,12 @@ class Engine:
         return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
 
     def _other_parameters(self) -> dict[str, Any]:
-        """The values of parameters that no module has, so that they are in no state dict of one."""
+        """Return the values of parameters that the module does not have, and so its state dict does not."""
         others = beside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 
     def load(self, state: EngineState) -> None:
-        """Take over what is there of a saved state, before the first window."""
+        """Load the parts that a saved state has, before the first window."""
         if state.module is not None:
             self.module.load_state_dict(state.module, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
@@ -322,3 +386,34 @@ class Engine:
             for name, value in (state.own or {}).get("other parameters", {}).items():
                 if name in others:
                     others[name].copy_(value)
+
+
+# -- the device of an optimizer's states: that of its parameters during a fit, the CPU afterwards ----------------
+
+
+def states_to_cpu(optimizer: Optimizer) -> None:
+    """Move the states to the CPU, except for single numbers: optimizers choose the device of a step count."""
+    cpu = torch.device("cpu")
+    _map_states(optimizer, lambda _, value: value.to(cpu) if value.dim() else value)
+
+
+def states_to_parameters(optimizer: Optimizer) -> None:
+    """Move states that an earlier fit has left on the CPU to the devices of their parameters."""
+
+    def bring(parameter: Tensor, value: Tensor) -> Tensor:
+        stays = not value.dim() or value.device.type != "cpu"
+        return value if stays else value.to(parameter.device)
+
+    _map_states(optimizer, bring)
+
+
+def _map_states(optimizer: Optimizer, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    states: Any = getattr(optimizer, "state", None)  # any object, if the optimizer is not torch's
+    for parameter, state in [*states.items()] if isinstance(states, Mapping) else []:
+        if not isinstance(parameter, Tensor):
+            continue
+        changed = tree_map(partial(change, parameter), state, Tensor)
+        if isinstance(state, dict):
+            state.update(changed)
+        else:
+            states[parameter] = changed

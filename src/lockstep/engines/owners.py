@@ -1,5 +1,4 @@
-"""Parameters that have an owner among the ranks, which alone updates them: which optimizers let ranks share out their
-work so, and how an optimizer becomes one of which every rank has a part."""
+"""Owners of parameters: a rank updates only the parameters that it owns. Optimizers that allow this division."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from lockstep.ground import comm
 from lockstep.ground.optimizers import parts_of
 from lockstep.ground.tree import tree_map
 
-# -- optimizers that work parameter by parameter -------------------------------------------------------------
+# -- optimizers that update each parameter independently -----------------------------------------------------
 
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -35,28 +34,28 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Torch's optimizers that update each element by itself: a part of a parameter is enough for them."""
+"""Torch's optimizers that update each element independently: a part of a parameter is enough for them."""
 
 WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
-"""Torch's optimizers that update each parameter by itself, and need the whole of it."""
+"""Torch's optimizers that update each parameter independently, and need the whole of it."""
 
 WHOLE_ELSEWHERE = ("transformers.optimization.Adafactor",)
-"""Such of other packages."""
+"""Optimizers of other packages that do so."""
 
 TOGETHER = {
     "LBFGS": "its line search works on all parameters together",
     "SparseAdam": "its gradients are sparse",
 }
-"""Torch's other optimizers, and why one parameter is not enough for them."""
+"""Torch's other optimizers, and the reason why one parameter is not enough for them."""
 
 NOT_ELEMENTWISE = (*TOGETHER, *(kind.__name__ for kind in WHOLE))
 """Names of optimizers that mix the elements of a parameter, or several parameters."""
 
 NAME = "lockstep.parameter_wise"
-"""What declares a class."""
+"""Name of the decorator, for messages."""
 
 DECLARED = "_lockstep_needs_whole"
-"""The attribute of a declared class, which goes with it where it is pickled: whether it needs whole parameters."""
+"""Attribute of a declared class: True if it needs whole parameters. An attribute survives pickling."""
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -70,16 +69,16 @@ def parameter_wise(*, whole: bool = False) -> Callable[[Kind], Kind]: ...
 
 
 def parameter_wise(kind: Kind | None = None, *, whole: bool = False) -> Kind | Callable[[Kind], Kind]:
-    """Declare that a class of optimizers works parameter by parameter, so that ranks may share its work; a decorator.
+    """Declare, as a decorator, that an optimizer class updates each parameter independently: ranks may divide its work.
 
     Its update of a parameter must depend on nothing but that parameter's value, gradient, state and group, and it must
-    pass over parameters without a gradient. A norm over all gradients, a line search, or two steps on one batch (LAMB
+    skip parameters without a gradient. A norm over all gradients, a line search, or two steps on one batch (LAMB
     of some libraries, Prodigy, LBFGS, SAM) do not qualify.
 
     Args:
         kind: the class.
-        whole: its update mixes the elements of a parameter (a product of matrices, a norm of rows). Where ranks hold
-            parts of parameters, one of them gathers the whole; else each updates its part.
+        whole: True if its update mixes the elements of a parameter (a product of matrices, a norm of rows). If ranks
+            have parts of parameters, one of them then gathers the whole; otherwise each rank updates its part.
 
     Example::
 
@@ -101,44 +100,41 @@ def _declare(whole: bool, kind: Kind) -> Kind:
 
 
 def _declared(kind: type) -> bool | None:
-    """What was said of a class, or of one whose update is its own."""
+    """Return the declared value of a class whose update is that of the declared one; otherwise None."""
     for base in kind.__mro__:
         if DECLARED in vars(base):
-            said: bool = vars(base)[DECLARED]
-            return said if _updates_as(kind, [base]) else None
+            value: bool = vars(base)[DECLARED]
+            return value if _updates_as(kind, [base]) else None
     return None
 
 
 def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
-    """Make sure that ranks may share the work of every optimizer.
+    """Check that every optimizer updates each parameter independently, so that ranks may divide its work.
 
     Raises:
-        ValueError: with the class of the first one whose work they may not, the reason and the way out.
+        ValueError: an optimizer does not; names its class, the reason and the way out.
     """
     for optimizer in with_parameters(optimizers):
-        name = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer) or not _is_parameter_wise(type(optimizer)):
-            reason = TOGETHER.get(name, "it is not known to work parameter by parameter")
+        kind = type(optimizer)
+        is_known = _declared(kind) is not None or _updates_as(kind, (*ELEMENTWISE, *WHOLE)) or _is_whole_elsewhere(kind)
+        if not isinstance(optimizer, Optimizer) or not is_known:
+            reason = TOGETHER.get(kind.__name__, "it is not known to update each parameter independently")
             raise ValueError(
-                f"the ranks cannot share out the states of {name}: {reason}; leave shard_optimizer out, or, where its "
-                f"update of a parameter depends on that parameter alone, declare its class by `{NAME}`"
+                f"the ranks cannot divide the states of {kind.__name__}: {reason}; leave shard_optimizer out, or, if "
+                f"its update of a parameter depends on that parameter alone, declare its class by `{NAME}`"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                f"the ranks cannot share out the states of {name}(differentiable=True): no graph leads through an "
-                "update of another rank; leave shard_optimizer out"
+                f"the ranks cannot divide the states of {kind.__name__}(differentiable=True): a graph cannot include "
+                "the update of another rank; leave shard_optimizer out"
             )
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to need whole parameters, and to need no more."""
+    """Return True if an optimizer is known to need the whole of each parameter, and nothing else."""
     kind = type(optimizer)
-    said = _declared(kind)
-    return said if said is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
-
-
-def _is_parameter_wise(kind: type) -> bool:
-    return _declared(kind) is not None or _updates_as(kind, (*ELEMENTWISE, *WHOLE)) or _is_whole_elsewhere(kind)
+    declared = _declared(kind)
+    return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
 
 
 def _is_whole_elsewhere(kind: type) -> bool:
@@ -147,7 +143,7 @@ def _is_whole_elsewhere(kind: type) -> bool:
 
 
 def _updates_as(kind: type, bases: Iterable[type]) -> bool:
-    """Whether it is one of them, or a subclass that brings nothing of its own into the update."""
+    """Return True if the class is one of ``bases``, or a subclass that does not change the update."""
     for base in bases:
         if issubclass(kind, base):
             return all(_function(kind, name) is _function(base, name) for name in ("step", "_init_group"))
@@ -160,26 +156,26 @@ def _function(kind: type, name: str) -> Any:
     return found if found is None else inspect.unwrap(found)
 
 
-# -- parameters, and who gets them ---------------------------------------------------------------------------
+# -- parameters and their owners -----------------------------------------------------------------------------
 
 
 def with_parameters(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those that have some, of combined ones the parts: what stands for no optimizer has none."""
+    """Return the optimizers that have parameters; combined ones as their parts."""
     every = [part for optimizer in optimizers for part in parts_of(optimizer)]
     return [optimizer for optimizer in every if next(parameters_of(optimizer), None) is not None]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Its parameters, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """The owner of each of some parameters: the largest first, each to the rank that has least.
+    """Return an owner for each parameter: the largest is assigned first, each to the rank with the least load.
 
     Args:
-        sizes: of the parameters.
-        load: what each rank has so far; what it gets is added.
+        sizes: sizes of the parameters.
+        load: load of each rank so far, to which the sizes are added in place.
 
     >>> owners_of([2, 9, 4, 4, 1], [0, 0])
     [0, 0, 1, 1, 1]
@@ -193,7 +189,7 @@ def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
 
 @contextmanager
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, these parameters have no gradient: an optimizer passes over them."""
+    """Hide the gradients of these parameters in the block: optimizers skip parameters without one."""
     hidden = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in hidden:
         parameter.grad = None
@@ -206,13 +202,13 @@ def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -> Iterator[None]:
-    """Inside, call the optimizer's own ``step``: its update, and nothing else, runs in ``context``.
+    """Run only the update of a ``step`` that is called in the block within ``context``.
 
-    Hooks before the step (``register_step_pre_hook``, those of all optimizers, too) run before it is entered, hooks
-    after the step when it is left.
+    Hooks of ``register_step_pre_hook``, also those of all optimizers, run before ``context`` is entered; post-hooks run
+    after it is left.
 
     Args:
-        optimizer: the one.
+        optimizer: the optimizer.
         context: entered once.
     """
     entered = ExitStack()
@@ -245,13 +241,13 @@ def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -
 
 
 class Owners:
-    """Optimizers of which every rank updates the parameters that it owns; a subclass says how values travel.
+    """Optimizers whose ranks each update the parameters that they own; a subclass exchanges the values.
 
     Their ``step``, ``state_dict`` and ``load_state_dict`` become this object's. The owners follow from the order of the
-    parameters: all ranks find the same ones without a message.
+    parameters, so all ranks compute the same ones without a message.
 
     Args:
-        optimizers: over the same parameters on all ranks.
+        optimizers: optimizers over the same parameters on all ranks.
         group: the ranks.
     """
 
@@ -266,20 +262,17 @@ class Owners:
 
     def _take_all(self) -> None:
         for optimizer in self._every:
-            self._adopt(optimizer)
+            # owners of an earlier fit have the states, and stay
+            earlier = vars(optimizer).get("_owned")
+            if isinstance(earlier, Owners) and earlier._world == self._world:
+                for parameter in parameters_of(optimizer):
+                    if parameter in earlier._owners and parameter not in self._owners:
+                        self._owners[parameter] = owner = earlier._owners[parameter]
+                        self._load[owner] += self._size(parameter)
         self._assign([p for o in self._every for p in parameters_of(o) if p.requires_grad])
         for optimizer in self._every:
             self._take_over(optimizer)
             self._drop(optimizer)
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Keep the owners of an earlier fit, which have the states."""
-        earlier = vars(optimizer).get("_owned")
-        if isinstance(earlier, Owners) and earlier._world == self._world:
-            for parameter in parameters_of(optimizer):
-                if parameter in earlier._owners and parameter not in self._owners:
-                    self._owners[parameter] = owner = earlier._owners[parameter]
-                    self._load[owner] += self._size(parameter)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         earlier = vars(optimizer).get("_owned")
@@ -299,11 +292,11 @@ class Owners:
         )
 
     def _size(self, parameter: Tensor) -> int:
-        """What a rank takes upon itself with a parameter."""
+        """Return the load that a parameter adds to its owner."""
         return parameter.nbytes
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Give those an owner that have none; parameters in one memory have the same one."""
+        """Assign an owner to parameters without one. Parameters that share storage share their owner."""
         new = [parameter for parameter in parameters if parameter not in self._owners]
         places = {parameter.data_ptr(): owner for parameter, owner in self._owners.items()}
         firsts = {p.data_ptr(): p for p in reversed(new) if p.data_ptr() not in places}
@@ -315,17 +308,18 @@ class Owners:
         return bool(self._owners.get(parameter, self._rank) != self._rank)
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Forget states of other ranks' parameters: Adagrad makes all when it is made."""
+        """Delete states of other ranks' parameters: Adagrad creates all of them in its constructor."""
         for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_anothers(key)]:
             del optimizer.state[key]
 
     # -- a step
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
-        """Update this rank's parameters, and take the others' new values. Collective.
+        """Update this rank's parameters, and receive the new values of the others. Collective.
 
         Returns:
-            what ``closure`` gives, which runs once, before the hooks of the step; else what the optimizer's step does.
+            The result of ``closure``, which runs once, before the hooks of the step; without one, that of the
+            optimizer's step.
         """
         loss = None
         if closure is not None:
@@ -336,11 +330,11 @@ class Owners:
         return result if closure is None else loss
 
     def _updating(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around the optimizer's own update, which sees what this rank shall update; values travel when it is left."""
+        """Return the context of the optimizer's update: it shows only this rank's parameters, then exchanges values."""
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters that are updated now; all have owners."""
+        """Return the parameters that have a gradient now, and assign owners to those without one."""
         found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if any(parameter not in self._owners for parameter in found):
             self._assign(found)
@@ -350,42 +344,42 @@ class Owners:
     # -- states
 
     def part_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part of the state, by the places of parameters in the groups, with the groups as they are."""
+        """Return this rank's part of the ordinary state dict, with all groups."""
         for parameter in [p for p, state in optimizer.state.items() if not state]:
-            del optimizer.state[parameter]  # somebody looked: a defaultdict
+            del optimizer.state[parameter]  # read by other code: the defaultdict then creates an empty one
         own = self._own.get(id(optimizer))
         saved: dict[str, Any] = optimizer.state_dict() if own is None else own["state_dict"]()
         return saved
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state in its ordinary form, on the CPU. Collective: all ranks get it."""
+        """Return the optimizer's ordinary state dict on all ranks, on the CPU. Collective."""
         part = self.part_of(optimizer)
         host = tree_map(lambda tensor: tensor.detach().cpu(), part["state"], Tensor)
         return union([{**part, "state": state} for state in comm.all_gather_object(host, self._group)])
 
     def load_state_dict(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Take over this rank's part of a state in its ordinary form, of any run, with owners or without.
+        """Load this rank's part of an ordinary state dict, from any run, with owners or without.
 
         Raises:
-            ValueError: for parameter groups of another number or length.
+            ValueError: the parameter groups differ in number or length.
         """
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
         self._assign([by_number[number] for number in saved["state"] if number in by_number])
         mine = {}
         for number, state in saved["state"].items():
-            whole = self._whole(state)
+            whole = self._whole(state)  # on all ranks: a state that was read in shards is gathered
             if number not in by_number or not self._is_anothers(by_number[number]):
                 mine[number] = whole
         self._own[id(optimizer)]["load_state_dict"]({**saved, "state": mine})
 
     def _whole(self, state: Any) -> Any:
-        """What a parameter's owner keeps, of what was read. Collective."""
+        """Return a parameter's state as its owner keeps it. Collective."""
         return state
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of all ranks' parts, as `Owners.part_of` gives them; its groups are the first one's. Of none: empty."""
+    """Join the state dicts of all ranks from `Owners.part_of`; the groups are the first rank's. Without any: empty."""
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

@@ -1,7 +1,4 @@
-"""The base of strategies whose ranks are processes: they meet, and make a process group.
-
-Beside it: arguments that other libraries know, which have a place here, and the reason where not.
-"""
+"""Base of the strategies with one process per rank, which create a process group, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -51,28 +48,28 @@ MAX_NORM = (
 )
 
 CONNECTED = 1024
-"""Ranks from which on what is on the CPU travels by the devices: gloo connects each two ranks."""
+"""Number of ranks from which CPU tensors are sent by the devices' backend: gloo connects each pair of ranks."""
 
 BOUND = ("nccl", "xccl")
-"""Backends that are told the device of a rank when the group is made."""
+"""Backends that get the device of a rank when the group is created."""
 
 
 class RankedStrategy(Strategy):
-    """One process for each device, joined to a process group.
+    """One process per device, in a process group.
 
     Args:
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        process_group_backend: "gloo", "nccl", or one for each kind of device, as torch writes them; default: gloo for
-            what is on the CPU and torch's own for the kind of device, ``"cpu:gloo,cuda:nccl"``; that of another kind
-            is the one that its package has registered.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        process_group_backend: "gloo", "nccl", or one per type of device, as torch writes them. Default: gloo for CPU
+            tensors and torch's own for the device, ``"cpu:gloo,cuda:nccl"``, or the one that the package of another
+            device has registered.
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
-        nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
-            the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
+        nccl: NCCL's variables, with or without ``NCCL_``. They are set before the group is created, unless the shell
+            or the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
 
     Raises:
-        MisconfigurationException: for an argument that cannot be.
+        MisconfigurationException: an argument is invalid.
     """
 
     keeps_parameters_on_cpu = False
@@ -94,37 +91,53 @@ class RankedStrategy(Strategy):
                 f'{name}(start_method={start_method!r}): choose "popen" (this script once per rank), '
                 '"spawn" (the call, in fresh processes) or "fork" (the call, in copies of this process).'
             )
-        self.plugins = _checked_plugins(name, cluster_environment, checkpoint_io, precision_plugin)
+        # there only a cluster may be given by name
+        for argument, plugin in (("checkpoint_io", checkpoint_io), ("precision_plugin", precision_plugin)):
+            if isinstance(plugin, str):
+                other = "of a CheckpointIO class." if argument == "checkpoint_io" else "or use Trainer(precision=...)."
+                raise MisconfigurationException(f"{name}({argument}={plugin!r:.100}): give an object {other}")
+        given = (cluster_environment, checkpoint_io, precision_plugin)
+        self.plugins = [plugin for plugin in given if plugin is not None]
         self.launcher = "script" if start_method == "popen" else start_method
         self._backend = _checked_backend(name, process_group_backend)
-        self._timeout = _checked_timeout(name, timeout)
-        self._nccl = None if nccl is None else _nccl_variables(nccl)
+        if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+            raise MisconfigurationException(
+                f"{name}(timeout={timeout!r:.100}): give a datetime.timedelta above 0, such as timedelta(minutes=5); "
+                "None is half an hour."
+            )
+        self._timeout = HALF_AN_HOUR if timeout is None else timeout
+        self._nccl: NcclVariables | None = None
+        if nccl is not None:
+            # few runs need it, and importing lockstep must be fast
+            from lockstep.cluster.nccl import NcclVariables as Variables
+
+            self._nccl = Variables(nccl)
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As on one process; where NCCL is to be used and cannot be, that is said before anything is started."""
+        """Store rank, device and precision; refuse a backend that cannot work before anything is started."""
         super().connect(world, device, precision)
         backend = self.process_group_backend
         if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
             _check_nccl(device.type)
         if world.size > 1 and device.type != "cpu" and not carries(backend, device.type):
             raise MisconfigurationException(
-                f"{world.size} ranks on {device.type!r} devices: the backend {backend!r} of process groups does not "
-                f"carry their tensors: use devices=1, or {type(self).__name__}(process_group_backend=...) with the one "
-                "of the device's package."
+                f"{world.size} ranks on {device.type!r} devices: the process group backend {backend!r} does not "
+                f"support their tensors: use devices=1, or {type(self).__name__}(process_group_backend=...) with the "
+                "backend of the device's package."
             )
         if world.size > 1:
             self._check_reach(backend)
 
     def setup_environment(self) -> None:
-        """Join the process group, making it where it is not there."""
+        """Join the process group; create it if there is none."""
         super().setup_environment()
         protect_forks()
         settle_at_exit()
         world = self.world
         if self._nccl is not None:
-            told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
-            if told is not None:
-                rank_zero_info(told)
+            text = self._nccl.apply(self.process_group_backend, dist.is_initialized())
+            if text is not None:
+                rank_zero_info(text)
         if dist.is_initialized():
             self._check_group()
         else:
@@ -135,37 +148,32 @@ class RankedStrategy(Strategy):
         install_trace()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
-                f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
-                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group. If an earlier call "
-                "of this script made it, on other devices: a script has one number of ranks; give "
-                'strategy="ddp_spawn", whose ranks are there for one call, or put the two into scripts of their own.'
+                f"There is a process group of {dist.get_world_size()} ranks already, and this run has {world.size}: "
+                "give the Trainer matching `devices` and `num_nodes`, or let lockstep create the group. If an earlier "
+                "call of this script created it, on other devices: a script has one number of ranks; use "
+                'strategy="ddp_spawn", whose ranks end with the call, or two scripts.'
             )
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)
             self.members = group_among(self.replicas.rows, self._timeout)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """As on one process; layers whose forwards change weights on their rank alone are refused."""
-        if self.replicas.count > 1:
-            self._refuse_max_norm()
-        super().setup_optimizers(optimizers, configs)
-
-    def _refuse_max_norm(self) -> None:
-        for name, layer in self.module.named_modules():
+        """Store the optimizers; refuse layers whose forward changes weights on its rank alone."""
+        for name, layer in self.module.named_modules() if self.replicas.count > 1 else ():
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
                 about = {"kind": type(layer).__name__, "name": name, "max_norm": layer.max_norm}
                 strategy, replicas = type(self).__name__, self.replicas.count
                 raise MisconfigurationException(MAX_NORM.format(strategy=strategy, replicas=replicas, **about))
+        super().setup_optimizers(optimizers, configs)
 
     @property
     def process_group_backend(self) -> str:
-        """What carries messages: as asked, else gloo for what is on the CPU, and for the devices torch's own.
+        """The user's backend; by default gloo for CPU tensors, and torch's own for the devices.
 
-        From `CONNECTED` ranks on, each of which would be connected with all others, messages go by the device, unless
-        there are parameters on the CPU.
+        From `CONNECTED` ranks on the device's backend sends all messages, unless there are parameters on the CPU.
         """
         if self._backend is None and self.drives_all_devices:
-            return "gloo"  # one process sends nothing, and NCCL would want a GPU for it
+            return "gloo"  # one process sends nothing, and NCCL would require a GPU
         if self._backend is not None or self.accelerator_backend:
             return self._backend or self.accelerator_backend
         kind = self.root_device.type
@@ -176,40 +184,41 @@ class RankedStrategy(Strategy):
         return f"cpu:gloo,{kind}:{own}" if connects and dist.is_gloo_available() else own
 
     def _check_reach(self, backends: str) -> None:
-        """Refuse gloo for what it cannot do with tensors of a CUDA device.
+        """Refuse gloo if this strategy needs operations that it lacks for tensors of a CUDA device.
 
         Args:
-            backends: of a process group, as torch writes them.
+            backends: backends of a process group, as torch writes them.
 
         Raises:
-            MisconfigurationException: this strategy would do it, and the process would be killed by SIGSEGV.
+            MisconfigurationException: gloo lacks them; the process would be killed by SIGSEGV.
         """
         kind = self.root_device.type
         reaches = kind == "cpu" or self.keeps_parameters_on_cpu or _own(backends, kind) != "gloo"
-        # parts of parameters or activations travel, beside sums and copies of whole gradients and parameters
+        # such strategies send parts of parameters or activations, besides all-reduces and broadcasts of whole tensors
         if self.holds_parts and not self.drives_all_devices and not reaches:
             raise MisconfigurationException(
-                f"{type(self).__name__} with the backend {backends!r} of process groups: gloo adds up and copies "
-                f"tensors of {kind!r} devices, and does nothing else with them: leave out process_group_backend, or "
-                f'make the group by torch.distributed.init_process_group("cpu:gloo,{kind}:nccl").'
+                f"{type(self).__name__} with the process group backend {backends!r}: gloo has only all-reduce and "
+                f"broadcast for tensors of {kind!r} devices: leave process_group_backend out, or create the group by "
+                f'torch.distributed.init_process_group("cpu:gloo,{kind}:nccl").'
             )
 
     def _check_group(self) -> None:
-        """Look at a process group that somebody else has made.
+        """Check a process group that the user's code has created.
 
         Raises:
-            MisconfigurationException: it does not carry the tensors that it would have to.
+            MisconfigurationException: it does not support tensors that this strategy sends.
         """
+        # "cpu:gloo,cuda:nccl": torch writes the backend of each type of device, also for a single name
         backends, kind = dist.get_backend_config(), self.root_device.type
         carried = [entry.partition(":")[0] for entry in backends.split(",")]
         wanted = backends if kind in carried else self.process_group_backend
         if "cpu" not in carried and "gloo" not in wanted:
             wanted = f"cpu:gloo,{wanted}"
-        way_out = f'torch.distributed.init_process_group("{wanted}"), or let lockstep make it'
+        way_out = f'create it by torch.distributed.init_process_group("{wanted}"), or let lockstep create it.'
         if kind not in carried and self.world.size > 1:
             raise MisconfigurationException(
-                f"The process group that is there ({backends}) carries no tensors of {kind!r} devices, and this run is "
-                f"on such: make it by {way_out}."
+                f"The existing process group ({backends}) does not support tensors of {kind!r} devices, on which this "
+                f"run is: {way_out}"
             )
         if self.world.size > 1:
             self._check_reach(backends)
@@ -217,28 +226,28 @@ class RankedStrategy(Strategy):
             return
         if self.keeps_parameters_on_cpu:
             raise MisconfigurationException(
-                f"{type(self).__name__}: parameters on the CPU, and the process group that is there ({backends}) "
-                f"carries none of them: make it by {way_out}."
+                f"{type(self).__name__}: parameters are on the CPU, and the existing process group ({backends}) does "
+                f"not support CPU tensors: {way_out}"
             )
-        told = (
-            f"The process group that is there ({backends}) carries no tensors of the CPU: small messages of the host "
+        rank_zero_info(
+            f"The existing process group ({backends}) does not support CPU tensors: small messages are sent by the "
+            f"device, which waits for each of them: {way_out}"
         )
-        rank_zero_info(f"{told}go by the device, which waits for each of them. Make it by {way_out}.")
 
     @does("joining the other ranks")
     def _make_group(self) -> None:
-        # The functions of this module have the default group for a default argument, taken when it is imported (torch's
-        # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's
-        # threads running into the end of the interpreter, which aborts one process in five.
+        # The functions of this module have the default group as a default argument, which is evaluated when it is
+        # imported (torch's optimizers import it). If that happens after the group is created, they keep it alive after
+        # its destruction: gloo's threads then run into the end of the interpreter, which aborts one process in five.
         import torch.distributed.nn.functional  # noqa: F401
 
         world, backend = self.world, self.process_group_backend
         if backend == "nccl" and self.root_device.type != "cuda":
-            _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
+            _check_nccl(self.root_device.type)  # `connect` checks it for several ranks only
         let_others_call(world)
         if world.size > 1 and ("gloo" in backend or "nccl" not in backend):  # NCCL has few connections
             provide_files(world.size)
-        # one rank has nobody to meet, so that no port is needed
+        # one rank needs no rendezvous, and so no port
         store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
         meet_nodes(side(), world, store)
         # without it NCCL connects when it is first used, and once more for each pair that sends and receives
@@ -247,28 +256,19 @@ class RankedStrategy(Strategy):
             backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
         )
         EXIT_GROUP.at_exit(_leave_group)
-        # a rank that fails before the others have connected to it would break their connecting, which hides its error
+        # if a rank failed before the others have connected to it, their errors would hide its own
         comm.barrier()
 
     def teardown(self) -> None:
-        """The process group stays for the next call."""
+        """Restore NCCL's variables. The process group stays for the next call."""
         super().teardown()
         if self._nccl is not None:
             self._nccl.restore()
 
 
 def _own(backend: str, kind: str) -> str:
-    """Of a backend of process groups, as torch writes it, that of a kind of device."""
+    """Return the backend for a type of device from a process group's backends as torch writes them."""
     return dict(entry.split(":") for entry in backend.split(",")).get(kind, "") if ":" in backend else backend
-
-
-# Loaded where they are asked for: most runs need neither, and importing lockstep is to be quick.
-
-
-def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
-    from lockstep.cluster.nccl import NcclVariables
-
-    return NcclVariables(asked)
 
 
 def _check_nccl(device_type: str) -> None:
@@ -279,29 +279,29 @@ def _check_nccl(device_type: str) -> None:
 
 def _leave_group() -> None:
     if dist.is_initialized():
-        # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
-        # waits for them and holds it, so they get a moment first
-        with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
+        # gloo's threads need the interpreter's lock to release the last collective's tensors. Destroying the group
+        # waits for them and holds the lock, so they get a moment first.
+        with contextlib.suppress(RuntimeError):  # torch's error about a loader worker that this exit has killed
             settle()
         with contextlib.suppress(RuntimeError):
             if getattr(sys, "last_value", None) is None or not _has_queue():
                 dist.destroy_process_group()
-            else:  # NCCL would end what is queued first, and that may wait for a rank that is gone
+            else:  # NCCL would first finish queued collectives, which may wait for a rank that has ended
                 dist.distributed_c10d._abort_process_group()
 
 
 def _has_queue() -> bool:
-    """Whether some backend of the ranks' group leaves its collectives in a device's queue."""
+    """Return True if a backend of the ranks' group queues its collectives on a device."""
     return any(entry.rpartition(":")[2] != "gloo" for entry in dist.get_backend_config().split(","))
 
 
-# -- arguments that other libraries know -----------------------------------------------------------------------
+# -- arguments of other libraries ------------------------------------------------------------------------------
 
 
 _DEVICES = "each rank has the device that the Trainer gives it; choose them by Trainer(accelerator=..., devices=...)"
 _GROUP = (
-    "the group of a run is all its ranks, who share data and checkpoints; a smaller one for gradients is for a "
-    "hand-written loop with lockstep.DistributedDataParallel"
+    "the group of a run is all its ranks, which share data and checkpoints; for gradients over a smaller group write a "
+    "loop with lockstep.DistributedDataParallel"
 )
 _OVERLAP = (
     "an optimizer inside the backward would see gradients before they are clipped and unscaled; use "
@@ -315,17 +315,17 @@ REFUSED = {
     "dim": "nothing is scattered: each rank draws its own batches",
     "process_group": _GROUP,
     "device_mesh": _GROUP,
-    "offload_optimizer": 'the states stay beside their parameters; take strategy="fsdp_cpu_offload"',
+    "offload_optimizer": 'the states stay on the device of their parameters; use strategy="fsdp_cpu_offload"',
     "mixed_precision": "choose the precision by Trainer(precision=...)",
     "delay_all_reduce_named_params": _OVERLAP,
     "param_to_hook_all_reduce": _OVERLAP,
 }
-"""Arguments of Lightning's DDPStrategy and of torch's DistributedDataParallel that have no place, and why."""
+"""Unsupported arguments of Lightning's DDPStrategy and of torch's DistributedDataParallel -> the reason."""
 
 NO_EFFECT = dict.fromkeys(
     ("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy", "lazy_bucket_allocation")
 )
-"""Of DDP, taken and not needed: unused parameters are found anyway, and a bucket's gradients copied together."""
+"""Arguments of DDP without effect: unused parameters are always found, and a bucket's gradients copied together."""
 
 _UNSET = ("broadcast_buffers", "forward_sync_buffers")
 _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer": (False, None)}
@@ -334,16 +334,16 @@ _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer":
 def check_others(
     strategy: str, others: Mapping[str, Any], known: Iterable[str], no_effect: Mapping[str, str | None]
 ) -> None:
-    """Look through the arguments that a strategy has no name for.
+    """Check the arguments that a strategy's constructor does not name.
 
     Args:
-        strategy: name of its class.
+        strategy: name of the class.
         others: name -> value.
-        known: the names that it has.
-        no_effect: names that are taken without effect, and why, which is logged; None: without a word.
+        known: names of the constructor's arguments.
+        no_effect: names of arguments without effect -> the reason, which is logged, or None.
 
     Raises:
-        MisconfigurationException: for one that has no place here, with the way out, and for one that nobody knows.
+        MisconfigurationException: an argument is unsupported, with the way out, or unknown.
     """
     for name, value in others.items():
         start = f"{strategy}({name}={value!r:.100})"
@@ -362,10 +362,10 @@ def check_others(
 
 
 def checked_cap(name: str, value: float | None, default: float) -> float:
-    """A size in MiB above 0; None is the default.
+    """Return a size in MiB; None becomes the default.
 
     Raises:
-        MisconfigurationException: for anything else.
+        MisconfigurationException: the value is not a number above 0.
     """
     if value is None:
         return default
@@ -375,10 +375,10 @@ def checked_cap(name: str, value: float | None, default: float) -> float:
 
 
 def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> list[float]:
-    """Sizes in MiB above 0; None is no size, and in the list the default.
+    """Return a list of sizes in MiB; None becomes an empty list, and in the list the default.
 
     Raises:
-        MisconfigurationException: for anything else.
+        MisconfigurationException: a value is not a number above 0.
     """
     if caps is not None and (isinstance(caps, str) or not isinstance(caps, Sequence)):
         raise MisconfigurationException(f"DDPStrategy({name}={caps!r:.100}): give a list of sizes in MiB, [1, 25].")
@@ -386,10 +386,10 @@ def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> lis
 
 
 def check_switches(**switches: object) -> None:
-    """Refuse what is neither True nor False: a text like "False" would switch on.
+    """Refuse values other than True and False: a string such as "False" would count as True.
 
     Raises:
-        MisconfigurationException: with the argument's name.
+        MisconfigurationException: names the argument.
     """
     for name, value in switches.items():
         if value is None and name in _UNSET:
@@ -398,27 +398,11 @@ def check_switches(**switches: object) -> None:
             raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}): give True or False.")
 
 
-def _checked_timeout(strategy: str, timeout: timedelta | None) -> timedelta:
-    """A length of time above 0; None is half an hour.
-
-    Raises:
-        MisconfigurationException: for anything else.
-    """
-    if timeout is None:
-        return HALF_AN_HOUR
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise MisconfigurationException(
-            f"{strategy}(timeout={timeout!r:.100}): give a datetime.timedelta above 0, timedelta(minutes=5) say; None "
-            "is half an hour."
-        )
-    return timeout
-
-
 def _checked_backend(strategy: str, backend: str | None) -> str | None:
-    """The name of a backend of process groups, or names by device ("cpu:gloo,cuda:nccl"), as torch writes them.
+    """Return a process group backend ("gloo", "cpu:gloo,cuda:nccl") in lower case, as torch writes it.
 
     Raises:
-        MisconfigurationException: for one that torch does not know, and nobody has registered.
+        MisconfigurationException: torch does not have it, and no package has registered it.
     """
     if backend is None:
         return None
@@ -430,21 +414,6 @@ def _checked_backend(strategy: str, backend: str | None) -> str | None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise MisconfigurationException(
-                f"{strategy}(process_group_backend={backend!r:.100}): torch knows {', '.join(known)}.{hint}"
+                f"{strategy}(process_group_backend={backend!r:.100}): torch has {', '.join(known)}.{hint}"
             )
     return names
-
-
-def _checked_plugins(strategy: str, cluster: object, io: object, precision: object) -> list[object]:
-    """Those of the three that are there, as ``Trainer(plugins=[...])`` takes them.
-
-    Raises:
-        MisconfigurationException: for a name: there only a cluster has one.
-    """
-    for argument, given in (("checkpoint_io", io), ("precision_plugin", precision)):
-        if isinstance(given, str):
-            raise MisconfigurationException(
-                f"{strategy}({argument}={given!r:.100}): give an object"
-                + (", or choose by Trainer(precision=...)." if given is precision else " of a CheckpointIO's class.")
-            )
-    return [plugin for plugin in (cluster, io, precision) if plugin is not None]

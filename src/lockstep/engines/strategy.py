@@ -1,4 +1,4 @@
-"""A strategy: an engine, the collectives and the checkpoint writer of a run put together, by Lightning's names."""
+"""Strategies: the engine, the collectives and the checkpoint writer of a run, under Lightning's names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from lockstep.checkpoint.pretrained import is_planned
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
 from lockstep.engines.copies import ModelCopies
-from lockstep.engines.engine import Engine
-from lockstep.engines.gradients import Gradients
+from lockstep.engines.engine import Engine, Gradients
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
@@ -29,44 +28,43 @@ from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision, multiply
 
-SYNCHRONIZED = "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together"
+SYNCHRONIZED = "With synchronized BatchNorm (sync_batchnorm=True) all ranks run its layers together"
 GAP = (
-    "{together}, and rank {rank} has no samples of loader {loader} in a micro-batch of which others have some: give "
-    "loaders side by side equal numbers of samples and batch sizes, or drop_last=True, or use "
-    'CombinedLoader(mode="min_size") with such.'
+    "{together}, and rank {rank} has no samples of loader {loader} in a micro-batch for which other ranks have some: "
+    "give loaders of one step equal numbers of samples and batch sizes, or drop_last=True, or use "
+    'CombinedLoader(mode="min_size").'
 )
 NO_LOSS = (
-    "`training_step` returned None on rank {rank}. {together}, forwards and backwards, and the others would wait for "
-    "this one. Return a loss on each, if only `0.0 * loss`."
+    "`training_step` returned None on rank {rank}. {together}, forwards and backwards, so the others would wait for "
+    "this rank. Return a loss on each rank, such as `0.0 * loss`."
 )
 
 
 class Strategy(Engine):
-    """What a run has of devices and ranks: the base of all, and one process.
+    """Devices, ranks and files of a run: base of all strategies, for one process.
 
-    A strategy of one's own overrides the methods of `lockstep.engines.engine.Engine`, and by
-    `lockstep.engines.ranks.RankedStrategy` its ranks are joined. Everything here has an answer that fits an engine
-    which holds whole parameters; `docs/architecture.md` lists what others override of it.
+    A user's strategy overrides the methods of `lockstep.engines.engine.Engine`; one with several ranks derives from
+    `lockstep.engines.ranks.RankedStrategy`. The methods here fit engines with whole parameters on each rank.
+    `docs/architecture.md` lists what others override.
 
     Attributes:
-        collectives: how ranks talk to each other.
-        checkpoints: who writes files.
-        gradients: what backwards have left.
-        copies: what the ranks' copies of the model have beside parameters.
-        replicas: the ranks by the samples that they see.
+        collectives: communication between the ranks.
+        checkpoints: writer of files.
+        gradients: access to the gradients after a backward.
+        copies: the ranks' replicas of the model, apart from parameters.
+        replicas: the replica of each rank.
         engine: its name in messages; "": that of the class.
-        peers: a rank of each replica, this one among them, as a process group; None: all ranks.
-        members: the ranks of this replica, as a process group; None: this one alone.
-        undoes_steps: on several ranks, too, all that steps have changed can be put back by its values: weights,
-            buffers, optimizer states.
-        devices: of this node, by local rank.
-        rounds: reductions over all ranks so far.
-        sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; the Trainer sets it.
-        planned: the saved plan by which it was made, and its file.
-        plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
-        instead: the strategy that the Trainer takes when it is given this one; None: this one.
-        traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
-        waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
+        peers: process group of one rank of each replica, including this one; None: all ranks.
+        members: process group of the ranks of this replica; None: this rank alone.
+        undoes_steps: True if restoring weights, buffers and optimizer states undoes steps, also on several ranks.
+        devices: devices of this node, by local rank.
+        rounds: number of reductions over all ranks so far.
+        sync_batchnorm: let BatchNorm use the statistics of all ranks in training; the Trainer sets it.
+        planned: the saved plan from which it was made, and its file.
+        plugins: cluster, CheckpointIO and precision among its arguments, which the Trainer uses as its own.
+        instead: strategy that the Trainer uses instead of this one; None: this one.
+        traffic: number of reductions of gradients in this fit so far, and the bytes that this rank passed to them.
+        waits_in: methods (owner, name) in which this rank waits for others outside of torch's collectives.
     """
 
     undoes_steps: bool = False
@@ -94,7 +92,7 @@ class Strategy(Engine):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Take in where this process stands; nothing is started or allocated yet."""
+        """Store rank, device and precision of this process; start and allocate nothing yet."""
         self._root_device, self.precision, self.context = device, precision, precision.context
         self.collectives.world = world
         self.collectives.device = self.root_device
@@ -102,25 +100,26 @@ class Strategy(Engine):
 
     @property
     def own_devices(self) -> list[torch.device]:
-        """The devices that this rank works with."""
+        """The devices that this rank uses."""
         return self.devices if self.drives_all_devices else [self.root_device]
 
     def setup_environment(self) -> None:
-        """Join the other ranks; afterwards collectives work."""
+        """Join the other ranks; collectives work afterwards."""
         make_current(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Around the module's ``configure_model``; what it leaves on the meta device gets values. Collective."""
+        """Run the module's ``configure_model`` in the block, then fill parameters on the meta device. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
-        if self.init_device != torch.device("meta") or is_planned(module):  # else the engine gives values itself
+        # an engine with `init_device` meta fills parameters itself
+        if self.init_device != torch.device("meta") or is_planned(module):
             fill_whole(module, self.root_device)
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value, on the CPU, of each buffer that a checkpoint has. Collective."""
+        """Yield name and CPU value of each buffer in a checkpoint. Collective."""
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         with state_dicts_without(self.module, parameters.__contains__):
             saved = self.save(weights_only=True).module or {}
@@ -129,55 +128,55 @@ class Strategy(Engine):
         ).items()
 
     def change_optimizers(self) -> None:
-        """Others have taken the place of the optimizers in the middle of a fit."""
+        """Check the optimizers that replace the former ones during a fit."""
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse what came into the module or its optimizers and would not be trained alike on all ranks. Collective.
+        """Refuse additions to module and optimizers that would not be trained the same way on all ranks. Collective.
 
         Args:
-            replaced: others have taken the place of the optimizers; else an epoch begins, or goes on after a resume,
-                and its first hooks have run.
+            replaced: True if other optimizers replace the former ones; False after the first hooks of an epoch, also
+                after a resume.
         """
 
     # -- micro-batches for which ranks have no samples
 
     def _together(self) -> str:
-        """Through what all ranks go together in a forward, as the beginning of a message; "" where through nothing."""
+        """Return the start of a message about layers that all ranks run together; "" if there are none."""
         if self.runs_padding:
-            return f"Under {self.engine or type(self).__name__} ranks go through each layer together"
+            return f"Under {self.engine or type(self).__name__} ranks run each layer together"
         return SYNCHRONIZED if self.copies.norms is not None else ""
 
     def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse a micro-batch of which a rank has samples, but none of one of its loaders, where others would wait."""
+        """Refuse a micro-batch for which a rank has samples of some loaders only, if other ranks would wait."""
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 
     def skip_loss(self) -> None:
-        """Go on without a loss of ``training_step``; refuse it where others would wait in their backwards."""
+        """Continue without a loss of ``training_step``; refuse it if other ranks would wait in their backwards."""
         if self._together():
             raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))
         self.skip()
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """A micro-batch for which these ranks have no samples: layers that communicate do so without them.
+        """Run a micro-batch for which the ``absent`` ranks have no samples: layers communicate without them.
 
-        Collective, for these ranks, too; they take part in what a training forward begins with.
+        Collective, also for these ranks, which join in the synchronization of buffers before a training forward.
         """
         norms = None if self.runs_padding else self.copies.norms
         with nullcontext() if norms is None else norms.leaving_out(absent):
             if self.world.rank in absent and torch.is_grad_enabled():
-                # no forward of theirs does it, or it does so behind the copy of their buffers that the loop puts back
+                # no forward does it there, or only after the loop has copied the buffers that it restores
                 self.copies.forward_begins()
             yield
 
     @contextmanager
     def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Around a step on a padding batch: its gradients are dropped, its samples in no statistics.
+        """Drop gradients and statistics of a step on a padding batch in the block.
 
-        Gives:
-            the module's buffers that a forward changes by this rank's samples alone.
+        Yields:
+            The module's buffers that a forward changes by this rank's samples alone.
         """
         norms, self.drops_gradients = self.copies.norms, True
         if norms is not None:
@@ -189,16 +188,16 @@ class Strategy(Engine):
             if norms is not None:
                 norms.set_zero_weight(False)
 
-    # -- when users look
+    # -- before users' hooks
 
     def steps_end(self) -> None:
-        """Steps of an evaluation, or a forward, are over, and hooks that may look at the module come next."""
+        """Prepare the module for hooks that may read it, after a forward or the steps of an evaluation."""
 
     # -- gradients
 
     @contextmanager
     def synchronize(self, sync: bool) -> Iterator[None]:
-        """Switch the reduction of backwards on or off for the length of a ``with`` block."""
+        """Switch the reduction of backwards on or off in the block."""
         before, self.sync_gradients = self.sync_gradients, sync
         try:
             yield
@@ -206,47 +205,50 @@ class Strategy(Engine):
             self.sync_gradients = before
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Say whether a parameter of an optimizer needs gradients, from the forwards to come on."""
+        """Set ``requires_grad`` of a parameter, for later forwards."""
         parameter.requires_grad = needed
 
     def whole_gradients(self) -> AbstractContextManager[None]:
-        """Inside, ``.grad`` of each parameter is its whole gradient, also where ranks have parts of it. Collective."""
+        """Let ``.grad`` of each parameter be its whole gradient in the block, also if ranks have parts. Collective."""
         self.check_present("strategy.whole_gradients()")
         return self.gradients.whole()
 
-    def held_in_window(self) -> dict[str, Any]:
-        """What a window under way has on this rank, as a checkpoint takes it: gradients, and buffers. Collective."""
-        return {**self.gradients.held(), "buffers": self.copies.held()}
+    def window_state(self) -> dict[str, Any]:
+        """Return this rank's state of an unfinished window, for a checkpoint: gradients and buffers. Collective."""
+        return {**self.gradients.window_state(), "buffers": self.copies.window_state()}
 
-    def hold_in_window(self, saved: dict[str, Any]) -> None:
-        """Go on with what :meth:`held_in_window` gave. Collective."""
-        self.gradients.hold(saved)
-        self.copies.hold(saved.get("buffers", {}))
+    def load_window_state(self, saved: dict[str, Any]) -> None:
+        """Restore the result of :meth:`window_state`. Collective."""
+        self.gradients.load_window_state(saved)
+        self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
-        """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        local, own = self.copies.local_steps, self._on_device(weight)
+        """Divide the window's gradients by the weights that all ranks' training steps returned; return the factor."""
+        device, dtype = self.root_device, widest(self.root_device)
+        if isinstance(weight, Tensor) and weight.device == device:
+            own = weight.detach().to(dtype)  # stays on the device, without a wait
+        else:
+            own = torch.full((), float(weight), dtype=dtype, device=device)
+        local = self.copies.local_steps
         if local is not None:
             total, ranks = local.summed_weight(own)
         else:
             total = self.collectives.reduce(own, reduce_op="sum")
-            # an engine that plays windows sees losses on one rank of each replica
+            # an engine that runs whole windows has losses on one rank of each replica
             ranks = self.world.size if self.window is None else self.replicas.count
-        factor = _part(ranks, total)
+        factor: float | Tensor
+        if total.device.type == "cpu":
+            divisor = total.item()
+            factor = ranks / divisor if divisor else 0.0
+        else:  # `.item()` would wait for the device
+            factor = torch.where(total != 0, ranks / total, 0.0)
         multiply(self.gradients.local(stepped=True), factor)
         return factor
-
-    def _on_device(self, weight: float | Tensor) -> Tensor:
-        """A weight on this rank's device, for which nobody waits."""
-        device, dtype = self.root_device, widest(self.root_device)
-        if isinstance(weight, Tensor) and weight.device == device:
-            return weight.detach().to(dtype)
-        return torch.full((), float(weight), dtype=dtype, device=device)
 
     # -- memory
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What this rank holds, by kind as in `lockstep.memory.meter.KINDS`; may be asked for at any time."""
+        """Return the tensors in this rank's memory, by kind as in `lockstep.memory.meter.KINDS`, at any time."""
         parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
         return {
             "parameters": parameters,
@@ -264,7 +266,7 @@ class Strategy(Engine):
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """While user code runs that ranks without samples for the micro-batch do not run: those ranks."""
+        """The ranks without samples for the micro-batch, while user code runs that they do not run."""
         return self.collectives.absent
 
     @absent.setter
@@ -273,12 +275,12 @@ class Strategy(Engine):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.world.rank == 0
 
     @property
     def has_met(self) -> bool:
-        """Return True once this rank has joined the others; before that a signal ends it at once."""
+        """True after this rank has joined the others; before that a signal ends it at once."""
         return self.world_size == 1 or dist.is_initialized()
 
     @property
@@ -313,7 +315,7 @@ class Strategy(Engine):
 
     @property
     def model(self) -> LightningModule:
-        """The user's module; lockstep wraps it in nothing."""
+        """The user's module, which lockstep does not wrap."""
         return self.module
 
     @property
@@ -322,21 +324,21 @@ class Strategy(Engine):
         return self.module
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Inside, backwards are not reduced: each rank adds up its own gradients, until one outside reduces them."""
+        """Accumulate each rank's own gradients in the block; the next backward outside of it reduces them."""
         return self.synchronize(False)
 
     # -- Lightning's names: of the collectives, each overridable
 
     def make_agreement(self) -> ConsensusFlags:
-        """The flags that this run's ranks share."""
+        """Create the flags that this run's ranks share."""
         return self.collectives.make_agreement()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
-        """Refuse a collective that user code calls where ranks without samples cannot join it."""
+        """Refuse a collective of user code that ranks without samples cannot join."""
         self.collectives.check_present(call, group)
 
     def with_all_ranks(self) -> AbstractContextManager[None]:
-        """Inside, collectives are allowed: the ranks without samples take part."""
+        """Allow collectives in the block, which ranks without samples join."""
         return self.collectives.with_all_ranks()
 
     def barrier(self, name: str | None = None) -> None:
@@ -344,34 +346,34 @@ class Strategy(Engine):
         self.collectives.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> Any:
-        """The object of rank ``src``, on every rank."""
+        """Return the object of rank ``src`` on every rank."""
         return self.collectives.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
+        """Return the stacked tensors of all ranks: ``(world_size, *shape)``; on one process the tensor itself."""
         return self.collectives.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """The tensor reduced over all ranks by "mean", "sum", "min" or "max"; the given one is not changed."""
+        """Return the tensor reduced over all ranks by "mean", "sum", "min" or "max"; the argument is not changed."""
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decided for it, or (``all=False``) any of them."""
+        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them."""
         return self.collectives.decide(decision, all)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
+        """Return a CPU vector of each rank, all of equal length: ``(world_size, n)``."""
         return self.collectives.gather_stacked(vector)
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """A small picklable object from all ranks, by rank."""
+        """Return a small picklable object of each rank, by rank."""
         return self.collectives.gather_objects(obj)
 
     # -- Lightning's names: of checkpoints
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes, reads and removes checkpoints; set it before a call of the Trainer."""
+        """The object that writes, reads and removes checkpoints; set it before a call of the Trainer."""
         return self.checkpoints.io
 
     @checkpoint_io.setter
@@ -387,7 +389,7 @@ class Strategy(Engine):
         alone: bool = False,
         sharded: bool = False,
     ) -> None:
-        """Write a checkpoint: on rank 0, on the rank that calls ``alone``, or on all ranks, each its part."""
+        """Write a checkpoint: on rank 0, on one rank ``alone``, or (``sharded``) each rank's part."""
         if self.world.is_zero or alone or sharded:
             self.checkpoints.save(checkpoint, filepath, storage_options, sharded=sharded)
 
@@ -401,26 +403,26 @@ class Strategy(Engine):
             self.checkpoints.remove(filepath)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine needs to go on with the same bits (the bucket plan)."""
+        """Return the engine's own state, on which the bits of later steps depend (the bucket plan)."""
         return self.save().own or {}
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything on one device.
+    """One process on one device.
 
     Args:
-        device: the one that the run shall have, "cpu" or "cuda:0" say; None: the one that the Trainer's flags choose.
-        accelerator: None; the Trainer's flag chooses it.
-        checkpoint_io: what writes checkpoints.
-        precision_plugin: the run's precision.
-        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+        device: device of the run, such as "cpu" or "cuda:0"; None: chosen by the Trainer's flags.
+        accelerator: None; chosen by the Trainer's flag.
+        checkpoint_io: writer of checkpoints.
+        precision_plugin: precision of the run.
+        activation_checkpointing: recompute activations in the backward instead of keeping them: True (in the
             repeated blocks), or classes of layers.
         activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
-            policy function of ``torch.utils.checkpoint``.
+        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
+            torch, or a policy function of ``torch.utils.checkpoint``.
 
     Raises:
-        MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
+        MisconfigurationException: arguments contradict each other; or, at the start of a call, the Trainer's flags
             choose another device.
     """
 
@@ -439,28 +441,20 @@ class SingleDeviceStrategy(Strategy):
         super().__init__()
         if offload_optimizer:
             raise MisconfigurationException(
-                f"SingleDeviceStrategy({offload_optimizer=}): the states stay beside their parameters; take "
+                f"SingleDeviceStrategy({offload_optimizer=}): the states stay on the device of their parameters; use "
                 'strategy="fsdp_cpu_offload".'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
-        self._asked = None if device is None else torch.device(device)
+        self._device = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As the base does it, on the device that was asked for."""
-        asked = self._asked
-        if asked is not None and (asked.type != device.type or asked.index not in (None, device.index or 0)):
-            place = f", devices=[{asked.index}]" if asked.index else ""
+        """Store rank, device and precision; refuse a device other than the strategy's."""
+        own = self._device
+        if own is not None and (own.type != device.type or own.index not in (None, device.index or 0)):
+            place = f", devices=[{own.index}]" if own.index else ""
             raise MisconfigurationException(
-                f"SingleDeviceStrategy(device={str(asked)!r}): the Trainer's flags choose {str(device)!r}: give "
-                f"Trainer(accelerator={asked.type!r}{place}), or leave the strategy's device out."
+                f"SingleDeviceStrategy(device={str(own)!r}): the Trainer's flags choose {str(device)!r}: give "
+                f"Trainer(accelerator={own.type!r}{place}), or leave the strategy's device out."
             )
         super().connect(world, device, precision)
-
-
-def _part(ranks: int, total: Tensor) -> float | Tensor:
-    """The factor by which a sum over weights becomes a mean; on a device nobody waits for it."""
-    if total.device.type == "cpu":
-        weight = total.item()
-        return ranks / weight if weight else 0.0
-    return torch.where(total != 0, ranks / total, 0.0)

@@ -1,4 +1,4 @@
-"""Names of strategies: what ``Trainer(strategy="...")`` stands for."""
+"""Names of strategies for ``Trainer(strategy="...")``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
     "model_parallel": ("sharded.model_parallel.ModelParallelStrategy", {}),
 }
-"""Name to arguments, and to the file and class below `lockstep.engines`. A name that is here is not refused.
-
-Extensions add theirs (`lockstep.ground.extensions`)."""
+"""Name -> (file and class below `lockstep.engines`, arguments). `lockstep.ground.extensions` adds others."""
 
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
-"""Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
+"""Names of strategies that spawn ranks if there is no script to start; "ddp" has "ddp_notebook" for that."""
 
-_XLA = 'it is for torch_xla; TPUs are devices of torch by torch_tpu: use accelerator="tpu", strategy="auto"'
+_XLA = 'it is for torch_xla; with torch_tpu TPUs are devices of torch: use accelerator="tpu", strategy="auto"'
 _SLICED = (
-    "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
+    "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which divides optimizers' work and states"
 )
 _GONE = 'Lightning has dropped it, too; use "ddp"'
 REFUSED = {
@@ -61,12 +59,12 @@ REFUSED = {
     "colossalai": _GONE,
     "hivemind": _GONE,
 }
-"""Lightning's other names, those of its earlier versions too: why not, and what to use today."""
+"""Names of Lightning's other strategies, also of earlier versions -> the reason, and what to use instead."""
 
 
-def is_plan(asked: object) -> bool:
-    """Whether ``Trainer(strategy=...)`` was given the file of a plan."""
-    return isinstance(asked, str) and asked.lower().endswith((".yaml", ".yml"))
+def is_plan(strategy: object) -> bool:
+    """Return True if ``Trainer(strategy=...)`` names the file of a plan."""
+    return isinstance(strategy, str) and strategy.lower().endswith((".yaml", ".yml"))
 
 
 def is_strategy(name: str) -> bool:
@@ -75,7 +73,7 @@ def is_strategy(name: str) -> bool:
 
 
 def class_of(name: str) -> type[Strategy]:
-    """The class for a name. Its file is imported here: an import of lockstep brings no engine that no run asks for."""
+    """Return the class for a name, and import its file; ``import lockstep`` imports no engine."""
     found: type[Strategy]
     if name in NAMES:
         file, _, kind = NAMES[name][0].rpartition(".")
@@ -85,40 +83,41 @@ def class_of(name: str) -> type[Strategy]:
     return found
 
 
-def drives_all_devices(asked: str | Strategy) -> bool:
-    """Whether one process of a strategy works with all devices of its node; else each rank has one."""
-    if not isinstance(asked, str):
-        return bool(getattr(asked, "drives_all_devices", False))
-    if is_plan(asked):
-        return bool(extensions.load("services", "saved plans").drives_all_devices(asked))
-    name = asked.lower()
-    # another distribution may have a function in the place of a class: what it makes has a device for each rank
+def drives_all_devices(strategy: str | Strategy) -> bool:
+    """Return True if one process of a strategy uses all devices of its node; otherwise each rank has one."""
+    if not isinstance(strategy, str):
+        return bool(getattr(strategy, "drives_all_devices", False))
+    if is_plan(strategy):
+        return bool(extensions.load("services", "saved plans").drives_all_devices(strategy))
+    name = strategy.lower()
+    # another distribution may have a function instead of a class; its strategy then has a device for each rank
     return is_strategy(name) and bool(getattr(class_of(name), "drives_all_devices", False))
 
 
-def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
-    """The strategy for a name or an object.
+def make_strategy(strategy: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
+    """Return the strategy for a name or an object.
 
     Args:
-        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), the file of a
-            plan ("plan.yaml"), or a Strategy.
+        strategy: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), the file of
+            a plan ("plan.yaml"), or a Strategy.
         world_size: number of ranks of the run.
-        interactive: whether there is no script that could be started once for each rank.
+        interactive: True if there is no script that could be started once for each rank.
 
     Raises:
-        MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
+        MisconfigurationException: the name is unknown or refused, or the strategy is for one rank and there are
+            several.
     """
-    if isinstance(asked, str) and is_plan(asked):
-        by_plan: Strategy = extensions.load("services", "saved plans").strategy_by(asked, world_size, interactive)
+    if isinstance(strategy, str) and is_plan(strategy):
+        by_plan: Strategy = extensions.load("services", "saved plans").strategy_by(strategy, world_size, interactive)
         return by_plan
-    if isinstance(asked, str):
-        asked = asked.lower()
-    if asked == "auto" and world_size > 1:
-        asked = "ddp_notebook" if interactive else "ddp"
-    made = asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)
+    if isinstance(strategy, str):
+        strategy = strategy.lower()
+    if strategy == "auto" and world_size > 1:
+        strategy = "ddp_notebook" if interactive else "ddp"
+    made = strategy if isinstance(strategy, Strategy) else _named(strategy, interactive and world_size > 1)
     made = made.instead or made
     if world_size > 1 and made.launcher is None:
-        name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
+        name = f'"{strategy}"' if isinstance(strategy, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(
             f"Trainer(strategy={name}) is for one rank, and devices and num_nodes make {world_size}: use devices=1, or "
             'strategy="ddp".'
@@ -126,28 +125,30 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     return made
 
 
-def _named(asked: object, spawns: bool) -> Strategy:
-    if asked == "auto":
+def _named(strategy: object, spawns: bool) -> Strategy:
+    if strategy == "auto":
         return SingleDeviceStrategy()
-    if isinstance(asked, str) and is_strategy(asked):
-        arguments: Mapping[str, Any] = NAMES[asked][1] if asked in NAMES else extensions.strategies().get(asked, {})
-        if spawns and asked in WITHOUT_NOTEBOOK_NAME:
+    if isinstance(strategy, str) and is_strategy(strategy):
+        arguments: Mapping[str, Any] = (
+            NAMES[strategy][1] if strategy in NAMES else extensions.strategies().get(strategy, {})
+        )
+        if spawns and strategy in WITHOUT_NOTEBOOK_NAME:
             arguments = {**arguments, **SPAWN}
-        made = class_of(asked)(**arguments)
+        made = class_of(strategy)(**arguments)
         if not isinstance(made, Strategy):
             raise MisconfigurationException(
-                f'Trainer(strategy="{asked}"): its entry point gives a {type(made).__name__}, and not a Strategy.'
+                f'Trainer(strategy="{strategy}"): its entry point returns a {type(made).__name__}, not a Strategy.'
             )
         return made
-    if isinstance(asked, str) and asked in REFUSED:
-        raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
-    if isinstance(asked, type) and issubclass(asked, Strategy):
+    if isinstance(strategy, str) and strategy in REFUSED:
+        raise MisconfigurationException(f'Trainer(strategy="{strategy}"): {REFUSED[strategy]}.')
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise MisconfigurationException(
-            f"Trainer(strategy={asked.__name__}): this is a class; give an instance, {asked.__name__}()."
+            f"Trainer(strategy={strategy.__name__}): this is a class; give an instance, {strategy.__name__}()."
         )
-    near = difflib.get_close_matches(str(asked), [*NAMES, *extensions.strategies()], n=1)
+    near = difflib.get_close_matches(str(strategy), [*NAMES, *extensions.strategies()], n=1)
     hint = f' Did you mean "{near[0]}"?' if near else ""
     raise MisconfigurationException(
-        f'Trainer(strategy={asked!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '
+        f'Trainer(strategy={strategy!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '
         f"object of lockstep's.{hint}"
     )

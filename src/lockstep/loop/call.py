@@ -21,7 +21,7 @@ from lockstep.config.objects import check_callbacks, check_kind, in_order, refus
 from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
-from lockstep.engines.optimizer_states import states_to_cpu
+from lockstep.engines.engine import states_to_cpu
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed, words_of
 from lockstep.ground.extensions import MissingExtension, load

@@ -186,7 +186,7 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
         part["window_start"] = fit.resume.window_start.state(progress.batch - begun, session.is_global_zero)
     if holds:
         part["weights"] = fit.weights
-        part.update(strategy.held_in_window())
+        part.update(strategy.window_state())
     if strategy.saves_shards:  # each rank writes its own
         ranks: list[Any] = [{} for _ in range(session.world_size)]
         ranks[strategy.world.rank] = part
@@ -629,7 +629,7 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
         if others is not None:
             shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
             part = {**part, "gradients": others.mean_gradients(shapes)}
-        strategy.hold_in_window(part)
+        strategy.load_window_state(part)
         session.fit.weights = part.get("weights")
         if "random" in part:
             set_random_states_of(part["random"], strategy.own_devices)

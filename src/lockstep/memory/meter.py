@@ -1,11 +1,11 @@
-"""What a rank's memory is used for, in bytes, and what a forward keeps for its backward, by layer.
+"""Memory use of a rank in bytes, by kind, and activations that forwards keep for their backwards, by layer.
 
     activations = Activations(model)
     with activations.counting():
         loss = model(batch).sum()
     print(MemoryUse.of({"parameters": list(model.parameters())}, activations=activations))
 
-Everything is counted by storage, each once: two views of one memory are one.
+Each storage counts once: two views of one storage are not counted twice.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ KINDS = {
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
     "buffers": "buffers",
-    "buckets": "buckets, beside the gradients in them",
+    "buckets": "buckets, without the gradients in them",
     "hook_state": "state of the communication hook",
     "gathered": "gathered parameters",
     "activations": "activations",
 }
-"""The kinds of memory, by the attribute of `MemoryUse`."""
+"""Attribute of `MemoryUse` -> label of the kind of memory."""
 
 SHOWN = 5
-"""Layers that the printed table shows."""
+"""Number of layers in the printed table."""
 
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
 def readable(count: float) -> str:
-    """Bytes as people read them.
+    """Return a number of bytes with a unit.
 
     Example:
         >>> readable(1536), readable(3 * 2**30)
@@ -61,7 +61,7 @@ def readable(count: float) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors in whose memory the values are: this rank's part of a DTensor, a sparse one's indices and values."""
+    """Return the tensors that store a tensor's values: a DTensor's local part, a sparse tensor's indices and values."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -69,23 +69,24 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    """What tells a tensor's memory from others, and the bytes there."""
+    """Return a number that identifies a tensor's storage, and its size in bytes."""
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # of a class that wraps others
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
         return -id(tensor), tensor.numel() * tensor.element_size()
     return storage._cdata, storage.nbytes()
 
 
 def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[dict[str, int], int]:
-    """The bytes of each kind, and those of all kinds that are on the CPU while ``device`` is another.
+    """Return the bytes of each kind, and the bytes of all kinds on other devices than ``device``.
 
     Args:
-        held: by kind; a tensor may be there several times. Memory belongs to the first kind that has it; but of a
-            gradient that lies in a bucket its own bytes count as gradients, and the bucket's others as buckets.
+        held: tensors by kind; a tensor may occur several times. A storage counts for the first kind that has it. A
+            gradient in a bucket counts as a gradient, and the rest of the bucket as a bucket.
         device: type of the run's device.
     """
     found: dict[str, int] = dict.fromkeys(held, 0)
+    # storages, not tensors: a gradient in a bucket is a view with the storage of the whole bucket
     buckets = {_key(part)[0] for tensor in held.get("buckets", ()) for part in parts_of(tensor)}
     seen: set[object] = set()
     in_buckets = offloaded = 0
@@ -112,20 +113,20 @@ def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[di
 
 
 class Activations:
-    """Counts what forwards keep for their backwards, by layer, while it is told to; afterwards it costs nothing.
+    """Bytes that forwards keep for their backwards, by layer, counted during `counting`; no cost afterwards.
 
-    Memory counts once, for the layer that kept it first. Parameters and buffers do not count, nor what was given back
-    by the time of the peak.
+    A storage counts once, for the layer that saved it first. Parameters, buffers, and memory that was released before
+    the peak do not count.
 
     Args:
-        module: whose layers are told apart.
-        gathered: gives parameters that are gathered for a while, which count by themselves.
+        module: the module with the layers.
+        gathered: returns parameters that are gathered now, which are counted separately.
 
     Attributes:
-        layers: bytes by layer, largest first, at the peak.
-        gathered: bytes of gathered parameters then.
-        names: of the layers, by their ids.
-        samples: of the micro-batch that was counted, where somebody has said so.
+        layers: bytes by layer at the peak, largest first.
+        gathered: bytes of gathered parameters at the peak.
+        names: names of the layers, by their ids.
+        samples: number of samples of the counted micro-batch, if the caller has set it.
     """
 
     def __init__(self, module: nn.Module, gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -147,7 +148,7 @@ class Activations:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, what is kept counts."""
+        """Count saved activations in the block."""
         lacking = missing(MEMORY)
         if lacking:
             warn_once(f"trainer.memory() counts no activations: torch {torch.__version__} has no {lacking[0].name}.")
@@ -158,9 +159,15 @@ class Activations:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         graph = torch.autograd.graph
+        # the transforms of `torch.func` call it, and refuse hooks like these
         own, graph.disable_saved_tensors_hooks = graph.disable_saved_tensors_hooks, self._pausing  # type: ignore[assignment]
         self._own_disable = own
-        STATE.kept = self._note_all
+
+        def note_all(kept: object) -> None:
+            for tensor in tensors_in(kept, 6):
+                self._note(tensor)
+
+        STATE.kept = note_all  # selective checkpointing saves tensors without these hooks
         try:
             with graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -174,7 +181,7 @@ class Activations:
 
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
-        """In place of torch's function: the transforms of ``torch.func`` refuse hooks like these, so they pause."""
+        """Remove these hooks in the block of torch's function."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         mine = top is not None and top[0] == self._pack
         if mine:
@@ -187,12 +194,13 @@ class Activations:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def end(self) -> None:
-        """The step is over: let go of what was kept."""
+        """Drop the records of the step."""
         self._kept.clear()
 
     def look(self) -> None:
-        """Take what is kept now for the peak, if it is more than before."""
+        """Record the memory that is saved now as the peak, if it exceeds the former one."""
         self._grows = False
+        # autograd saves parameters too, which are counted as parameters
         gathered = dict(_key(part) for tensor in self._gathered() for part in parts_of(tensor))
         own = {_key(part)[0] for tensor in self._others() for part in parts_of(tensor)} | gathered.keys()
         found: dict[str, int] = defaultdict(int)
@@ -212,6 +220,7 @@ class Activations:
 
     def _enter(self, layer: nn.Module, args: Any) -> None:
         name = self.names.get(id(layer))
+        # hooks are global: other modules call them too, and so do threads that replicate the module
         if name is None or threading.get_ident() != self._thread:
             return
         self._running.append(name)
@@ -219,10 +228,6 @@ class Activations:
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         if id(layer) in self.names and self._running and threading.get_ident() == self._thread:
             self._running.pop()
-
-    def _note_all(self, kept: object) -> None:
-        for tensor in tensors_in(kept, 6):
-            self._note(tensor)
 
     def _note(self, tensor: Tensor) -> None:
         for part in parts_of(tensor):
@@ -238,10 +243,10 @@ class Activations:
         return tensor, _version(tensor)
 
     def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        if self._grows:  # a backward begins: this is the most that there will be
+        if self._grows:  # at the start of a backward, which releases activations from now on
             self.look()
         tensor, version = packed
-        if _version(tensor) != version:  # torch looks for it where there are no hooks
+        if _version(tensor) != version:  # torch makes this check only without hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} "
@@ -254,23 +259,23 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# -- all of it -----------------------------------------------------------------------------------------------
+# -- the sums ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What one rank's memory is used for, in bytes.
+    """Memory use of one rank in bytes.
 
     Attributes:
-        rank: whose memory.
-        device: its type.
-        parameters, gradients, optimizer_states, buffers: as their names say; of shards this rank's.
-        buckets: the reducer's, beside the gradients that lie in them.
-        hook_state: what a communication hook remembers (PowerSGD's matrices).
-        gathered: parameters that FSDP has gathered when the forward has ended.
-        activations: what the forward of a micro-batch keeps for the backward; 0 where nobody has counted.
-        layers: the activations by layer, largest first; "" is the training step itself.
-        offloaded: bytes of all kinds on the CPU, where the device is another.
+        rank: the rank.
+        device: type of its device.
+        parameters, gradients, optimizer_states, buffers: the model's states; this rank's shards if they are sharded.
+        buckets: the reducer's buckets, without the gradients in them.
+        hook_state: state of a communication hook (PowerSGD's matrices).
+        gathered: parameters that FSDP has gathered at the end of the forward.
+        activations: activations that the forward of a micro-batch keeps for the backward; 0 if they were not counted.
+        layers: activations by layer, largest first; "" is the training step itself.
+        offloaded: bytes of all kinds on the CPU, if the device is not the CPU.
     """
 
     rank: int = 0
@@ -295,7 +300,7 @@ class MemoryUse:
         device: str = "cpu",
         activations: Activations | None = None,
     ) -> MemoryUse:
-        """Of tensors by kind, as in `KINDS`, and of activations."""
+        """Count tensors by kind, as in `KINDS`, and activations."""
         found, offloaded = bytes_by_kind({kind: list(held.get(kind, ())) for kind in KINDS}, device)
         layers = () if activations is None else tuple(activations.layers.items())
         if activations is not None:
@@ -305,20 +310,20 @@ class MemoryUse:
 
     @property
     def model_states(self) -> int:
-        """Parameters, gradients, optimizer states, and the buckets around gradients."""
+        """Bytes of parameters, gradients, optimizer states and buckets."""
         return self.parameters + self.gradients + self.optimizer_states + self.buckets
 
     @property
     def total(self) -> int:
-        """All kinds together, without what is offloaded."""
+        """Bytes of all kinds, without offloaded ones."""
         return sum(getattr(self, kind) for kind in KINDS)
 
     def line(self) -> str:
-        """All of it in one line, for a log."""
+        """Return a summary in one line, for a log."""
         used = sorted(((getattr(self, kind), kind.replace("_", " ")) for kind in KINDS), reverse=True)
-        shown = ", ".join(f"{name} {readable(size)}" for size, name in used if size)
+        kinds = ", ".join(f"{name} {readable(size)}" for size, name in used if size)
         most = next((f" (most in {name})" for name, _ in self.layers if name), "")
-        return f"memory of rank {self.rank}: {readable(self.total)}: {shown}{most}"
+        return f"memory of rank {self.rank}: {readable(self.total)}: {kinds}{most}"
 
     def __str__(self) -> str:
         rows = [(label, getattr(self, kind)) for kind, label in KINDS.items() if getattr(self, kind)]

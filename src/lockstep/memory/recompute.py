@@ -1,13 +1,13 @@
-"""Recomputation: the activations of some layers are not kept for the backward, which computes them again.
+"""Activation checkpointing: the backward recomputes the activations of some layers, which are not kept.
 
     recompute(model)                      # its repeated blocks
     recompute(model, {Block})             # layers of a class
-    recompute(model, save="matmuls")      # of those blocks all but the outputs of matrix products
+    recompute(model, save="matmuls")      # in those blocks, keep the outputs of matrix products
 
-The mechanism is ``torch.utils.checkpoint`` without re-entrance. A second forward counts nothing twice: while it runs,
-buffers have the values of the first one, and they are put back (BatchNorm's statistics); nothing is logged; numbers
-without a dtype get that of the first forward; a cache of keys and values gets nothing. Names of parameters and keys of
-a state dict stay as they are.
+The mechanism is ``torch.utils.checkpoint`` without re-entrance. A second forward has no side effects: buffers have
+the values of the first one and are restored afterwards (BatchNorm's statistics); nothing is logged; tensors without a
+dtype get that of the first forward; nothing is appended to a cache of keys and values. Names of parameters and keys of
+a state dict do not change.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
 from lockstep.ground.rank import warn_once
 
 Layers: TypeAlias = Literal[True] | type[nn.Module] | Policy
-"""The repeated blocks of a model, layers of one class or several, or a policy function of torch's first FSDP."""
+"""The repeated blocks of a model (True), layers of one class or several, or a policy function of torch's first FSDP."""
 
 Save: TypeAlias = Literal["matmuls"] | Sequence[Any] | Callable[..., Any] | None
-"""What is kept of the layers all the same: operators of torch, or a policy function ``(ctx, op, *args, **kwargs)``."""
+"""Operators with outputs that are kept nevertheless, or a policy function ``(ctx, op, *args, **kwargs)``."""
 
 Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 NO_BLOCKS = (
-    "activation_checkpointing=True: {name} has no repeated blocks (layers side by side, of one class, made of layers), "
-    "so that nothing is recomputed: name the layers by their classes, activation_checkpointing={{Block}}."
+    "activation_checkpointing=True: {name} has no repeated blocks (siblings of one class that consist of layers), so "
+    "nothing is recomputed: name the classes of the layers, activation_checkpointing={{Block}}."
 )
 
 
 SMALL = 2**16
-"""Elements of a buffer that counts as changed in any case: torch's batch norm does not count its changes."""
+"""Number of elements up to which a buffer counts as changed: torch's batch norm changes buffers without a version."""
 
 
 class _State(threading.local):
     recomputing = False
-    kept: Callable[[object], None] | None = None  # is shown what is kept of recomputed layers, by who counts it
+    kept: Callable[[object], None] | None = None  # gets the tensors that recomputed layers keep, to count them
 
 
 STATE = _State()
-"""Whether this thread computes activations again; a thread of its own runs the backward of a GPU."""
+"""State of this thread: True while it recomputes activations. The backward of a GPU runs in a thread of its own."""
 
 
 def is_recomputing() -> bool:
-    """Whether a backward computes a layer's activations again: for code in a ``forward`` that counts its calls."""
+    """Return True while a backward recomputes a layer; for code in a ``forward`` that counts its calls."""
     return STATE.recomputing
 
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Inside, code runs that runs once more and counts then: nothing is logged."""
+    """Log nothing in the block, whose code runs a second time later."""
     before, STATE.recomputing = STATE.recomputing, True
     try:
         yield
@@ -72,7 +72,7 @@ def running_again() -> Iterator[None]:
 
 
 def matmuls() -> list[Any]:
-    """The operators whose outputs take longest to compute: matrix products, convolutions and attention."""
+    """Return the operators with the most expensive outputs: matrix products, convolutions and attention."""
     aten = torch.ops.aten
     packets = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
     attention = (
@@ -86,21 +86,21 @@ def matmuls() -> list[Any]:
 
 
 def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Callable[[], None]:
-    """Let activations of some layers of ``module`` be computed again in the backward; works in any loop.
+    """Recompute activations of some layers of ``module`` in the backward; works in any loop.
 
-    Gradients are bitwise those without it, dropout included. It costs another forward of these layers.
+    Gradients have the same bits as without it, also with dropout. It costs a second forward of these layers.
 
     Args:
-        module: is changed in place: the layers' ``forward``.
-        layers: which; they may lie inside of each other.
-        save: what is kept all the same: "matmuls", a list of operators (``torch.ops.aten.mm.default``), or a policy
-            function as of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        module: the module; the layers' ``forward`` is replaced.
+        layers: the layers, which may contain each other.
+        save: operators with outputs that are kept nevertheless: "matmuls", a list (``torch.ops.aten.mm.default``), or a
+            policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Returns:
-        what makes the layers keep their activations again.
+        A function that restores the layers.
 
     Raises:
-        ValueError: no layer is chosen, or ``save`` is none of these.
+        ValueError: ``layers`` selects no layer, or ``save`` is invalid.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -116,6 +116,7 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
             warn_once(NO_BLOCKS.format(name=type(module).__name__))
     else:
         chosen = blocks_by({layers} if isinstance(layers, type) else layers, module, alone=False)
+    # a layer that is recomputed already would be computed a third time
     changed = [layer for layer in chosen if not isinstance(vars(layer).get("forward"), Again)]
     for layer in changed:
         vars(layer)["forward"] = Again(layer, contexts)
@@ -130,13 +131,14 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
 
 
 def _saving(save: Save) -> Contexts | None:
-    """What makes the two contexts of a forward of which some outputs are kept."""
+    """Return the function that makes the contexts of the two forwards, if some outputs are kept."""
     if save is None:
         return None
     if isinstance(save, str):
         if save != "matmuls":
-            raise ValueError(f'activation_checkpointing_save={save!r}: the one name is "matmuls"')
+            raise ValueError(f'activation_checkpointing_save={save!r}: the only name is "matmuls"')
         save = matmuls()
+    # checked now: torch would refuse it only in the first forward
     try:
         chosen = save if callable(save) else list(save)
         create_selective_checkpoint_contexts(chosen)
@@ -146,12 +148,12 @@ def _saving(save: Save) -> Contexts | None:
 
 
 class Again:
-    """Stands in the place of a layer's ``forward``, an attribute of the layer, so that it is copied with it.
+    """Replacement for a layer's ``forward``. It is an attribute of the layer, so that it is copied with it.
 
     Attributes:
-        layer: whose forward it is.
-        contexts: what makes the contexts in which some outputs are kept.
-        own: a ``forward`` that the layer had been given before, beside that of its class.
+        layer: the layer.
+        contexts: makes the contexts in which some outputs are kept; None: none are.
+        own: a ``forward`` that was an attribute of the layer before.
     """
 
     def __init__(self, layer: nn.Module, contexts: Contexts | None = None) -> None:
@@ -166,7 +168,7 @@ class Again:
         return computed_again(self._forward(), self.layer, self.contexts, args, kwargs)
 
     def of(self, layer: nn.Module) -> Again:
-        """The same for a replica of the layer."""
+        """Return the replacement for a replica of the layer."""
         made = Again.__new__(Again)
         made.layer, made.contexts, made.own = layer, self.contexts, self.own
         return made
@@ -183,26 +185,31 @@ def computed_again(
     kwargs: dict[str, Any],
     **options: Any,
 ) -> Any:
-    """Call ``forward`` so that a backward calls it again in place of what it would have kept.
+    """Call ``forward`` so that a backward calls it again instead of keeping its activations.
 
     Args:
-        forward: of the layer.
-        layer: whose buffers may change.
-        contexts: what makes the contexts of the two calls; None: nothing is kept.
-        args, kwargs: of ``forward``.
-        **options: further ones of ``torch.utils.checkpoint.checkpoint``.
+        forward: the layer's function.
+        layer: the layer, whose buffers may change.
+        contexts: makes the contexts of the two calls; None: nothing is kept.
+        args, kwargs: arguments of ``forward``.
+        **options: further arguments of ``torch.utils.checkpoint.checkpoint``.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if any(_is_cache(each) for each in (*args, *kwargs.values())):
-        args, kwargs = _without_caches(args, kwargs)
+        # Leave empty caches out, as transformers does when it recomputes: they would keep all keys and values. A cache
+        # with content (a trained prefix, earlier text) stays: each call gets a copy of it.
+        args = tuple(_filled_or_none(each) if _is_cache(each) else each for each in args)
+        kwargs = {name: _filled_or_none(each) if _is_cache(each) else each for name, each in kwargs.items()}
+        if kwargs.get("use_cache") and not any(type(each) is _FilledCache for each in (*args, *kwargs.values())):
+            kwargs["use_cache"] = False
     names, count = tuple(kwargs), len(args)
 
     def call(*flat: Any) -> Any:  # torch looks for devices and random states among the positional arguments
         flat = tuple(each.copy() if type(each) is _FilledCache else each for each in flat)
         return forward(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
-    if torch.compiler.is_compiling():  # the compiler does all this by itself
+    if torch.compiler.is_compiling():  # the compiler handles buffers and dtypes itself
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
     buffers, dtype = _Buffers(layer), torch.get_default_dtype()
 
@@ -227,40 +234,28 @@ def computed_again(
 
 
 def _is_cache(value: object) -> bool:
-    """Return True for a cache of transformers', to which each call of a layer appends its keys and values."""
+    """Return True for a cache of transformers, to which each call of a layer appends its keys and values."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
 
-def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put empty caches aside, as transformers does where it recomputes: nothing of the layer would be freed else.
-
-    A cache that has something in it (a prefix that is trained, earlier text) stays: each call gets a copy of it.
-    """
-    args = tuple(_aside(each) if _is_cache(each) else each for each in args)
-    kwargs = {name: _aside(each) if _is_cache(each) else each for name, each in kwargs.items()}
-    if kwargs.get("use_cache") and not any(type(each) is _FilledCache for each in (*args, *kwargs.values())):
-        kwargs["use_cache"] = False
-    return args, kwargs
-
-
-def _aside(cache: Any) -> _FilledCache | None:
+def _filled_or_none(cache: Any) -> _FilledCache | None:
     tensors: list[Tensor] = []
     _copied(cache, tensors)
     return _FilledCache(cache) if any(each.numel() for each in tensors) else None
 
 
 class _FilledCache:
-    """Stands for a cache that a layer reads, as it was before the first call.
+    """Placeholder for a cache that a layer reads, with its content before the first call.
 
-    The caller's own cache gets what the first call appends.
+    The first call appends to the caller's own cache.
     """
 
     def __init__(self, cache: Any) -> None:
         self._before, self._own = _copied(cache, []), cache
 
     def copy(self) -> Any:
-        """Return the caller's cache at the first call, and a copy of what was in it at each further one."""
+        """Return the caller's cache at the first call, and at each further one a copy of its former content."""
         own, self._own = self._own, None
         return _copied(self._before, []) if own is None else own
 
@@ -284,7 +279,7 @@ def _copied(value: Any, tensors: list[Tensor]) -> Any:
 
 
 class _Uncached:
-    """A context without autocast's cache: operators are told apart by how many came before, and it leaves some out."""
+    """A context without autocast's cache: operators are identified by their order, and the cache skips some."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self.inner = inner
@@ -300,7 +295,7 @@ class _Uncached:
 
 
 class _SecondTime:
-    """Around a forward that is computed again; a graph of which several backwards are taken enters it several times."""
+    """Context of a second forward. Several backwards through one graph enter it several times."""
 
     def __init__(self, buffers: _Buffers, dtype: torch.dtype, inner: AbstractContextManager[Any]) -> None:
         self._buffers, self._dtype, self._inner = buffers, dtype, inner
@@ -320,7 +315,7 @@ class _SecondTime:
 
 
 class _Buffers:
-    """The buffers that a layer's forward changes, as they were before: a second forward has to see those values."""
+    """Copies of the buffers that a layer's forward changes; a second forward must read the former values."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._kept = [
@@ -332,7 +327,7 @@ class _Buffers:
         ]
 
     def forget_unchanged(self) -> None:
-        """The first forward has ended: drop the copies of what it left alone, but for small ones."""
+        """Drop the copies of buffers that the first forward has not changed, except for small ones."""
         self._kept = [
             (buffers, name, buffer, version, value)
             for buffers, name, buffer, version, value in self._kept
@@ -341,9 +336,10 @@ class _Buffers:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the layer has the values of the time before; what is done to them is dropped."""
+        """Give the layer the former values in the block; changes to them are dropped."""
         copies: dict[int, Tensor] = {}
         after = [(buffers, name, buffers.get(name)) for buffers, name, *_ in self._kept]
+        # other tensors instead of other values: the first forward may have saved the buffers for its backward
         for buffers, name, own, _, value in self._kept:
             buffers[name] = copies.setdefault(id(own), value.clone())
         try:
@@ -357,7 +353,7 @@ class _Buffers:
 
 
 class _InWrapper:
-    """In the place of a ``CheckpointWrapper``'s function, which calls torch's checkpoint by itself."""
+    """Replacement for the function of a ``CheckpointWrapper``, which calls torch's checkpoint itself."""
 
     def __init__(self, own: partial[Any]) -> None:
         self.own = own
@@ -369,15 +365,15 @@ class _InWrapper:
 
 
 def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
-    """Let layers in torch's ``CheckpointWrapper`` be recomputed as ours are, without counting anything twice.
+    """Recompute layers in torch's ``CheckpointWrapper`` as `recompute` does, without side effects.
 
     Re-entrant ones, and those with a function of the user's, stay as they are.
 
     Returns:
-        what makes the wrappers as they were.
+        A function that restores the wrappers.
     """
     torchs = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    if torchs is None:  # the user has none
+    if torchs is None:  # not imported: the module has no wrappers
         return lambda: None
     changed = []
     for layer in module.modules():
@@ -393,20 +389,20 @@ def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
     return end
 
 
-# -- as a strategy takes it ----------------------------------------------------------------------------------
+# -- the arguments of strategies -----------------------------------------------------------------------------
 
 
 class Recomputation:
-    """The arguments of a strategy, and what they have changed in a module.
+    """The arguments of a strategy for activation checkpointing, and the changes to a module.
 
     Args:
-        strategy: the class's name, for errors.
+        strategy: name of the class, for errors.
         layers: ``activation_checkpointing``: True, a class or several.
         policy: ``activation_checkpointing_policy``: classes or a policy function.
         save: ``activation_checkpointing_save``.
 
     Raises:
-        ValueError: for arguments that do not go together.
+        ValueError: an argument is invalid, or two contradict each other.
     """
 
     def __init__(
@@ -423,17 +419,20 @@ class Recomputation:
         if policy is not None and layers:
             raise ValueError(
                 f"{strategy}(activation_checkpointing={layers!r:.80}, activation_checkpointing_policy={policy!r:.80}): "
-                "both say which layers are recomputed: give one of them"
+                "both choose the recomputed layers: give one of them"
             )
         if save is not None and self._layers is None:
             raise ValueError(
-                f"{strategy}(activation_checkpointing_save={save!r:.100}): it says what is kept of recomputed layers: "
-                "say which those are, by activation_checkpointing=True or classes"
+                f"{strategy}(activation_checkpointing_save={save!r:.100}): no layers are recomputed: choose them by "
+                "activation_checkpointing=True or classes"
             )
-        if not (self._layers is None or self._layers is True or callable(self._layers) or _are_classes(self._layers)):
+        chosen: Any = self._layers
+        kinds = list(chosen) if isinstance(chosen, Collection) else [chosen]
+        are_classes = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+        if not (chosen is None or chosen is True or callable(chosen) or are_classes):
             raise ValueError(
-                f"{strategy}({self._argument}={self._layers!r:.100}): give True, classes of layers, or by "
-                "activation_checkpointing_policy a function"
+                f"{strategy}({self._argument}={self._layers!r:.100}): give True, classes of layers, or a function as "
+                "activation_checkpointing_policy"
             )
         try:
             _saving(save)
@@ -441,15 +440,15 @@ class Recomputation:
             raise ValueError(f"{strategy}({error})") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ends": []}  # a copy has changed nothing
+        return {**vars(self), "_ends": []}  # a copy has changed no module
 
     @property
     def is_on(self) -> bool:
-        """Whether layers are recomputed by these arguments."""
+        """True if the arguments select layers."""
         return self._layers is not None
 
     def begin(self, module: nn.Module) -> None:
-        """Change the module's layers, those in torch's wrappers, too."""
+        """Replace the forwards of the module's layers, also of those in torch's wrappers."""
         self.end()
         self._ends.append(adopt_wrappers(module))
         if self._layers is not None:
@@ -460,11 +459,6 @@ class Recomputation:
                 raise ValueError(f"{self._strategy}({value}): {error}") from None
 
     def end(self) -> None:
-        """Make the layers what they were."""
+        """Restore the layers."""
         while self._ends:
             self._ends.pop()()
-
-
-def _are_classes(given: object) -> bool:
-    each = [given] if isinstance(given, type) else list(given) if isinstance(given, Collection) else [given]
-    return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in each)

@@ -1,9 +1,9 @@
-"""The seam of numeric precision: what a step asks of it; and the loss scale that float16 needs."""
+"""Base class of precisions, and the loss scale for float16."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,19 +16,19 @@ from lockstep.ground.torch_support import SCALER, refuse_without
 
 
 class LossScaler:
-    """A loss scale that adapts itself: halved when gradients overflow, doubled after a while without.
+    """An adaptive loss scale: halved when gradients overflow, doubled after a number of steps without an overflow.
 
-    In a window the calls come in this order::
+    The calls in a window::
 
         scaler.scale(loss).backward()  # each micro-batch
-        scaler.unscale(optimizer)      # gradients are the true ones from here on: hooks, clipping
-        scaler.step(optimizer)         # left out by itself if a gradient overflowed
+        scaler.unscale(optimizer)      # gradients are unscaled from here on: hooks, clipping
+        scaler.step(optimizer)         # skipped if a gradient overflowed
         scaler.update()                # once, after all optimizers that stepped
 
-    Ranks that average their gradients need no message to agree: an overflow on one is in the sum of all, so
-    each of them skips the same steps.
+    Ranks that average their gradients skip the same steps without a message: an overflow on one rank is in the sum of
+    all.
 
-    The arithmetic is torch's ``torch.amp.GradScaler`` (Micikevicius et al., "Mixed Precision Training",
+    The arithmetic is that of torch's ``torch.amp.GradScaler`` (Micikevicius et al., "Mixed Precision Training",
     2018).
 
     Args:
@@ -37,48 +37,58 @@ class LossScaler:
     """
 
     MOST_LEFT_OUT = 100
-    """Steps in a row that may be left out; by then the scale has fallen by 30 orders of magnitude."""
+    """Number of consecutive skipped steps that ends the run; the scale has then fallen by 30 orders of magnitude."""
 
     asked_by = "precision='16-mixed'"
-    """The Trainer's flag that it stands for, in messages."""
+    """The Trainer's flag that requests it, for messages."""
 
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
         refuse_without(SCALER, SCALER, "take precision='bf16-mixed'")
         self._grad_scaler = torch.amp.GradScaler(device_type, **options)
-        # in place of GradScaler's own, for an engine whose ranks have different parts of the gradients
+        # replaces GradScaler's own, for an engine whose ranks have different parts of the gradients
         self.unscale_gradients: Callable[[torch.amp.GradScaler, Optimizer], None] | None = None
-        self.left_out = False  # whether the last step was
-        self.steps = False  # inside `step`, where the optimizer steps by its leave
+        self.left_out = False  # True if the last step was skipped
+        self.steps = False  # True inside `step`, where the optimizer steps with the scaler's permission
         self._left_out_in_a_row = 0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` on."""
+        """Return the scaled loss for ``backward``."""
         return self._grad_scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale; note whether one is not finite.
+        """Divide the gradients of the optimizer's parameters by the scale, and record whether all are finite.
 
         Does nothing the second time, until `update` or `forget`.
         """
         self.left_out = False
         optimizer = _plain(optimizer)
-        gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if any(gradients) and not self.knows(optimizer):
-            with _scale_beside(self._grad_scaler, optimizer):
-                if self.unscale_gradients is None:
-                    self._grad_scaler.unscale_(optimizer)
-                else:
-                    self.unscale_gradients(self._grad_scaler, optimizer)
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        first = next(gradients, None)
+        if first is None or self.knows(optimizer):
+            return
+        scaler, scale = self._grad_scaler, self._grad_scaler._scale
+        # An engine may keep gradients on the CPU. torch copies a device's scale there without waiting for it: gradients
+        # would be divided by whatever is in that memory, and the copy would overwrite a non-finite number.
+        is_on_device = scale is not None and scale.device.type != "cpu"
+        if is_on_device and any(each.device.type == "cpu" for each in (first, *gradients)):
+            scaler._scale = scale.cpu()  # type: ignore[union-attr]  # not None
+        try:
+            if self.unscale_gradients is None:
+                scaler.unscale_(optimizer)
+            else:
+                self.unscale_gradients(scaler, optimizer)
+        finally:
+            scaler._scale = scale
 
-    unscale_ = unscale  # torch's name, which users of `trainer.scaler` may know
+    unscale_ = unscale  # torch's name, for users of `trainer.scaler`
 
     def share_overflow(self, optimizer: Optimizer, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Between :meth:`unscale` and :meth:`step`: let ranks with different gradients decide alike. Collective.
+        """Let ranks with different gradients skip the same step; between `unscale` and `step`. Collective.
 
         Args:
-            optimizer: whose gradients were unscaled on the ranks that have any.
-            largest: of a number of each rank.
-            device: of this rank.
+            optimizer: the optimizer, whose gradients were unscaled on the ranks that have any.
+            largest: returns the maximum of a number over the ranks.
+            device: device of this rank.
         """
         found = self._found(optimizer)
         if not found:
@@ -87,13 +97,13 @@ class LossScaler:
             overflow.copy_(largest(overflow))
 
     def step(self, optimizer: Optimizer, **options: Any) -> Any:
-        """``optimizer.step(**options)``, left out if a gradient is not finite. Waits for the device.
+        """Call ``optimizer.step(**options)``, unless a gradient is not finite. Waits for the device.
 
         Returns:
-            what the optimizer returned; None where the step was left out.
+            The optimizer's result; None if the step was skipped.
 
         Raises:
-            MisconfigurationException: the optimizer calls a closure more than once a step.
+            MisconfigurationException: the optimizer calls a closure more than once per step.
         """
         self.refuse(optimizer)
         if not self.knows(optimizer):
@@ -107,10 +117,10 @@ class LossScaler:
             self.steps = False
 
     def refuse(self, *optimizers: Optimizer) -> None:
-        """Refuse an optimizer with a line search.
+        """Refuse optimizers with a line search.
 
         Raises:
-            MisconfigurationException: with the way out.
+            MisconfigurationException: there is one; names the way out.
         """
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise MisconfigurationException(
@@ -119,10 +129,10 @@ class LossScaler:
             )
 
     def leaves_out(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer must not step, as a gradient is not finite. Waits for the device.
+        """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device.
 
         Raises:
-            MisconfigurationException: it has not been able to for very many steps.
+            MisconfigurationException: it was the last of `MOST_LEFT_OUT` skipped steps in a row.
         """
         self.left_out = any(bool(overflow) for overflow in self._found(optimizer).values())
         self._left_out_in_a_row = self._left_out_in_a_row + 1 if self.left_out else 0
@@ -131,51 +141,52 @@ class LossScaler:
         return self.left_out
 
     def _too_many(self) -> str:
-        """Explain why the run ends after so many steps that were left out."""
+        """Return the message that ends a run after too many skipped steps."""
         return (
-            f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were left out, since gradients were NaN or "
-            f"infinite, with ever smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
+            f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were skipped, since gradients were NaN or "
+            f"infinite, also with smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
             "are not finite: Trainer(detect_anomaly=True) names the operation; precision='bf16-mixed' has the "
             "range of float32."
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Adapt the scale to whether gradients overflowed since the last call.
+        """Adapt the scale to the overflows of gradients since the last call.
 
         Args:
-            optimizer: the one that has stepped, and what is known of others counts later; None: all.
+            optimizer: the optimizer that has stepped; records about others count in a later call. None: all.
         """
         states = self._grad_scaler._per_optimizer_states
         others = {key: states.pop(key) for key in [*states] if optimizer is not None and key != id(_plain(optimizer))}
-        if any(known["found_inf_per_device"] for known in states.values()):
-            self._grad_scaler.update()  # which makes new ones
+        if any(state["found_inf_per_device"] for state in states.values()):
+            self._grad_scaler.update()  # replaces all records
         self._grad_scaler._per_optimizer_states.update(others)
 
     # -- gradients that are scaled only while a backward runs
 
     def multiply(self, gradients: Iterable[Tensor]) -> None:
-        """Scale gradients, in place."""
+        """Multiply gradients by the scale, in place."""
         scale = self._grad_scaler._scale
         assert scale is not None  # the loss was scaled before
         multiply(gradients, scale)
 
     def divide(self, gradients: Iterable[Tensor]) -> None:
-        """Take the scale out of gradients, in place."""
+        """Divide gradients by the scale, in place."""
         scale = self._grad_scaler._scale
         assert scale is not None
         multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
 
     def look(self, optimizer: Optimizer) -> None:
-        """Note whether a gradient, with no scale in it, is not finite."""
+        """Record whether the optimizer's unscaled gradients are finite."""
         self.forget(optimizer)
         grad_scaler = self._grad_scaler
         if grad_scaler._scale is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if not parameters:
                 return
-            self.scale(torch.zeros((), device=parameters[0].device))  # it is made by its first loss
+            self.scale(torch.zeros((), device=parameters[0].device))  # torch creates it at the first loss
         scale = grad_scaler._scale
         assert scale is not None
+        # a scale of one: torch's search for non-finite values is a part of unscaling
         grad_scaler._scale = torch.ones_like(scale)
         try:
             self.unscale(optimizer)
@@ -183,11 +194,11 @@ class LossScaler:
             grad_scaler._scale = scale
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether it is known of the optimizer's gradients if they are finite."""
+        """Return True if it is recorded whether the optimizer's gradients are finite."""
         return bool(self._found(optimizer))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """New gradients come, of which nothing is known."""
+        """Drop the record about the optimizer's gradients, before new ones are computed."""
         self._grad_scaler._per_optimizer_states.pop(id(_plain(optimizer)), None)
 
     def _found(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -196,45 +207,45 @@ class LossScaler:
         return found
 
     def get_scale(self) -> float:
-        """The scale. Waits for the device."""
+        """Return the scale. Waits for the device."""
         return self._grad_scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its history, as ``torch.amp.GradScaler`` writes them."""
+        """Return the scale and its history, in the format of ``torch.amp.GradScaler``."""
         return self._grad_scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self._grad_scaler.load_state_dict(state)
 
 
 class _GradientCheck(torch.amp.GradScaler):
-    """A ``GradScaler`` whose scale is one: it only finds out whether gradients are finite."""
+    """A ``GradScaler`` with a scale of one, which only searches gradients for non-finite values."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Search the gradients, of which a loss scale would be taken out here."""
+        """Search the gradients, without dividing them."""
         device = next(p.grad.device for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         one, none_found = torch.ones((), device=device), torch.zeros((), device=device)
-        # torch's kernel multiplies by one, which changes no number; gradients in float16 are no mistake here
+        # torch's kernel multiplies by one, which changes no number; float16 gradients are allowed here
         found = self._unscale_grads_(optimizer, one, none_found, True)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
 
 
 class UpdateGuard(LossScaler):
-    """Leaves out updates whose gradient is not finite, as a loss scale does, without scaling anything.
+    """A scaler that skips updates with non-finite gradients, without scaling anything.
 
-    It waits for the device once a step.
+    It waits for the device once per step.
 
     Args:
-        device_type: of the gradients.
-        asked_by: the Trainer's flag that it stands for, in messages.
-        on_found: called on all ranks where an update is to be left out; it may raise.
+        device_type: type of the gradients' device.
+        asked_by: the Trainer's flag that requests it, for messages.
+        on_found: called on all ranks before an update is skipped; it may raise.
     """
 
     def __init__(self, device_type: str, asked_by: str, on_found: Callable[[], None]) -> None:
         super().__init__(device_type)
         self.asked_by = asked_by
-        self.all_left_out = 0  # updates of this fit
+        self.all_left_out = 0  # number of skipped updates of this fit
         self._on_found = on_found
         self._grad_scaler = _GradientCheck(device_type)
 
@@ -249,12 +260,12 @@ class UpdateGuard(LossScaler):
         """Leave gradients as they are."""
 
     def look(self, optimizer: Optimizer) -> None:
-        """Note whether a gradient is not finite."""
+        """Record whether the gradients are finite."""
         self.forget(optimizer)
         self.unscale(optimizer)
 
     def leaves_out(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer must not step, as a gradient is not finite. Waits for the device."""
+        """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device."""
         left_out = super().leaves_out(optimizer)
         if left_out:
             self._on_found()
@@ -263,12 +274,12 @@ class UpdateGuard(LossScaler):
 
     def _too_many(self) -> str:
         return (
-            f"{self.asked_by}: the last {self.MOST_LEFT_OUT} updates were left out, since gradients were not finite. "
+            f"{self.asked_by}: the last {self.MOST_LEFT_OUT} updates were skipped, since gradients were not finite. "
             "The model does not recover: resume from an earlier checkpoint, with other data or a lower learning rate."
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Forget what is known of the gradients that were stepped with."""
+        """Drop the records about the gradients of the last step."""
         if optimizer is None:
             self._grad_scaler._per_optimizer_states.clear()
         else:
@@ -287,88 +298,69 @@ class UpdateGuard(LossScaler):
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients in place; by a tensor, those of a device and type together."""
+    """Multiply gradients in place, by one kernel for all of a device and dtype if the factor is a tensor."""
     if not isinstance(factor, Tensor):
-        torch._foreach_mul_(list(gradients) or [torch.empty(0)], factor)  # torch refuses none
+        torch._foreach_mul_(list(gradients) or [torch.empty(0)], factor)  # torch refuses an empty list
         return
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    of_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
-        alike.setdefault((values.device, values.dtype), []).append(values)
+        of_kind.setdefault((values.device, values.dtype), []).append(values)
     with torch.no_grad():
-        for (device, _), tensors in alike.items():
+        for (device, _), tensors in of_kind.items():
             torch._foreach_mul_(tensors, factor.to(device))
 
 
 def _plain(optimizer: Any) -> Any:
-    """The optimizer in what ``self.optimizers()`` gives, which says that it is one itself."""
+    """Return the optimizer in a wrapper of ``self.optimizers()``, which passes ``isinstance(..., Optimizer)`` too."""
     return optimizer if issubclass(type(optimizer), Optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
-@contextmanager
-def _scale_beside(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the scale is on the CPU where gradients are, which an engine may keep there.
-
-    torch copies a device's scale to the CPU without waiting for it: gradients would be divided by what happens to be in
-    that memory, and a number that is not finite would be forgotten when the copy comes.
-    """
-    scale = scaler._scale
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    if scale is None or scale.device.type == "cpu" or all(gradient.device.type != "cpu" for gradient in gradients):
-        yield
-        return
-    scaler._scale = scale.cpu()
-    try:
-        yield
-    finally:
-        scaler._scale = scale
-
-
 class Precision:
-    """Full precision, ``32-true``, and the base of the others: every question has the answer "nothing to do".
+    """Full precision, ``32-true``, and base class of the others.
 
-    The order of calls, each made by whoever runs the loop:
+    A loop calls, in this order:
 
-    1. `convert_module`, once, before the optimizers are made: they hold the parameters that it leaves.
-    2. for each batch, where it is not None, ``convert_input(batch)``.
-    3. around each ``*_step`` and the forward in it, where it is not None, ``with context():``. Backward,
-       clipping and the optimizer's step run outside.
-    4. where `scaler` is not None, the calls that `LossScaler` lists.
-    5. `state_dict` into a checkpoint and `load_state_dict` out of it.
+    1. `convert_module`, once, before the optimizers are created, which keep references to parameters.
+    2. for each batch ``convert_input(batch)``.
+    3. around each ``*_step`` and its forward ``with context():``. Backward, clipping and the optimizer's step run
+       outside.
+    4. the methods of `scaler`, in the order of `LossScaler`.
+    5. `state_dict` for a checkpoint, and `load_state_dict`.
 
-    None stands for "nothing" so that a loop can decide once, at setup, and pay nothing in a step.
+    An attribute that is None means "nothing to do": a loop decides once, at setup, without a cost in each step.
     """
 
     name: str = "32-true"
-    """As in ``Trainer(precision=...)``."""
+    """The name in ``Trainer(precision=...)``."""
 
     convert_input: Callable[[Any], Any] | None = None
-    """Takes a batch, gives it back in this precision."""
+    """Function that returns a batch in this precision."""
 
     context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Makes the context of one step."""
+    """Function that returns the context of one step."""
 
     init_context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Makes the context in which ``configure_model`` makes its layers."""
+    """Function that returns the context in which ``configure_model`` creates layers."""
 
     autocast_dtype: torch.dtype | None = None
-    """In which `context` lets linear layers and convolutions compute, where it is ``torch.autocast``."""
+    """Dtype in which linear layers and convolutions compute, if `context` is ``torch.autocast``."""
 
     scaler: LossScaler | None = None
-    """Keeps small gradients of 16-bit floats from vanishing."""
+    """Loss scale, which keeps small gradients of 16-bit floats from vanishing."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module with its parameters and buffers in this precision, changed in place."""
+        """Convert the module's parameters and buffers to this precision in place, and return it."""
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know: the scaler's state; empty without one."""
+        """Return the scaler's state for a checkpoint; an empty dict without a scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)

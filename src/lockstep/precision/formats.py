@@ -1,12 +1,12 @@
-"""The number formats of a run, and the table from the values of ``Trainer(precision=...)`` to them."""
+"""Number formats of a run, and the table of the values of ``Trainer(precision=...)``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,22 @@ from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
 
 FLOAT8 = (8, 9)
-"""The first compute capability that multiplies in float8."""
+"""The lowest compute capability with float8 multiplication."""
 
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class TruePrecision(Precision):
-    """``64-true``, ``bf16-true`` and ``16-true``: everything floating is of one dtype.
+    """``64-true``, ``bf16-true`` and ``16-true``: all floating-point tensors have one dtype.
 
-    The module's parameters and buffers, the floating tensors of each batch, and what a step makes without
-    saying a dtype (``torch.zeros(3)``). Complex ones have parts of that dtype, where torch computes with such: under
-    ``64-true`` they are complex128. Under 16 bits they stay what they are.
+    These are the module's parameters and buffers, the floating-point tensors of each batch, and tensors that a step
+    creates without a dtype (``torch.zeros(3)``). Under ``64-true`` complex tensors are complex128; under 16 bits, in
+    which torch does not compute with complex numbers, they keep their dtype.
 
     Args:
         name: ``"64-true"``, ``"bf16-true"`` or ``"16-true"``.
-        device_type: where the steps run.
+        device_type: type of the device on which the steps run.
 
     Raises:
         MisconfigurationException: ``64-true`` on a device without float64.
@@ -51,14 +51,14 @@ class TruePrecision(Precision):
                 "accelerator='cpu'"
             )
         self._complex = torch.complex128 if name == "64-true" else None
-        self.convert_input = self._convert_batch
-        self.context = self.init_context = self._default_dtype
+        self.convert_input = partial(tree_map, self._convert, leaf_types=Tensor)
+        self.context = self.init_context = partial(DefaultDtype, self.dtype)
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module with its floating and complex parameters and buffers in this precision, changed in place."""
+        """Convert floating-point and complex parameters and buffers in place, and return the module."""
         with keeping_dtypes(module):
             if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
-                return module._apply(self._convert)  # `module.to` would leave no more of them than their real parts
+                return module._apply(self._convert)  # `module.to` would drop their imaginary parts
             return module.to(dtype=self.dtype)
 
     def _convert(self, tensor: Tensor) -> Tensor:
@@ -66,15 +66,9 @@ class TruePrecision(Precision):
             return tensor.to(self.dtype)
         return tensor.to(self._complex) if self._complex is not None and tensor.is_complex() else tensor
 
-    def _convert_batch(self, batch: object) -> Any:
-        return tree_map(self._convert, batch, Tensor)
-
-    def _default_dtype(self) -> AbstractContextManager[None]:
-        return DefaultDtype(self.dtype)
-
 
 class DefaultDtype(AbstractContextManager[None]):
-    """Inside, tensors that are made without a dtype are of this one (``torch.set_default_dtype``)."""
+    """Context in which tensors that are created without a dtype have this one (``torch.set_default_dtype``)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -90,14 +84,14 @@ class DefaultDtype(AbstractContextManager[None]):
 class MixedPrecision(Precision):
     """``bf16-mixed`` and ``16-mixed``: steps under ``torch.autocast``; the latter with a loss scale.
 
-    On a CPU ``16-mixed`` is for trying a script that is meant for GPUs: it is slow.
+    On a CPU ``16-mixed`` is slow; it is for trying a script that is meant for GPUs.
 
     Args:
         name: ``"bf16-mixed"`` or ``"16-mixed"``.
-        device_type: where the steps run.
+        device_type: type of the device on which the steps run.
 
     Raises:
-        MisconfigurationException: torch has no such autocast on the devices.
+        MisconfigurationException: torch has no such autocast on the device.
     """
 
     def __init__(self, name: str, device_type: str = "cpu") -> None:
@@ -112,27 +106,24 @@ class MixedPrecision(Precision):
             )
         if name == "16-mixed":
             self.scaler = LossScaler(device_type)
-        self.context = self._autocast
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        # Without autocast's cache of cast weights: a weight cast first under no_grad would come out of the
-        # cache without its graph in the forward that trains, and get no gradient.
-        return torch.autocast(self.device_type, dtype=self.autocast_dtype, cache_enabled=False)
+        # Without autocast's cache of cast weights: a weight that is first cast under no_grad would come from the cache
+        # without a graph in a training forward, and get no gradient.
+        self.context = partial(torch.autocast, device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
 
 class Float8Precision(MixedPrecision):
-    """``fp8-mixed``: as ``bf16-mixed``, but linear layers multiply in float8, with scales of their own (torchao).
+    """``fp8-mixed``: like ``bf16-mixed``, but linear layers multiply in float8, with their own scales (torchao).
 
-    Layers whose sizes are multiples of 16 take part. Each of them is compiled on a GPU, since uncompiled the casts take
-    longer than float8 wins. On a CPU it is emulated, to try a script that is meant for GPUs. In the place of the name
-    stands an object where arguments are wanted: ``Trainer(plugins=[Float8Precision(scaling="rowwise")])``.
+    This applies to layers whose sizes are multiples of 16. On a GPU each of them is compiled. On a CPU float8 is
+    emulated, for trying a script that is meant for GPUs. To pass arguments, give an object:
+    ``Trainer(plugins=[Float8Precision(scaling="rowwise")])``.
 
     Args:
         name: ``"fp8-mixed"``.
-        device_type: where the steps run; None: on CUDA devices where there are any, else on the CPU.
+        device_type: type of the device on which the steps run; None: CUDA if there is a device, otherwise the CPU.
         scaling: ``"tensorwise"``, a scale for each tensor, or ``"rowwise"``, one for each row, which is more exact and
             slower.
-        compiles: whether the layers are compiled on a GPU.
+        compiles: compile the layers on a GPU.
 
     Raises:
         MisconfigurationException: torchao is not installed, or the GPU does not compute in float8.
@@ -152,7 +143,7 @@ class Float8Precision(MixedPrecision):
         self.name, self.scaling, self.compiles = name, scaling, compiles
         if device_type not in ("cuda", "cpu"):
             raise MisconfigurationException(
-                f"precision={name!r} on {device_type!r}: float8 is for CUDA devices, and for trials on the CPU; use "
+                f"precision={name!r} on {device_type!r}: float8 is for CUDA devices, and on the CPU emulated; use "
                 "precision='bf16-mixed'"
             )
         if device_type == "cuda" and torch.cuda.get_device_capability() < FLOAT8:
@@ -168,17 +159,19 @@ class Float8Precision(MixedPrecision):
             )
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module with linear layers of torchao's, which have the same parameters, changed in place."""
+        """Replace linear layers by torchao's, which have the same parameters, in place, and return the module."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        def takes_part(layer: torch.nn.Module, name: str) -> bool:
+        def is_supported(layer: torch.nn.Module, name: str) -> bool:
+            # float8 matrix products require sizes that are multiples of 16
             return type(layer) is torch.nn.Linear and not (layer.in_features % 16 or layer.out_features % 16)
 
         is_compiled = has_compiled(module)
         config = replace(
             Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.device_type == "cpu", pad_inner_dim=True
         )
-        convert_to_float8_training(module, config=config, module_filter_fn=takes_part)
+        convert_to_float8_training(module, config=config, module_filter_fn=is_supported)
+        # without compilation the casts take longer than float8 saves
         if self.device_type != "cpu" and not is_compiled and self.compiles and has_triton():
             for layer in [layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"]:
                 layer.compile()
@@ -197,14 +190,14 @@ PRECISIONS: dict[str, Callable[[str, str], Precision]] = {
     "16-true": TruePrecision,
     "fp8-mixed": Float8Precision,
 }
-"""Name to what makes it from (name, device type)."""
+"""Name -> function of (name, device type) that returns the precision."""
 
 ALIASES = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-"""Shorter spellings; numbers count as their text."""
+"""Shorter names; numbers count as strings."""
 
 
 def precision_name(flag: str | int | None) -> str:
-    """The full name of a ``precision`` flag; None is ``32-true``.
+    """Return the full name of a ``precision`` flag; None is ``32-true``.
 
     Raises:
         MisconfigurationException: there is no such precision.
@@ -223,14 +216,14 @@ def precision_name(flag: str | int | None) -> str:
 
 
 def make_precision(flag: str | int | None, device_type: str = "cpu") -> Precision:
-    """The precision that a flag stands for, on a type of device.
+    """Return the precision of a flag for a type of device.
 
     Args:
         flag: a name in `PRECISIONS`, a short one in `ALIASES`, or None.
         device_type: ``"cpu"``, ``"cuda"``, ``"mps"``.
 
     Raises:
-        MisconfigurationException: there is no such precision, or not on this device.
+        MisconfigurationException: the precision does not exist, or the device does not support it.
     """
     name = precision_name(flag)
     return PRECISIONS[name](name, device_type)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.ddp.reducer import Reducer
+from tests.engines.ddp.rounds import assert_close, reduced
 from tests.tools.pool import RankPool
 
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -56,22 +57,12 @@ def _train(net: nn.Module, loss_of: Loss, steps: int, ranks: list[int], reducer:
         for rank in ranks:
             loss = loss_of(net, step, rank)
             if reducer is not None:
-                reducer.prepare()
-                loss.backward()
-                reducer.finish()
+                reduced(reducer, loss)
             else:
                 (loss / len(ranks)).backward()
         found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
         optimizer.step()
     return found
-
-
-def _assert_close(found: list[Any], expected: list[Any]) -> None:
-    for mine, right in zip(found, expected, strict=True):
-        for grad, reference in zip(mine, right, strict=True):
-            assert (grad is None) == (reference is None)
-            if reference is not None:
-                assert (grad - reference).abs().max() <= 1e-12 * reference.abs().max()
 
 
 def _square(net: nn.Module, step: int, rank: int) -> Tensor:
@@ -90,7 +81,7 @@ def _checkpointed(reentrant: bool | None) -> tuple[list[Any], bool]:
 def test_shared_layers_and_checkpoints(ranks: RankPool, reentrant: bool | None) -> None:
     expected = _train(_loop(None), _square, 4, [0, 1, 2], None)
     for found, overlap in ranks(3).run(_checkpointed, reentrant):
-        _assert_close(found, expected)
+        assert_close(found, expected)
         # rank 0's first loss has one nested backward besides the outer one, so that all ranks see them nest
         assert overlap is (reentrant is not True)
 
@@ -124,9 +115,7 @@ def _replanned() -> tuple[list[list[str]], list[Any]]:
     plan = [[name] for name, _ in net.named_parameters()]
     for step in range(2):
         reducer.sync = step == 1
-        reducer.prepare()
-        _square(net, step, dist.get_rank()).backward()
-        reducer.finish()
+        reduced(reducer, _square(net, step, dist.get_rank()))
         if step == 0:
             reducer.replan(plan)
     with pytest.raises(ValueError, match="no parameter 'gone'"):
@@ -141,7 +130,7 @@ def test_another_plan_keeps_what_was_accumulated(ranks: RankPool) -> None:
             (_square(alone, step, rank) / 2).backward()
     for plan, grads in ranks(2).run(_replanned):
         assert plan == [[name] for name, _ in alone.named_parameters()]
-        _assert_close([grads], [[p.grad for p in alone.parameters()]])
+        assert_close([grads], [[p.grad for p in alone.parameters()]])
 
 
 def _kinds() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 from lockstep.engines.owners import check_parameter_wise, owners_of, parameter_wise, update_within
 from lockstep.ground import rank as rank_of
+from tests.equivalence.models import same
 from tests.tools.pool import RankPool
 
 
@@ -24,17 +25,6 @@ def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 def values(net: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in net.named_parameters()}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nests of dicts, lists and tensors are equal, bit for bit."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 # -- what is around a step -----------------------------------------------------------------------------------
@@ -106,7 +96,7 @@ def _uneven() -> list[str]:
 
 def test_a_parameter_that_is_too_large_to_be_shared_out_is_told(ranks: RankPool) -> None:
     ((said,), _) = ranks(2).run(_uneven)
-    assert "a rank keeps 90% of the optimizer states, for 50%" in said
+    assert "a rank keeps 90% of the optimizer states (50% in an even division)" in said
     assert 'strategy="fsdp" cuts parameters' in said
 
 

@@ -10,13 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.engines.ddp import bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.rank import forget_warnings
+from tests.engines.ddp.rounds import assert_close, reduced
 from tests.tools.pool import RankPool
 
 Gradients = list[Tensor | None]
@@ -122,33 +123,19 @@ def _in_one_process(case: Case) -> list[Gradients]:
     return found
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_gradients_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_gradients_are_those_of_one_process_in_many_cases(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
+@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_one_process(ranks: RankPool, examples: int) -> None:
+    settings(max_examples=examples)(given(case=cases())(lambda case: compare(ranks, case)))()
 
 
 def compare(ranks: RankPool, case: Case) -> None:
     expected = _in_one_process(case)
     results = ranks(case.world).run(_on_rank, case)
     for found, rounds, collectives in results:
-        assert rounds == STEPS
-        assert collectives == results[0][2]
-        for mine, first, right in zip(found, results[0][0], expected, strict=True):
-            for grad, other, reference in zip(mine, first, right, strict=True):
-                assert (grad is None) == (reference is None)
-                if grad is None or reference is None or other is None:
-                    continue
-                assert torch.equal(grad, other)  # bitwise the same on all ranks
-                largest = reference.abs().max() if reference.numel() else 0
-                assert bool(((grad - reference).abs() <= 1e-12 * largest + 1e-300).all())
+        assert (rounds, collectives) == (STEPS, results[0][2])
+        assert_close(found, expected)
+        for mine, first in zip(found, results[0][0], strict=True):  # bitwise the same on all ranks
+            assert all(one is other or torch.equal(one, other) for one, other in zip(mine, first, strict=True))  # type: ignore[arg-type]
 
 
 class Net(nn.Module):
@@ -186,29 +173,21 @@ def _loss(net: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
 
 
-def _state_after(net: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in net.parameters()]
-
-
 def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
     rank = dist.get_rank()
     ours, theirs = _net(), _net()
     reducer = Reducer(ours.named_parameters(), bucket_cap_mb=cap, gradient_as_bucket_view=views)
     wrapped = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
-    optimizers = [
-        torch.optim.AdamW(net.parameters(), 1e-2) for net in (ours, theirs)
-    ]  # a zero in place of None would decay `never`
+    # a zero in place of None would decay `never`
+    mine, torchs = (torch.optim.AdamW(net.parameters(), 1e-2) for net in (ours, theirs))
     for step in range(4):
-        for net, optimizer in zip((ours, wrapped), optimizers, strict=True):
-            loss = _loss(net, step, rank)
-            optimizer.zero_grad()
-            if net is ours:
-                reducer.prepare()
-            loss.backward()
-            if net is ours:
-                reducer.finish()
-            optimizer.step()
-    return [_state_after(ours), _state_after(theirs)]
+        mine.zero_grad()
+        torchs.zero_grad()
+        reduced(reducer, _loss(ours, step, rank))
+        _loss(wrapped, step, rank).backward()
+        mine.step()
+        torchs.step()
+    return [[parameter.detach() for parameter in net.parameters()] for net in (ours, theirs)]
 
 
 @pytest.mark.everyday
@@ -231,10 +210,8 @@ def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(ranks: RankPool, c
 def _negative_zero(used_on: list[int]) -> Tensor:
     parameter, *others = (nn.Parameter(torch.ones(n)) for n in (2, 4096, 2))
     reducer = Reducer([("p", parameter), *((str(i), other) for i, other in enumerate(others))])
-    reducer.prepare()
     used = parameter if dist.get_rank() in used_on else others[1]
-    (used * torch.tensor([-0.0, 0.0])).sum().backward()
-    reducer.finish()
+    reduced(reducer, (used * torch.tensor([-0.0, 0.0])).sum())
     assert parameter.grad is not None
     return parameter.grad.signbit()
 
@@ -244,26 +221,6 @@ def test_a_negative_zero_stays_one(ranks: RankPool, used_on: list[int]) -> None:
     """Also where a rank has no gradient to add."""
     for signs in ranks(2).run(_negative_zero, used_on):
         assert signs.tolist() == [True, False]
-
-
-def _restored_plan(cap: float, plan: list[list[str]] | None) -> tuple[list[list[str]], list[Tensor]]:
-    net = _net()
-    reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan, shared_memory=False)
-    for step in range(2):
-        net.zero_grad()
-        reducer.prepare()
-        _loss(net, step, dist.get_rank()).backward()
-        reducer.finish()
-    return reducer.plan(), [p.grad for p in net.parameters() if p.grad is not None]
-
-
-def test_a_restored_plan_gives_the_bits_of_its_run(ranks: RankPool) -> None:
-    ((plan, first), *_) = ranks(3).run(_restored_plan, 0.0005, None)
-    ((again, second), *_) = ranks(3).run(_restored_plan, 25, plan)
-    ((default, _), *_) = ranks(3).run(_restored_plan, 25, None)
-    assert len(plan) > len(default)
-    assert again == plan
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _early(steps: int) -> list[int]:
@@ -323,15 +280,11 @@ def _infinite_share() -> list[Tensor]:
         parameter.grad = None
         if accumulated:
             reducer.sync = False
-            reducer.prepare()
-            (parameter * 10).sum().backward()
-            reducer.finish()
+            reduced(reducer, (parameter * 10).sum())
         reducer.sync = True
         reducer.zero_weight = dist.get_rank() == 1
-        reducer.prepare()
         loss = (parameter * (torch.inf if reducer.zero_weight else 2.0)).sum()
-        (loss + borrowed.sum() if reducer.zero_weight else loss).backward()
-        reducer.finish()
+        reduced(reducer, loss + borrowed.sum() if reducer.zero_weight else loss)
         assert parameter.grad is not None
         assert borrowed.grad is None
         grads.append(parameter.grad.clone())
@@ -350,16 +303,12 @@ def test_one_rank_is_left_alone() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     kept = torch.ones_like(net.conv.weight)
     net.conv.weight.grad = kept
-    reducer.prepare()
-    _loss(net, 0, 0).backward()
-    reducer.finish()
+    reduced(reducer, _loss(net, 0, 0))
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
     before = kept.clone()
     reducer.zero_weight = True
-    reducer.prepare()
-    _loss(net, 1, 0).backward()
-    reducer.finish()
+    reduced(reducer, _loss(net, 1, 0))
     assert torch.equal(kept, before)
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
@@ -371,15 +320,11 @@ def _attached() -> list[bool]:
     net = _net()
     reducer = Reducer(net.named_parameters())
     twin = copy.deepcopy(net)
-    reducer.prepare()
-    _loss(net, 0, 0).backward()
-    reducer.finish()
+    reduced(reducer, _loss(net, 0, 0))
     again = copy.deepcopy(net)
     reducer.detach()
     rounds = reducer.collectives
-    reducer.prepare()
-    _loss(net, 0, dist.get_rank()).backward()
-    reducer.finish()
+    reduced(reducer, _loss(net, 0, dist.get_rank()))
     return [
         not any(p._post_accumulate_grad_hooks for module in (net, twin, again) for p in module.parameters()),
         set(net.state_dict()) == set(_net().state_dict()),
@@ -424,9 +369,7 @@ def _projected(settings: dict[str, bool]) -> tuple[list[list[float]], list[int]]
         found = []
         for loss in _two_losses(net, step, rank):
             net.zero_grad()
-            reducer.prepare()
-            loss.backward(retain_graph=True)
-            reducer.finish()
+            reduced(reducer, loss, retain_graph=True)
             found.append([p.grad for p in parameters])
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
@@ -477,9 +420,7 @@ def _copied(keep: str) -> tuple[int, list[str]]:
         for step in range(5):
             before = [id(view) for buck in reducer.buckets for view in buck.views]
             net.zero_grad()
-            reducer.prepare()
-            _two_losses(net, step, 0)[0].backward()
-            reducer.finish()
+            reduced(reducer, _two_losses(net, step, 0)[0])
             made.append(sum(id(view) not in before for buck in reducer.buckets for view in buck.views))
             if keep == "gradient":
                 kept[:] = [[p.grad for p in net.parameters() if p.grad is not None]]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -57,6 +57,13 @@ def _pieces(reduction: SharedReduction, lengths: Sequence[int], dtypes: Sequence
         assert (flat.shape, flat.dtype, flat.data_ptr() % 16) == ((length,), dtype, 0)
         assert not flat.any()
     return [Piece(index, flat) for index, flat in enumerate(flats)]
+
+
+def _reduce(reduction: SharedReduction, *pieces: Piece, scale: float = 1.0) -> None:
+    for piece in pieces:
+        reduction.start(piece, scale)  # type: ignore[arg-type]
+    for piece in pieces:
+        reduction.wait(piece)  # type: ignore[arg-type]
 
 
 def _gradient(length: int, dtype: torch.dtype, *seed: int) -> Tensor:
@@ -119,33 +126,25 @@ def _rounds(case: Case) -> list[list[Tensor]]:
     return found
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_sums_are_those_in_rank_order(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
+@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_sums_are_those_in_rank_order(ranks: RankPool, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(case=cases())
+    def compare(case: Case) -> None:
+        for found in ranks(case.world).run(_rounds, case):
+            for turn, scale in enumerate(case.scales):
+                for index, (length, dtype) in enumerate(zip(case.lengths, case.dtypes, strict=True)):
+                    right = _sum(length, dtype, case.world, scale, turn, index)
+                    assert torch.equal(_bits(found[turn][index]), _bits(right))
 
-
-@pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_sums_are_those_in_rank_order_in_many_cases(ranks: RankPool, case: Case) -> None:
-    compare(ranks, case)
-
-
-def compare(ranks: RankPool, case: Case) -> None:
-    for found in ranks(case.world).run(_rounds, case):
-        for turn, scale in enumerate(case.scales):
-            for index, (length, dtype) in enumerate(zip(case.lengths, case.dtypes, strict=True)):
-                right = _sum(length, dtype, case.world, scale, turn, index)
-                assert torch.equal(_bits(found[turn][index]), _bits(right))
+    compare()
 
 
 def _megabytes(length: int) -> bool:
     reduction = _opened()
     (piece,) = _pieces(reduction, [length], [torch.float32])
     piece.flat.copy_(_gradient(length, torch.float32, dist.get_rank()))
-    reduction.start(piece, 1 / 3)  # type: ignore[arg-type]
-    reduction.wait(piece)  # type: ignore[arg-type]
+    _reduce(reduction, piece, scale=1 / 3)
     reduction.close()
     return torch.equal(piece.flat, _sum(length, torch.float32, 3, 1 / 3))
 
@@ -166,8 +165,7 @@ def _against_gloo(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     reduction = _opened()
     (piece,) = _pieces(reduction, [len(mine)], [dtype])
     piece.flat.copy_(mine)
-    reduction.start(piece, 0.5)  # type: ignore[arg-type]
-    reduction.wait(piece)  # type: ignore[arg-type]
+    _reduce(reduction, piece, scale=0.5)
     reduction.close()
     mine.mul_(0.5)
     dist.all_reduce(mine)
@@ -258,16 +256,13 @@ def _another_layout() -> tuple[list[float], list[float], bool]:
     reduction = _opened()
     (old,) = _pieces(reduction, [LONG], [torch.float32])
     old.flat.fill_(rank + 1)
-    reduction.start(old, 1.0)  # type: ignore[arg-type]
-    reduction.wait(old)  # type: ignore[arg-type]
+    _reduce(reduction, old)
     kept = old.flat[5:9]
     small, large = _pieces(reduction, [10, LONG], [torch.float64, torch.float32])
     old.flat.add_(rank)  # nobody else sees this
     for piece in (small, large):
         piece.flat.fill_(10 * (rank + 1))
-        reduction.start(piece, 1.0)  # type: ignore[arg-type]
-    for piece in (small, large):
-        reduction.wait(piece)  # type: ignore[arg-type]
+    _reduce(reduction, small, large)
     refused = reduction.buffers([(4, torch.float32, CPU), (4, torch.float32, torch.device("meta"))]) is None
     reduction.close()
     del old, reduction
@@ -279,39 +274,6 @@ def test_a_new_layout_has_new_memory(ranks: RankPool) -> None:
         assert kept == [3.0 + rank] * 4
         assert new == [30.0, 30.0]
         assert refused  # other devices than the CPU are not for this
-
-
-def _two_at_once() -> list[list[float]]:
-    """Two models, one on all ranks and one on some of them, with their rounds one within the other."""
-    rank = dist.get_rank()
-    some = dist.new_group([1, 2])
-    everyone = _opened()
-    outer = _pieces(everyone, [3, LONG], [torch.float32] * 2)
-    inner: list[Piece] = []
-    if rank:
-        pair = _opened(some)
-        inner = _pieces(pair, [LONG], [torch.float32])
-    found = []
-    for _ in range(3):
-        for piece in outer:
-            piece.flat.fill_(rank + 1)
-            everyone.start(piece, 1.0)  # type: ignore[arg-type]
-            for other in inner[: 1 - piece.index]:
-                other.flat.fill_(10 * rank)
-                pair.start(other, 1.0)  # type: ignore[arg-type]
-        for piece in reversed(outer):
-            everyone.wait(piece)  # type: ignore[arg-type]
-        for other in inner:
-            pair.wait(other)  # type: ignore[arg-type]
-        found.append([float(piece.flat[-1]) for piece in outer + inner])
-    everyone.close()
-    if rank:
-        pair.close()
-    return found
-
-
-def test_several_in_one_process(ranks: RankPool) -> None:
-    assert ranks(3).run(_two_at_once) == [[[6.0, 6.0]] * 3, *[[[6.0, 6.0, 30.0]] * 3] * 2]
 
 
 def _files(process: int) -> list[str]:
@@ -351,8 +313,7 @@ def _sparse() -> list[list[float]]:
     rank = dist.get_rank()
     piece.flat = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,))
     piece.is_sparse = True
-    reduction.start(piece, 0.5)  # type: ignore[arg-type]
-    reduction.wait(piece)  # type: ignore[arg-type]
+    _reduce(reduction, piece, scale=0.5)
     reduction.close()
     return piece.flat.to_dense().tolist()
 
@@ -393,17 +354,15 @@ def _race(seed: int, rounds: int, longest: float) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_pauses_anywhere_change_nothing(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(_race, world, 60, 2e-3) == [0] * world
+LONGER = [(world, 600, longest) for world in (2, 3, 5) for longest in (0, 1e-5, 1e-4, 1e-3)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_pauses_anywhere_for_long(ranks: RankPool, world: int, seed: int) -> None:
-    longest = [0, 1e-5, 1e-4, 1e-3][seed]
-    assert ranks(world).run(_race, seed, 600, longest, timeout=300) == [0] * world
+@pytest.mark.parametrize(
+    ("world", "rounds", "longest"),
+    [(2, 60, 2e-3), (3, 60, 2e-3), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONGER)],
+)
+def test_pauses_anywhere_change_nothing(ranks: RankPool, world: int, rounds: int, longest: float) -> None:
+    assert ranks(world).run(_race, world, rounds, longest, timeout=300) == [0] * world
 
 
 def _kill_one(note: str, when: str) -> None:
@@ -421,11 +380,8 @@ def _kill_one(note: str, when: str) -> None:
         time.sleep(0.1)
         Path(note).write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    for piece in pieces:
-        reduction.start(piece, 1.0)  # type: ignore[arg-type]
     try:
-        for piece in pieces:
-            reduction.wait(piece)  # type: ignore[arg-type]
+        _reduce(reduction, *pieces)
     except RuntimeError as error:
         seconds = time.monotonic() - float(Path(note).read_text())
         lost = cause_of(rank, error).lost

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import Reducer, lock_of
 from lockstep.engines.ddp.transport import AllReduce
+from tests.engines.ddp.rounds import assert_close
 from tests.tools.pool import RankPool
 
 # -- a promise that all backwards are alike ------------------------------------------------------------------
@@ -92,10 +93,7 @@ def test_gradients_are_those_of_one_process(ranks: RankPool, kind: str, views: b
     expected, _ = _train(kind, views, micro, to_none, [0, 1], False)
     jobs = [(kind, views, micro, to_none, [rank], True) for rank in range(WORLD)]
     for found, (hooks, buckets, collectives) in ranks(WORLD).run(_on_rank, jobs):
-        for step, right in zip(found, expected, strict=True):
-            for grad, reference in zip(step, right, strict=True):
-                assert (grad is None) == (reference is None)
-                assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
+        assert_close(found, expected)
         assert buckets > 2
         assert hooks < buckets + 1  # one a bucket, none where nothing is used
         assert collectives == 4 * buckets + 1  # and the used flags of the first round
@@ -110,10 +108,7 @@ def test_an_empty_share_is_no_broken_promise(ranks: RankPool, zero_weight: int) 
     expected, _ = _train("plain", True, 1, True, [0, 1], False, zero_weight)
     jobs = [("plain", True, 1, True, [rank], True, zero_weight) for rank in range(WORLD)]
     for found, _ in ranks(WORLD).run(_on_rank, jobs):
-        for step, right in zip(found, expected, strict=True):
-            for grad, reference in zip(step, right, strict=True):
-                assert (grad is None) == (reference is None)
-                assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
+        assert_close(found, expected)
 
 
 def _broken(kind: str) -> str:

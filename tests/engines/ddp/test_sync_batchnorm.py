@@ -21,6 +21,7 @@ from lockstep.engines.ddp.sync_batchnorm import (
     revert_sync_batchnorm,
     synchronized_layers,
 )
+from tests.engines.messages import counted
 from tests.tools.pool import RankPool
 
 PLAIN = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -188,24 +189,8 @@ def _images() -> Tensor:
 
 
 def count_messages() -> list[list[int]]:
-    calls: list[str] = []
-
-    def counting(name: str) -> Any:
-        own = getattr(dist, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return own(*args, **kwargs)
-
-        return own, counted
-
-    names = ("all_gather", "all_reduce", "broadcast", "all_gather_object")
-    kept = {}
-    for name in names:
-        kept[name], counted = counting(name)
-        setattr(dist, name, counted)
-    try:
-        found = []
+    found = []
+    with counted() as calls:
         for layer, wants in ((SyncBatchNorm(2), True), (SyncBatchNorm(2), False), (SyncBatchNorm(2).eval(), True)):
             x = torch.randn(3, 2, 4, requires_grad=wants)
             calls.clear()
@@ -213,10 +198,7 @@ def count_messages() -> list[list[int]]:
             forward = len(calls)
             y.sum().backward()
             found.append([forward, len(calls) - forward])
-        return found
-    finally:
-        for name, own in kept.items():
-            setattr(dist, name, own)
+    return found
 
 
 def test_one_message_forward_one_backward_none_in_evaluation(ranks: RankPool) -> None:
@@ -396,13 +378,6 @@ def test_conversion_changes_classes_and_nothing_else() -> None:
     assert all(now[name] is tensor for name, tensor in tensors.items())
 
 
-def test_a_layer_by_itself_is_converted_in_place() -> None:
-    layer = nn.BatchNorm1d(2)
-    assert convert_sync_batchnorm(layer) is layer
-    assert revert_sync_batchnorm(layer) is layer
-    assert type(layer) is nn.BatchNorm1d
-
-
 def test_a_forward_of_ones_own_is_left_alone_with_a_warning() -> None:
     """torch's conversion loses the activation of such a layer without a word."""
     patched = nn.BatchNorm1d(3)
@@ -420,15 +395,6 @@ def test_a_forward_of_ones_own_is_left_alone_with_a_warning() -> None:
     assert not isinstance(patched, SyncBatchNorm)
 
 
-def test_state_dicts_go_both_ways() -> None:
-    plain, own, theirs = nn.BatchNorm2d(3), SyncBatchNorm(3), nn.SyncBatchNorm(3)
-    nn.init.normal_(own.weight)
-    plain.load_state_dict(own.state_dict())
-    theirs.load_state_dict(plain.state_dict())
-    own.load_state_dict(theirs.state_dict())
-    assert torch.equal(plain.weight, own.weight)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_without_a_group_it_is_plain_batch_norm_to_the_bit(training: bool) -> None:
     x = torch.randn(5, 3, 4)
@@ -439,5 +405,9 @@ def test_without_a_group_it_is_plain_batch_norm_to_the_bit(training: bool) -> No
         own.train()(torch.zeros(1, 3))
 
 
-def test_what_was_built_as_a_sync_batchnorm_stays() -> None:
+def test_a_layer_by_itself_is_converted_in_place_and_one_that_was_built_so_stays() -> None:
+    layer = nn.BatchNorm1d(2)
+    assert convert_sync_batchnorm(layer) is layer
+    assert revert_sync_batchnorm(layer) is layer
+    assert type(layer) is nn.BatchNorm1d
     assert isinstance(revert_sync_batchnorm(SyncBatchNorm(2)), SyncBatchNorm)

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from lockstep.engines.sharded.foreach import update_one_by_one
+from lockstep.engines.sharded.strategy import update_one_by_one
 
 
 def parameters(*meshes: object) -> list[nn.Parameter]:

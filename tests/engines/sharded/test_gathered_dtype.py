@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.engines.sharded.gathered_dtype import is_cast
+from lockstep.engines.sharded.gathered_parameter import is_cast
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from tests.loop.pieces import quiet
@@ -142,8 +142,7 @@ def test_a_rank_alone_has_the_bits_of_one_process(ranks: RankPool, layer: str, p
     """Whatever a layer does with its parameters; nn.GRU was refused under FSDP, as if its weights came too late."""
     (((expected, loss), (found, same)),) = ranks(1).run(both, layer, precision, group=False)
     assert loss == same
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_what_autocast_leaves_alone_is_not_cast() -> None:
@@ -201,8 +200,7 @@ def test_half_of_the_bytes_travel_and_the_numbers_are_the_same(ranks: RankPool) 
         assert torch.bfloat16 not in dtypes["gathers"]  # bytes: norms travel in float32 with the others
         assert size == 2 * linear + 4 * norms
         assert most == 4 * (linear + norms)
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def is_norm(part: nn.Module) -> bool:
@@ -238,8 +236,7 @@ def accumulated(shards: bool) -> dict[str, Tensor]:
 
 def test_whole_gradients_that_wait_add_up_in_float32(ranks: RankPool) -> None:
     for once, each in zip(ranks(2).run(accumulated, False), ranks(2).run(accumulated, True), strict=True):
-        for name, value in once.items():
-            torch.testing.assert_close(value, each[name], rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(once, each, rtol=1e-5, atol=1e-6)
 
 
 class LeavesAutocast(Stack):

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import EquivalenceReport, check_equivalence
+from tests.equivalence import models
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
@@ -66,20 +64,9 @@ class Blocks(LightningModule):
         return torch.optim.Adam(self.parameters(), 0.05)
 
 
-def compared(module: Callable[[], LightningModule], accumulate: int = 1, **given: Any) -> EquivalenceReport:
-    return check_equivalence(
-        module,
-        rows(24),
-        strategy=FSDPStrategy(**given),
-        devices=dist.get_world_size(),
-        batch_size=2,
-        accumulate=accumulate,
-    )
-
-
-def agree(ranks: RankPool, module: Callable[[], LightningModule], *more: int, **given: Any) -> None:
-    for report in ranks(2).run(partial(compared, module, *more, **given), timeout=60):
-        assert report, report
+def agree(ranks: RankPool, module: Callable[[], LightningModule], accumulate: int = 1, **given: Any) -> None:
+    strategy = partial(FSDPStrategy, **given)
+    models.agree(ranks(2), module, models.rows(24), strategy, batch_size=2, accumulate=accumulate)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------
@@ -257,23 +244,6 @@ def test_writes_behind_the_update_of_a_step_reach_the_shards(ranks: RankPool) ->
     agree(ranks, partial(ClampsBehind, by_hand=True))
 
 
-def refusal(module: Callable[[], LightningModule], given: dict[str, Any], **flags: Any) -> str:
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy=FSDPStrategy(**given), devices=dist.get_world_size(), max_steps=3, **flags).fit(
-            module(), rows(12)(2)
-        )
-    return str(raised.value)
-
-
-def refused(ranks: RankPool, module: Callable[[], LightningModule], said: str, **flags: Any) -> None:
-    for found in ranks(2).run(partial(refusal, module, {}, **flags), timeout=60):
-        assert said in found
-
-
-def test_a_write_that_would_round_the_shards_is_refused(ranks: RankPool) -> None:
-    refused(ranks, ScalesData, "parameter 'back.weight', which is gathered in bfloat16", **IN_16_BITS)
-
-
 IN_16_BITS: dict[str, Any] = {"precision": "bf16-mixed"}
 
 
@@ -283,14 +253,14 @@ class ReadsData(Blocks):
         return self.loss(batch)
 
 
-def fitted(module: Callable[[], LightningModule], **flags: Any) -> int:
-    trainer = quiet(strategy="fsdp", devices=dist.get_world_size(), max_steps=3, **flags)
-    trainer.fit(module(), rows(12)(2))
+def read_in_16_bits() -> int:
+    trainer = quiet(strategy="fsdp", devices=2, max_steps=3, **IN_16_BITS)
+    trainer.fit(ReadsData(), rows(12)(2))
     return trainer.global_step
 
 
 def test_what_only_reads_data_in_16_bits_goes_on(ranks: RankPool) -> None:
-    assert ranks(2).run(partial(fitted, ReadsData, **IN_16_BITS), timeout=60) == [3, 3]
+    assert ranks(2).run(read_in_16_bits, timeout=60) == [3, 3]
 
 
 class SetsDataOfShards(Blocks):
@@ -300,18 +270,10 @@ class SetsDataOfShards(Blocks):
         return self.loss(batch)
 
 
-def test_data_that_is_set_on_a_shard_is_refused(ranks: RankPool) -> None:
-    refused(ranks, SetsDataOfShards, "`.data` of parameter 'blocks.0.inner.weight' was set while")
-
-
 class SetsWholeGradient(Blocks):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.back.weight.grad = torch.ones(5, 6)
         self.optimizers().step()
-
-
-def test_a_whole_gradient_that_is_set_in_a_step_is_refused(ranks: RankPool) -> None:
-    refused(ranks, partial(SetsWholeGradient, by_hand=True), "The gradient of parameter 'back.weight' was set to")
 
 
 # -- requires_grad -----------------------------------------------------------------------------------------------
@@ -346,10 +308,6 @@ class CallsWithOthers(Blocks):
         others = {name: 1.5 * parameter for name, parameter in self.blocks.named_parameters()}
         hidden: Any = torch.func.functional_call(self.blocks, others, (batch[0],))
         return self.back(hidden).square().mean()
-
-
-def test_functional_call_over_a_layer_that_is_gathered_by_itself_is_refused(ranks: RankPool) -> None:
-    refused(ranks, CallsWithOthers, "Parameter 'blocks.0.inner.weight' is about to be gathered, and its layer has")
 
 
 class CallsOwnWithOthers(Blocks):
@@ -399,9 +357,20 @@ class AccumulatesLate(Blocks):
         self.get_parameter("blocks.0.inner.weight").register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-@pytest.mark.parametrize("module", [Accumulates, AccumulatesLate])
-def test_hooks_on_accumulated_gradients_are_refused(ranks: RankPool, module: type[Blocks]) -> None:
-    refused(ranks, module, "has a hook of register_post_accumulate_grad_hook")
+REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
+    (ScalesData, IN_16_BITS, "parameter 'back.weight', which is gathered in bfloat16"),
+    (SetsDataOfShards, {}, "`.data` of parameter 'blocks.0.inner.weight' was set while"),
+    (partial(SetsWholeGradient, by_hand=True), {}, "The gradient of parameter 'back.weight' was set to"),
+    (CallsWithOthers, {}, "Parameter 'blocks.0.inner.weight' is about to be gathered, and its layer has"),
+    (Accumulates, {}, "has a hook of register_post_accumulate_grad_hook"),
+    (AccumulatesLate, {}, "has a hook of register_post_accumulate_grad_hook"),
+]
+
+
+@pytest.mark.parametrize(("module", "flags", "said"), REFUSED)
+def test_what_would_not_reach_the_shards_is_refused(ranks: RankPool, module: Any, flags: Any, said: str) -> None:
+    for found in ranks(2).run(partial(models.refusal, module, "fsdp", rows(12)(2), **flags), timeout=60):
+        assert said in found
 
 
 class Empty(Blocks):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep import LightningModule
 from lockstep.plugins.io import TorchCheckpointIO
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import EquivalenceReport, check_equivalence
 from lockstep.utilities.exceptions import MisconfigurationException
+from tests.equivalence.models import agree, refusal
 from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankPool
 
@@ -171,19 +170,14 @@ CASES: dict[str, tuple[type[Wide], int, dict[str, Any]]] = {
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]
 
 
-def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
-    module, length, given = CASES[case]
-    strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
-    given = {"batch_size": 2, "precision": "64-true", "steps": 3, **given}
-    return check_equivalence(module, rows(length), strategy=strategy, devices=data * tensor, **given)
-
-
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process(ranks: RankPool, case: str, mesh: tuple[int, int]) -> None:
-    for report in ranks(mesh[0] * mesh[1]).run(equivalence, case, *mesh, timeout=60):
-        assert report, report
+    module, length, given = CASES[case]
+    strategy = partial(ModelParallelStrategy, *mesh, save_distributed_checkpoint=False)
+    given = {"batch_size": 2, "precision": "64-true", "steps": 3, **given}
+    agree(ranks(mesh[0] * mesh[1]), module, rows(length), strategy, **given)
 
 
 # -- a loss that is split over the classes, as in Lightning's example ------------------------------------------
@@ -228,30 +222,19 @@ def words(batch_size: int) -> Any:
     return DataLoader(drawn, batch_size)  # type: ignore[arg-type]
 
 
-def loss_over_words(world: int) -> tuple[Any, float]:
-    if world == 1:
-        torch.manual_seed(0)
-        module = Words()
-        quiet(max_epochs=1, precision="64-true").fit(module, words(4))
-        return None, module.losses[0]
-    strategy = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
-    report = check_equivalence(
-        Words, words, strategy=strategy, devices=4, batch_size=2, accumulate=2, steps=3, precision="64-true"
-    )
+def loss_over_words(batch_size: int, **flags: Any) -> float:
     torch.manual_seed(0)
     module = Words()
-    quiet(max_epochs=1, precision="64-true", strategy=strategy, devices=4, accumulate_grad_batches=2).fit(
-        module, words(2)
-    )
-    return report, module.losses[0]
+    quiet(max_epochs=1, precision="64-true", **flags).fit(module, words(batch_size))
+    return module.losses[0]
 
 
 def test_a_loss_that_is_split_over_the_classes_is_trained_and_logged(ranks: RankPool) -> None:
     """It is a DTensor, and was taken for a dict."""
-    alone = loss_over_words(1)[1]
-    for report, logged in ranks(4).run(loss_over_words, 4, timeout=60):
-        assert report, report
-        assert logged == pytest.approx(alone, rel=1e-6)
+    make = STRATEGIES["2 x 2"]
+    agree(ranks(4), Words, words, make, batch_size=2, accumulate=2, steps=3, precision="64-true")
+    of_ranks = ranks(4).run(lambda: loss_over_words(2, strategy=make(), devices=4, accumulate_grad_batches=2))
+    assert of_ranks == pytest.approx([loss_over_words(4)] * 4, rel=1e-6)
 
 
 # -- evaluation, logs and metrics ----------------------------------------------------------------------------
@@ -385,8 +368,7 @@ def test_a_checkpoint_goes_from_and_to_a_mesh(
         assert torch.equal(saved["state_dict"][name], value), name
     whole = ranks(1).run(fit_to, 4, "single", group=False)[0]
     for found in ranks(more).run(fit_to, 4, reads, path, timeout=60):
-        for name, value in found.items():
-            torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+        torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9)
 
 
 def resumed_within_a_window(path: str, in_parts: bool) -> bool:
@@ -489,8 +471,7 @@ def test_words_that_are_cut_unevenly_go_from_and_to_a_mesh(ranks: RankPool, tmp_
     whole = fit_many_words(4, "auto")
     resumed = [fit_many_words(4, "auto", resume=path), *ranks(6).run(fit_many_words, 4, strategy, "", path, timeout=60)]
     for read in resumed:
-        for name, value in read.items():
-            torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+        torch.testing.assert_close(read, whole, rtol=1e-7, atol=1e-9)
 
 
 # -- layers on the meta device -------------------------------------------------------------------------------
@@ -512,24 +493,19 @@ def first_weights(strategy: str) -> dict[str, Tensor]:
     many = dist.get_world_size() if dist.is_initialized() else 1
     data = [(x.float(), y.float()) for x, y in rows(8)(4)]  # a loader draws a number
     torch.manual_seed(3 + (dist.get_rank() if many > 1 else 0))
-    made: Any = {"2 x 2": STRATEGIES["2 x 2"], "fsdp": FSDPStrategy}.get(strategy, lambda: "auto")()
-    trainer = quiet(strategy=made, devices=many, max_steps=1, precision="32-true")
+    trainer = quiet(strategy=STRATEGIES[strategy](), devices=many, max_steps=1, precision="32-true")
     module = OnMeta()
-    if strategy == "fsdp":
-        type(module).configure_model = lambda self: None  # type: ignore[method-assign]
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)  # type: ignore[method-assign]
     trainer.fit(module, data)
     assert module.tied.weight is module.into.weight
     return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("2 x 2", 4), ("fsdp", 2)])
-def test_layers_on_the_meta_device_get_the_values_of_one_process(ranks: RankPool, strategy: str, world: int) -> None:
+def test_layers_on_the_meta_device_get_the_values_of_one_process(ranks: RankPool) -> None:
+    """Other strategies are in tests/engines/test_on_meta.py."""
     expected = ranks(1).run(first_weights, "single", group=False)[0]
-    for found in ranks(world).run(first_weights, strategy, timeout=60):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+    for found in ranks(4).run(first_weights, "2 x 2", timeout=60):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -552,20 +528,11 @@ class NotReduced(Wide):
     shards = False
 
 
-class NoReset(Wide):
-    def make(self) -> None:
-        super().make()
-        with torch.device("meta"):
-            self.own = Bare()
-
-
-class Bare(nn.Module):
+class Forgets(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3))
 
-
-class Forgets(Bare):
     def reset_parameters(self) -> None:
         pass
 
@@ -586,13 +553,6 @@ class TooSmall(Wide):
         fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
 
 
-def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> str:
-    with pytest.raises(MisconfigurationException) as raised:  # noqa: PT012, sizes are looked at in both
-        strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
-        quiet(strategy=strategy, devices=dist.get_world_size(), max_steps=1).fit(module(), rows(8)(4))
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("module", "data", "tensor", "said"),
     [
@@ -601,17 +561,17 @@ def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> st
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
         (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
         (TooSmall, 1, 2, "cuts 'head.weight' along dimension 0, which has size 1, for 2 ranks"),
-        (NoReset, 1, 2, "own has 'weight' on the meta device, and nothing that gives it values"),
         (ResetsNothing, 1, 2, "`reset_parameters` of Forgets leaves 'weight' without values"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(ranks: RankPool, module: Any, data: Any, tensor: Any, said: str) -> None:
-    for told in ranks(2).run(refusal, module, data, tensor, timeout=60):
+    make = partial(ModelParallelStrategy, data, tensor)
+    for told in ranks(2).run(refusal, module, make, rows(8)(4), timeout=60):
         assert said in told
 
 
 def test_a_split_parameter_that_nothing_reduces_is_named(ranks: RankPool) -> None:
-    for told in ranks(4).run(refusal, NotReduced, 2, 2, timeout=60):
+    for told in ranks(4).run(refusal, NotReduced, STRATEGIES["2 x 2"], rows(8)(4), timeout=60):
         assert "'blocks.0.up.weight' is split" in told
         assert "fully_shard" in told
 
@@ -632,46 +592,5 @@ def splits_twice() -> str:
 
 def test_configure_model_that_splits_again_is_told_what_to_ask(ranks: RankPool) -> None:
     for told in ranks(2).run(splits_twice, timeout=60):
-        assert "runs at the beginning of each call" in told
+        assert "runs at the start of each call" in told
         assert "isinstance" in told
-
-
-def then_ddp() -> str:
-    module = Wide()
-    quiet(strategy=STRATEGIES["1 x 2"](), devices=2, max_steps=1, precision="64-true").fit(module, rows(8)(4))
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="ddp", devices=2, max_steps=1, precision="64-true").fit(module, rows(8)(4))
-    return str(raised.value)
-
-
-def test_a_split_module_is_not_given_to_another_engine(ranks: RankPool) -> None:
-    for told in ranks(2).run(then_ddp, timeout=60):
-        assert "Wide is in shards" in told
-
-
-class Recomputed(Wide):
-    """torch's wrapper around a block: its second forward must not count a second time."""
-
-    def make(self) -> None:
-        super().make()
-        self.blocks[0].counter = nn.BatchNorm1d(4)
-        self.blocks[0].register_forward_pre_hook(lambda block, args: (block.counter(args[0]),))
-
-    def configure_model(self) -> None:
-        split = getattr(self.trainer.strategy, "device_mesh", None) is not None
-        super().configure_model()
-        if split:
-            apply_activation_checkpointing(self, check_fn=lambda layer: isinstance(layer, Block))
-
-
-def counted() -> tuple[int, list[str]]:
-    trainer = quiet(strategy=STRATEGIES["1 x 2"](), devices=2, max_steps=2, precision="64-true")
-    module = Recomputed()
-    trainer.fit(module, rows(8)(4))
-    return int(module.blocks[0].counter.num_batches_tracked), list(trainer.strategy.named_parameters())
-
-
-def test_a_wrapped_layer_counts_once_and_keeps_its_names(ranks: RankPool) -> None:
-    for batches, names in ranks(2).run(counted, timeout=60):
-        assert batches == 2
-        assert "blocks.0.up.weight" in names

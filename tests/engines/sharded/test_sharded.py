@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset
+from tests.equivalence.models import agree, same
 from tests.loop.pieces import QUIET
 from tests.tools.average import MovingAverage
 from tests.tools.pool import RankFailure, RankPool
@@ -73,23 +73,11 @@ def data(batch_size: int) -> Any:
 # -- the numbers of one process ------------------------------------------------------------------------------
 
 
-def _equivalent(optimizer: str) -> EquivalenceReport:
-    """By the others: tests/equivalence, and tests/extensions/parallel/test_owned_optimizer.py."""
-    return check_equivalence(
-        lambda: Net(optimizer),
-        data,
-        strategy=sharded(),
-        devices=2,
-        batch_size=3,
-        accumulate=2,
-        gradient_clip_val=0.3,
-    )
-
-
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_optimizers_that_need_whole_matrices_are_those_of_one_process(ranks: RankPool, optimizer: str) -> None:
-    for report in ranks(2).run(_equivalent, optimizer):
-        assert report, report
+    """Other optimizers are in tests/equivalence, and in tests/extensions/parallel/test_owned_optimizer.py."""
+    given = {"batch_size": 3, "accumulate": 2, "gradient_clip_val": 0.3}
+    agree(ranks(2), partial(Net, optimizer), data, sharded, **given)
 
 
 # -- bits, checkpoints ---------------------------------------------------------------------------------------
@@ -118,29 +106,15 @@ def _plain_and_sharded(folder: str) -> Any:
     return plain, mine
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.ckpt"), key=lambda path: len(path.name))
-
-
 def test_two_ranks_have_the_bits_and_the_checkpoints_of_unsharded_ranks(ranks: RankPool, tmp_path: Path) -> None:
     plain, mine = ranks(2).run(_plain_and_sharded, str(tmp_path))[0]
-    assert _equal(plain, mine)
+    assert same(plain, mine)
     theirs, ours = (
         torch.load(next((tmp_path / name).glob("*step=3.ckpt")), weights_only=True) for name in ("plain", "sharded")
     )
-    assert _equal(theirs["state_dict"], ours["state_dict"])
-    assert _equal(theirs["optimizer_states"], ours["optimizer_states"])
-    assert _equal(theirs["lr_schedulers"], ours["lr_schedulers"])
+    assert same(theirs["state_dict"], ours["state_dict"])
+    assert same(theirs["optimizer_states"], ours["optimizer_states"])
+    assert same(theirs["lr_schedulers"], ours["lr_schedulers"])
 
 
 def _resumed(folder: str, manual: int) -> Any:
@@ -154,8 +128,8 @@ def _resumed(folder: str, manual: int) -> Any:
 @pytest.mark.parametrize("manual", [0, 2])
 def test_a_resumed_fit_has_the_same_bits_sharded_or_not(ranks: RankPool, tmp_path: Path, manual: int) -> None:
     whole, (again, unsharded) = ranks(2).run(_resumed, str(tmp_path), manual)[0]
-    assert _equal(whole, again)
-    assert _equal(whole, unsharded)
+    assert same(whole, again)
+    assert same(whole, unsharded)
 
 
 class Watched(Net):
@@ -182,7 +156,7 @@ def _resumed_inside_a_window(path: str) -> bool:
         trainer = Trainer(max_epochs=3, strategy=sharded(), **{**QUIET, "devices": 2})
         trainer.fit(module, data(4), ckpt_path=resume)
         found.append(({n: p.detach().clone() for n, p in module.named_parameters()}, module.seen[-2:]))
-    return _equal(*found)
+    return same(*found)
 
 
 def test_a_manual_window_that_was_saved_half_way_is_resumed_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
@@ -206,29 +180,11 @@ def _same_optimizer_twice(sharding: bool) -> Any:
 
 
 def _twice() -> bool:
-    return _equal(_same_optimizer_twice(True), _same_optimizer_twice(False)) or dist.get_rank() > 0
+    return same(_same_optimizer_twice(True), _same_optimizer_twice(False)) or dist.get_rank() > 0
 
 
 def test_an_optimizer_goes_from_fit_to_fit(ranks: RankPool) -> None:
     assert ranks(2).run(_twice) == [True, True]
-
-
-class Unoptimized(Net):
-    """Updates nothing."""
-
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-def _without_an_optimizer() -> int:
-    trainer = Trainer(max_steps=2, strategy=sharded(), **{**QUIET, "devices": dist.get_world_size()})
-    with pytest.warns(UserWarning, match="returned None") if dist.get_rank() == 0 else contextlib.nullcontext():
-        trainer.fit(Unoptimized(), data(4))
-    return trainer.global_step
-
-
-def test_a_module_without_an_optimizer_runs(ranks: RankPool) -> None:
-    assert ranks(2).run(_without_an_optimizer) == [2, 2]
 
 
 def _alone(path: str) -> str:
@@ -258,24 +214,13 @@ class Failing(Net):
             raise OSError("disk full")
 
 
-def _failing() -> str:
-    trainer = Trainer(max_steps=4, strategy=sharded(), **{**QUIET, "devices": 2})
-    module = Failing()
-    try:
-        trainer.fit(module, data(4))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+def _failing() -> None:
+    Trainer(max_steps=4, strategy=sharded(), **{**QUIET, "devices": 2}).fit(Failing(), data(4))
 
 
 def test_a_rank_that_fails_between_steps_hangs_nobody(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="disk full"):
-        ranks(2).run(_reraise, timeout=30)
-
-
-def _reraise() -> None:
-    text = _failing()
-    raise RuntimeError(text)
+        ranks(2).run(_failing, timeout=30)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

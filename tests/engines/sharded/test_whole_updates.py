@@ -24,6 +24,7 @@ from lockstep.checkpoint.sharded import load
 from lockstep.engines.sharded import whole_updates
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
+from tests.equivalence.models import agree, same
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -235,18 +236,16 @@ class Wide(Net):
                 fully_shard(layer, mesh=rows_of)
 
 
-def _split(name: str, data: int, tensor: int) -> EquivalenceReport:
-    strategy = ModelParallelStrategy(data, tensor)
-    made = kind(name, Wide.sizes, Wide)
-    return check_equivalence(made, rows(23), strategy=strategy, devices=data * tensor, batch_size=3, accumulate=2)
+def _wide(name: str) -> Net:
+    return kind(name, Wide.sizes, Wide)()
 
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["muon + adamw", "exact", "adafactor", "shampoo"])
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (3, 1)])
 def test_rows_and_columns_are_gathered(ranks: RankPool, name: str, data: int, tensor: int) -> None:
-    for report in ranks(data * tensor).run(_split, name, data, tensor):
-        assert report, report
+    made, strategy = partial(_wide, name), partial(ModelParallelStrategy, data, tensor)
+    agree(ranks(data * tensor), made, rows(23), strategy, batch_size=3, accumulate=2)
 
 
 # -- states --------------------------------------------------------------------------------------------------
@@ -291,16 +290,6 @@ def _saved(name: str, engine: str, path: str, resume: str | None, steps: int) ->
     trainer.save_checkpoint(path)
 
 
-def _equal_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal_bits(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal_bits, one, other))
-    return bool(one == other)
-
-
 ROADS: list[list[tuple[str, int]]] = [
     [("file", 4), ("file", 2), ("ddp", 2), ("ddp", 1)],
     [("folder", 3), ("folder", 2), ("owned", 2), ("file", 1)],
@@ -319,7 +308,7 @@ def test_states_move_between_ranks_and_strategies(ranks: RankPool, tmp_path: Pat
     for other in others:
         assert first["optimizer_states"][0]["state"]
         for key in ("state_dict", "optimizer_states", "global_step"):
-            assert _equal_bits(first[key], other[key]), key
+            assert same(first[key], other[key]), key
     last = str(tmp_path / "last.ckpt")
     (engine, world), (_, first_world) = ROADS[road][-1], ROADS[road][0]
     ranks(world).run(_saved, name, engine, last, paths[-1], 5)
@@ -421,13 +410,8 @@ class ByHand(Net):
         return [self.made("exact"), torch.optim.AdamW([p for p in self.parameters() if p.ndim != 2], eps=1e-3)]
 
 
-def _by_hand() -> EquivalenceReport:
-    return check_equivalence(ByHand, rows(24), strategy=FSDPStrategy(), devices=dist.get_world_size(), batch_size=3)
-
-
 def test_two_optimizers_are_stepped_by_hand(ranks: RankPool) -> None:
-    for report in ranks(2).run(_by_hand):
-        assert report, report
+    agree(ranks(2), ByHand, rows(24), FSDPStrategy, batch_size=3)
 
 
 class Thaws(Net):
@@ -448,10 +432,5 @@ class Thaws(Net):
         return self.made("exact")
 
 
-def _thaws() -> EquivalenceReport:
-    return check_equivalence(Thaws, rows(24), strategy=FSDPStrategy(), devices=dist.get_world_size(), batch_size=3)
-
-
 def test_a_matrix_that_comes_later_gets_an_owner(ranks: RankPool) -> None:
-    for report in ranks(3).run(_thaws):
-        assert report, report
+    agree(ranks(3), Thaws, rows(24), FSDPStrategy, batch_size=3)

@@ -137,7 +137,7 @@ def _checked(fault: str) -> str:
         ("", ""),
         (
             "skipped",
-            "rank 0 begins a backward, rank 1 begins a forward. No backward has reached the outputs of the last ",
+            "rank 0 starts a backward, rank 1 starts a forward. No backward has reached the outputs of the last ",
         ),
         ("altered", "rank 1 had another gradient of parameter '2.bias'"),
         ("raised", "rank 0 did not reduce the gradient of parameter '"),

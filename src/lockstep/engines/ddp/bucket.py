@@ -113,25 +113,25 @@ def fit_plan(
             devices.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
-    asleep = set(frozen)
+    may_lack = set(frozen)
     seen: set[str] = set()
     fitted: Plan = []
     for bucket in plan:
         for name in bucket:
             if name in seen:
                 raise ValueError(f"plan: parameter {name!r} is in it twice")
-            if name not in by_name and name not in asleep:
+            if name not in by_name and name not in may_lack:
                 raise ValueError(
                     f"plan: the model has no parameter {name!r}; a plan belongs to the model that it was "
                     "made for (plan=None makes a new one)"
                 )
             seen.add(name)
-        awake = [name for name in bucket if name in by_name]
-        kinds = {(by_name[name].dtype, by_name[name].device) for name in awake}
+        trained = [name for name in bucket if name in by_name]
+        kinds = {(by_name[name].dtype, by_name[name].device) for name in trained}
         if len(kinds) > 1:
-            raise ValueError(f"plan: {awake} have several dtypes or devices and cannot share a bucket")
-        if awake:
-            fitted.append(awake)
+            raise ValueError(f"plan: {trained} have several dtypes or devices and cannot share a bucket")
+        if trained:
+            fitted.append(trained)
     rest = [parameter for parameter in parameters if parameter.name not in seen]
     return fitted + plan_buckets(rest, caps)
 
@@ -188,17 +188,17 @@ LARGE = 2**15
 For large gradients a pass over memory costs more than one more operation.
 """
 
-UNHELD = max(map(getrefcount, [object()]))
+ONLY_LISTED = max(map(getrefcount, [object()]))
 """Reference count of an object that only a list holds, counted while the list is iterated."""
 
 ALIAS = (
-    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) is kept while `p.grad` has been dropped, and the "
-    "next backward writes in its memory, which is that of the bucket of {name}{more}. Keep `p.grad` itself, or a copy "
-    "(`p.grad.clone()`), or give DDPStrategy(gradient_as_bucket_view=False)."
+    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) outlives `p.grad`. Its memory is the bucket of "
+    "{name}{more}, which the next backward overwrites: keep `p.grad` itself or a copy (`p.grad.clone()`), or use "
+    "DDPStrategy(gradient_as_bucket_view=False)."
 )
 UNUSED = (
-    "Parameters {names}{more} got no gradient on this rank. Whether another rank has one it asks the device in each "
-    "step, and waits for the backward there: leave out, or freeze by requires_grad_(False), what no rank uses."
+    "Parameters {names}{more} got no gradient on this rank. In each step it reads from the device whether another rank "
+    "has one, and waits for the backward: remove parameters that no rank uses, or freeze them (requires_grad_(False))."
 )
 
 
@@ -224,10 +224,10 @@ class Bucket:
         work: the pending reduction; the transport that starts it also waits for it.
     """
 
-    tells_of_aliases = False
+    warns_of_aliases = False
     """Warn if other tensors use the buffer's memory. Off with communication hooks, which may leave such tensors."""
 
-    HELD = -1
+    BLOCKED = -1
     """Member of ``waiting`` while a hook must not launch the bucket."""
 
     is_sparse = False
@@ -239,7 +239,7 @@ class Bucket:
         self.names = list(names)
         self.parameters = list(parameters)
         self.used = bytearray(len(self.parameters))
-        self.waiting = {self.HELD}
+        self.waiting = {self.BLOCKED}
         self.kept: list[Tensor | None] | None = None
         self.work: Any = None
         self.views: list[Tensor] = []
@@ -305,7 +305,14 @@ class Bucket:
         self.waiting.clear()
         if views:
             self._part_from_kept()
-            if self._may_be_moved():
+            # `parameter.grad.data = ...` may have moved a view to other memory. With static_graph, which needs no used
+            # flags and where each microsecond counts, the number of the buffer's users shows that: a moved view has
+            # released the memory. A user that keeps the old memory (`old = p.grad.data`) hides one moved view.
+            if self.holds_used:
+                is_moved = list(map(Tensor.data_ptr, self.views)) != self._places
+            else:
+                is_moved = _users_of(self._storage) != self._uses
+            if is_moved:
                 self._put_back()
             if list(map(Tensor.data_ptr, self.parameters)) != self._fitting:
                 self._fit()
@@ -313,10 +320,10 @@ class Bucket:
         if early:
             self.waiting.update(self._everyone)
         else:
-            self.waiting.add(self.HELD)
+            self.waiting.add(self.BLOCKED)
         self.used[:] = bytes([parameter.grad is not None for parameter in self.parameters])
         self.fresh = 1 not in self.used
-        if views and self.fresh and self._uses > self._own_uses and self.tells_of_aliases:
+        if views and self.fresh and self._uses > self._own_uses and self.warns_of_aliases:
             warn_once(ALIAS.format(name=self.names[0], more=", ..." * (len(self.names) > 1)), key=ALIAS)
         if views and not self.fresh:
             self._bring([parameter.grad for parameter in self.parameters], views)
@@ -328,11 +335,11 @@ class Bucket:
         it gets its own memory.
         """
         counts = list(map(getrefcount, self.views))
-        if max(counts) == UNHELD:
+        if max(counts) == ONLY_LISTED:
             return
         for index, (parameter, count) in enumerate(zip(self.parameters, counts, strict=True)):
             kept = self.views[index]
-            if count > UNHELD and parameter.grad is not kept:
+            if count > ONLY_LISTED and parameter.grad is not kept:
                 with torch.no_grad():
                     kept.data = kept.clone()
                     self.views[index] = self._place(index).data
@@ -344,17 +351,6 @@ class Bucket:
             parameter.grad = view
             parameter.grad = grad
         self._fitting = list(map(Tensor.data_ptr, self.parameters))
-
-    def _may_be_moved(self) -> bool:
-        """Return True if ``parameter.grad.data = ...`` may have moved a view to other memory. The check is fast.
-
-        A view that is moved releases the buffer's memory. With ``static_graph``, which needs no used flags and where
-        each microsecond counts, the number of its users shows that. A user that keeps the old memory alive
-        (``old = p.grad.data``) hides one moved view.
-        """
-        if self.holds_used:
-            return list(map(Tensor.data_ptr, self.views)) != self._places
-        return _users_of(self._storage) != self._uses
 
     def _put_back(self) -> None:
         """Move views that were given other memory back into the buffer, with their values."""
@@ -405,7 +401,10 @@ class Bucket:
             self._bring(grads, attached)
         complete = 0 not in self.used
         if not complete:
-            self._fill_absent(grads)
+            # -0.0 leaves the other ranks' summands as they are; 0.0 would turn a -0.0 into 0.0
+            absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
+            torch._foreach_zero_(absent)
+            torch._foreach_neg_(absent)
         if self.holds_used:
             if complete:
                 self._tail.fill_(1)
@@ -414,30 +413,24 @@ class Bucket:
                 self._tail.copy_(pinned(self._used_flags, self.device), non_blocking=True)
         return scale
 
-    def _fill_absent(self, grads: Sequence[Tensor | None]) -> None:
-        """Fill the places of absent gradients with -0.0, which leaves the other ranks' summands as they are."""
-        absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
-        torch._foreach_zero_(absent)
-        torch._foreach_neg_(absent)
-
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
         """Do the same as :meth:`_bring` and multiply by ``scale``; large gradients are read once for both."""
-        there, left = list(grads), set(range(len(grads)))
+        sources, unscaled = list(grads), set(range(len(grads)))
         for index in self._large:
             grad, view = grads[index], self.views[index]
             if grad is not None and grad is not view and grad.layout is torch.strided:
                 torch.mul(grad.detach(), scale, out=view)
-                there[index] = view
-                left.remove(index)
+                sources[index] = view
+                unscaled.remove(index)
                 if views:
                     self.parameters[index].grad = view
-        self._bring(there, views)
-        if left:
-            torch._foreach_mul_([self.views[index] for index in left], scale)
+        self._bring(sources, views)
+        if unscaled:
+            torch._foreach_mul_([self.views[index] for index in unscaled], scale)
 
     def _bring(self, grads: list[Tensor | None], views: bool) -> None:
         """Copy gradients into their places together; with ``views``, make the places the gradients."""
-        parameters, places, there = self.parameters, self.views, grads
+        parameters, places, sources = self.parameters, self.views, grads
         if 0 in self.used or not all(map(is_not, grads, places)):
             found = [
                 one
@@ -446,8 +439,8 @@ class Bucket:
             ]
             if not found:
                 return
-            parameters, places, there = map(list, zip(*found, strict=True))
-        _copy(places, there)  # type: ignore[arg-type]
+            parameters, places, sources = map(list, zip(*found, strict=True))
+        _copy(places, sources)  # type: ignore[arg-type]
         if views:
             for parameter, view in zip(parameters, places, strict=True):
                 parameter.grad = view
@@ -509,7 +502,7 @@ class SparseBucket(Bucket):
         """Record whether there is a gradient now."""
         self.kept = None
         self.waiting.clear()
-        self.waiting.add(0 if early else self.HELD)
+        self.waiting.add(0 if early else self.BLOCKED)
         self.used[0] = self.parameters[0].grad is not None
         self.fresh = not self.used[0]
 
@@ -548,7 +541,7 @@ def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: I
     made one by one.
     """
     owners = {id(parameter): (bucket, i) for bucket in before for i, parameter in enumerate(bucket.parameters)}
-    left = {id(bucket): len(bucket.parameters) for bucket in before}
+    remaining = {id(bucket): len(bucket.parameters) for bucket in before}
     for bucket, flat in zip(buckets, buffers, strict=True):
         bucket.lay_out(flat)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=False):  # a sparse bucket has no views
@@ -558,8 +551,8 @@ def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: I
             if old.views and parameter.grad is old.views[place]:
                 view.copy_(old.views[place])
                 parameter.grad = view
-            left[id(old)] -= 1
-            if not left[id(old)]:
+            remaining[id(old)] -= 1
+            if not remaining[id(old)]:
                 old.let_go()
     for bucket in before:
         bucket.let_go()

@@ -40,10 +40,11 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
     """
     if comm.world_size(group) == 1:
         return
+    # a hash is short; whole descriptions travel only to name the difference
     found = comm.all_gather_object((hashlib.sha256("\n".join(mine).encode()).hexdigest(), ""), group)
-    for _, said in found:
-        if said:
-            raise MisconfigurationException(said)
+    for _, error in found:
+        if error:
+            raise MisconfigurationException(error)
     if len(set(found)) == 1:
         return
     first = comm.broadcast_object(list(mine), 0, group)
@@ -51,7 +52,7 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
         if difference is not None:
             raise MisconfigurationException(
                 f"{what} is not the same on every rank: rank 0 has {difference[0]}, rank {rank} has {difference[1]}. "
-                "Build it alike everywhere: nothing in it may depend on the rank"
+                "Build it the same way on every rank: nothing in it may depend on the rank"
             )
 
 
@@ -70,10 +71,10 @@ def raise_on_all(group: comm.Group) -> Iterator[None]:
         yield
     except Exception as error:
         if comm.world_size(group) > 1:
-            said = str(error) if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
-            who = f"rank {comm.rank(group)}: "
+            text = str(error) if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
+            who = f"rank {comm.rank(group)}: "  # a message may start with it already
             with contextlib.suppress(RuntimeError):  # the connection is lost: other ranks have ended
-                comm.all_gather_object(("", who + said.removeprefix(who)), group)
+                comm.all_gather_object(("", who + text.removeprefix(who)), group)
         raise
 
 
@@ -163,8 +164,8 @@ def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) ->
 
 
 STAGES = {
-    "forward": "begins a forward",
-    "backward": "begins a backward",
+    "forward": "starts a forward",
+    "backward": "starts a backward",
 }
 
 
@@ -173,9 +174,8 @@ class DesyncCheck:
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
-        self._named: list[tuple[str, Tensor]] = list(
-            module.named_parameters()
-        )  # copied now: during a backward other tensors may replace them
+        # copied now: during a backward other tensors may replace them
+        self._named: list[tuple[str, Tensor]] = list(module.named_parameters())
         self._sums: dict[str, int] = {}
 
     def renew(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -215,17 +215,7 @@ class DesyncCheck:
                 f"outputs of the last forward on rank {ahead}: let the loss depend on them (loss + 0 * outputs.sum()), "
                 "or call skip_backward() there"
             )
-        self._compare_batches([theirs for *_, theirs in found])
-        for rank, (_, names, *_) in enumerate(found):
-            if names:
-                raise RuntimeError(
-                    f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
-                    f"backward ({len(names)} in all): it ended early (did it raise?)"
-                )
-        self._compare_gradients([sums for _, _, sums, _ in found])
-
-    @staticmethod
-    def _compare_batches(batches: list[int | None]) -> None:
+        batches = [theirs for *_, theirs in found]
         if len(set(batches)) > 1:
             places = ", ".join(f"rank {rank} in {batch}" for rank, batch in enumerate(batches))
             raise RuntimeError(
@@ -233,11 +223,15 @@ class DesyncCheck:
                 "manual optimization has to make the same backwards on every rank: where one rank leaves a batch out, "
                 "call self.manual_backward(0 * loss) there, and step as the others do"
             )
-
-    @staticmethod
-    def _compare_gradients(sums: list[dict[str, int]]) -> None:
-        names = list(dict.fromkeys(name for theirs in sums for name in theirs))
-        for name in names:
+        for rank, (_, names, *_) in enumerate(found):
+            if names:
+                raise RuntimeError(
+                    f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
+                    f"backward ({len(names)} in all): it ended early (did it raise?)"
+                )
+        # only after batches and reductions agree: otherwise gradients differ for one of the reasons above
+        sums = [theirs for _, _, theirs, _ in found]
+        for name in dict.fromkeys(name for theirs in sums for name in theirs):
             values = [theirs.get(name) for theirs in sums]
             if len(set(values)) > 1:
                 usual = max(values, key=values.count)

@@ -51,7 +51,9 @@ class LateParameters:
         # weak references: the id of a deleted parameter may be reused by a late one
         known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
         self._known = WeakIdKeyDictionary(known)
-        _hear()
+        # Installed once, until the process ends. A hook for each model would have to be removed with the model, which
+        # the garbage collector may do in the middle of torch's loop over the hooks.
+        MODULE_HOOKS.install(_install_hooks)
         _watching.add(self)
 
     def close(self) -> None:
@@ -64,16 +66,7 @@ class LateParameters:
         self.found = self.buffer = self.norm = None
         self.noticed = False
 
-    def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and module in self._names and not self._is_known(parameter):
-            self._note(f"{self._names[module]}.{name}".lstrip("."))
-
-    def _buffer_comes(self, module: nn.Module, name: str) -> None:
-        if module in self._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
-            self.noticed = True
-            self.buffer = self.buffer or f"{self._names[module]}.{name}".lstrip(".")
-
-    def _module_comes(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+    def _add_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
         if part is None or module not in self._names:
             return
         self.changed = self.noticed = True
@@ -106,45 +99,39 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
 _watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 
-def _hear() -> None:
-    """Install torch's registration hooks, once, until the process ends.
+def _install_hooks() -> Callable[[], object]:
+    # torch calls these for every module of the process, so each looks for the module among the watched ones first
 
-    A hook for each model would have to be removed with the model. The garbage collector may do that in the middle of
-    torch's loop over the hooks.
-    """
-    MODULE_HOOKS.install(_put_hooks)
+    def parameter_added(module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        for late in list(_watching):
+            if parameter is not None and module in late._names and not late._is_known(parameter):
+                late._note(f"{late._names[module]}.{name}".lstrip("."))
 
+    def buffer_added(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        # `self.count = self.count + 1` registers a buffer in each step, in place of the previous one
+        if buffer is None or module._buffers.get(name) is not None:
+            return
+        for late in list(_watching):
+            # torch.nn.utils.prune has moved the parameter to NAME_orig before it registers NAME_mask
+            if module in late._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
+                late.noticed = True
+                late.buffer = late.buffer or f"{late._names[module]}.{name}".lstrip(".")
 
-def _put_hooks() -> Callable[[], object]:
-    put = [
-        registration.register_module_parameter_registration_hook(_tell_parameter),
-        registration.register_module_buffer_registration_hook(_tell_buffer),
-        registration.register_module_module_registration_hook(_tell_module),
+    def module_added(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        for late in list(_watching):
+            late._add_module(module, name, part)
+
+    handles = [
+        registration.register_module_parameter_registration_hook(parameter_added),
+        registration.register_module_buffer_registration_hook(buffer_added),
+        registration.register_module_module_registration_hook(module_added),
     ]
 
     def undo() -> None:
-        for each in put:
-            each.remove()
+        for handle in handles:
+            handle.remove()
 
     return undo
-
-
-def _tell_parameter(module: nn.Module, name: str, parameter: Parameter | None) -> None:
-    for late in list(_watching):
-        late._parameter_comes(module, name, parameter)
-
-
-def _tell_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
-    # `self.count = self.count + 1` registers a buffer in each step, in place of the previous one
-    if buffer is None or module._buffers.get(name) is not None:
-        return
-    for late in list(_watching):
-        late._buffer_comes(module, name)
-
-
-def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    for late in list(_watching):
-        late._module_comes(module, name, part)
 
 
 # -- refusal ---------------------------------------------------------------------------------------------------
@@ -157,9 +144,9 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
         MisconfigurationException: always.
     """
     raise MisconfigurationException(
-        f"rank {rank}: {kind} {name!r} came after set-up, and the ranks would not keep it alike: make it in "
-        "`__init__`, `configure_model` or `configure_optimizers` (what is of use only later may be frozen till then), "
-        "or train in one process"
+        f"rank {rank}: {kind} {name!r} came after set-up, and would not be the same on all ranks: create it in "
+        "`__init__`, `configure_model` or `configure_optimizers` (and freeze it until it is used), or train in one "
+        "process"
     )
 
 

@@ -63,9 +63,9 @@ class OwnedOptimizers(Owners):
         fullest, whole = max(self._load), sum(self._load)
         if fullest * self._world > UNEVEN * whole:
             warn_once(
-                f"shard_optimizer=True: no parameter is cut, and the largest are so large that a rank keeps "
-                f"{fullest / whole:.0%} of the optimizer states, for {1 / self._world:.0%} if they could be shared out "
-                'evenly. strategy="fsdp" cuts parameters.'
+                f"shard_optimizer=True: a rank keeps {fullest / whole:.0%} of the optimizer states "
+                f"({1 / self._world:.0%} in an even division): parameters are not cut, and the largest are too large. "
+                'strategy="fsdp" cuts parameters.'
             )
 
     @contextmanager

@@ -221,40 +221,37 @@ class Reducer:
         self.is_laid_out = plan is not None
         self._build()
 
-    def _plan_for(self, awake: Mapping[str, Parameter]) -> Plan:
-        """Return the requested plan, adapted to these parameters; each with sparse gradients gets its own bucket."""
-        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
-        if self._wanted is None:
-            plan = plan_buckets(infos, self._caps)
-        else:
-            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
-            plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
-        return plan + [[name] for name in awake if name in self._sparse]
-
     def _build(self) -> None:
         """Build the buckets for the parameters that require gradients now, or did so before."""
         # those that did so before may be frozen for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
-        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
-        self.frozen = [p for name, p in self._parameters.items() if name not in awake]
-        self._plan = self._plan_for(awake)
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
+        self.frozen = [p for name, p in self._parameters.items() if name not in trained]
+        infos = infos_of((name, p) for name, p in trained.items() if name not in self._sparse)
+        if self._wanted is None:
+            dense = plan_buckets(infos, self._caps)
+        else:
+            wanted = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
+            dense = fit_plan(wanted, infos, self._caps, frozen=self._parameters)
+        # sparse gradients are sent one by one
+        self._plan = dense + [[name] for name in trained if name in self._sparse]
         if self._idle:
             return
         self._remove_hooks()
-        self._fill_buckets(awake)
+        self._fill_buckets(trained)
         self._recorded = None
         self._overlap, self._learned = False, self._nested
         self._untouched = {name for bucket in self._plan for name in bucket}
         self._add_hooks()
 
-    def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
+    def _fill_buckets(self, trained: dict[str, Parameter]) -> None:
         """Create the buckets of the plan, with memory from the transport."""
-        for _ in range(2):
+        for _ in range(2):  # again with all-reduces if the host has too little shared memory
             self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
             for index, names in enumerate(self._plan):
                 kind = SparseBucket if names[0] in self._sparse else Bucket
-                parameters = [awake[name] for name in names]
+                parameters = [trained[name] for name in names]
                 made.append(kind(index, names, parameters, self._inline, self._transport.alignment))
             buffers = self._transport.buffers([bucket.size for bucket in made])
             if buffers is not None:
@@ -266,18 +263,18 @@ class Reducer:
         lay_out_anew(before, made, buffers)
         for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes its bucket: see `_complete`
-            bucket.tells_of_aliases = self._transport.divides  # False for hooks
+            bucket.warns_of_aliases = self._transport.divides  # False for hooks
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
         for bucket in self.buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
-                asleep = not parameter.requires_grad  # frozen for a while: torch then accepts no hook
+                is_frozen = not parameter.requires_grad  # for a while: torch then accepts no hook
                 parameter.requires_grad_(True)
                 if self._is_learning():
                     self._probes.append(listen(parameter, partial(self._probe, name)))
                 self._hooks.append(listen(parameter, under_lock(self.lock, self._make_hook(bucket, index))))
-                parameter.requires_grad_(not asleep)
+                parameter.requires_grad_(not is_frozen)
 
     def detach(self) -> None:
         """Remove the autograd hooks. Gradients stay as they are, and are no longer reduced."""
@@ -540,10 +537,10 @@ class BackwardEnds:
 
 BROKEN = (
     "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
-    "backward has to give gradients to the same parameters in the same order; take static_graph=False where that does "
-    "not hold"
+    "backward has to give gradients to the same parameters in the same order; otherwise use static_graph=False"
 )
-EARLY, LACKING = "had no gradient yet when its bucket was complete at first", "got no gradient, which it did at first"
+EARLY = "had no gradient yet when the parameter that completed its bucket in the first backwards got one"
+LACKING = "got no gradient, unlike in the first backwards"
 
 Lock: TypeAlias = "AbstractContextManager[Any]"
 
@@ -627,38 +624,38 @@ class StaticGraph:
         moments = {name: moment for moment, name in enumerate(arrived)}
         self._closing: list[str | None] = []
         self._times: list[int] = []
-        self._left = [0] * len(buckets)
+        self._remaining = [0] * len(buckets)
         self._before: list[list[Any] | None] = [None for _ in buckets]  # None: no gradients
         self._at_launch: list[list[Any] | None] = [None] * len(buckets)
         for bucket in buckets:
-            came = [name for name in bucket.names if name in moments]
-            closing = max(came, key=moments.__getitem__) if came else None
+            arriving = [name for name in bucket.names if name in moments]
+            closing = max(arriving, key=moments.__getitem__) if arriving else None
             self._closing.append(closing)
             self._times.append(arrived[closing] if closing is not None else 0)
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
                 hook = under_lock(lock, self._make_hook(bucket))
-                asleep = not parameter.requires_grad  # frozen since the backward: torch then accepts no hook
+                is_frozen = not parameter.requires_grad  # since the backward: torch then accepts no hook
                 parameter.requires_grad_(True)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                parameter.requires_grad_(not asleep)
+                parameter.requires_grad_(not is_frozen)
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
+        remaining, index, waiting, complete = self._remaining, bucket.index, bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
-            left[index] -= 1
-            if left[index] == 0 and 0 in waiting:
+            remaining[index] -= 1
+            if remaining[index] == 0 and 0 in waiting:
                 waiting.clear()
                 complete(bucket)
-            elif left[index] < 0 and not waiting:  # outside of a prepared backward
+            elif remaining[index] < 0 and not waiting:  # outside of a prepared backward
                 complete(bucket)
 
         return accumulated
 
     def arm(self, early: bool) -> None:
         """Reset the counters before a backward, when the buckets are prepared."""
-        self._left[:] = self._times
+        self._remaining[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
             self._before[index] = None if bucket.fresh else self._states(bucket)
@@ -696,10 +693,10 @@ class StaticGraph:
 
     def _compare(self, bucket: Bucket, lacking: str) -> None:
         expected, before = self._expected[bucket.index], self._before[bucket.index]
-        came = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
-        if came != expected:
-            index = next(i for i, (a, b) in enumerate(zip(came, expected, strict=True)) if a != b)
-            what = "got a gradient, which it did not at first" if came[index] else lacking
+        arrived = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
+        if arrived != expected:
+            index = next(i for i, (a, b) in enumerate(zip(arrived, expected, strict=True)) if a != b)
+            what = "got a gradient, unlike in the first backwards" if arrived[index] else lacking
             raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
 
     def _states(self, bucket: Bucket) -> list[Any]:

@@ -57,7 +57,7 @@ class Semaphores:
 
     def __init__(self, pages: Pages, rank: int, count: int) -> None:
         self._handle = pages.handle
-        self._letting_go = weakref.finalize(self, os.close, pages.handle)
+        self._close = weakref.finalize(self, os.close, pages.handle)
         import fcntl  # not on Windows
 
         self._lockf, self._unlock = fcntl.lockf, fcntl.LOCK_UN
@@ -70,9 +70,9 @@ class Semaphores:
         self._clock, self._sleep = _sleeping()
         self._lockf(self._handle, self._own, 1, rank)
         if rank == 0:
-            begin = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+            initialize = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
             for index in range(count):
-                if begin(self[index], 1, 0):
+                if initialize(self[index], 1, 0):
                     raise OSError("this system has no semaphores that processes share")
 
     @classmethod
@@ -120,7 +120,7 @@ class Semaphores:
 
     def is_gone(self, rank: int) -> bool:
         """Return True if the process of ``rank`` has ended or has closed these semaphores."""
-        assert self._letting_go.alive
+        assert self._close.alive
         try:
             self._lockf(self._handle, self._probe, 1, rank)  # a shared lock: several ranks may check at the same time
         except OSError:
@@ -130,7 +130,7 @@ class Semaphores:
 
     def close(self) -> None:
         """Release the semaphores; other ranks see this rank as gone. Also happens when this object is deleted."""
-        self._letting_go()
+        self._close()
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int]:
@@ -180,9 +180,12 @@ class SharedReduction(AllReduce):
         self._others = [(rank + step) % world for step in range(1, world)]
         self._semaphores = semaphores
         self._add, self._take = semaphores.add, semaphores.take
-        tell = [{to: semaphores[(what * world + rank) * world + to] for to in self._others} for what in (0, 1)]
-        self._tell_filled, self._tell_summed = tell[_FILLED], list(tell[_SUMMED].values())
-        self._hear = [{of: semaphores[(what * world + of) * world + rank] for of in self._others} for what in (0, 1)]
+        # two semaphores for each pair of ranks and direction: a rank waits for messages of each other one separately
+        signals = [{to: semaphores[(what * world + rank) * world + to] for to in self._others} for what in (0, 1)]
+        self._signal_filled, self._signal_summed = signals[_FILLED], list(signals[_SUMMED].values())
+        self._messages = [
+            {of: semaphores[(what * world + of) * world + rank] for of in self._others} for what in (0, 1)
+        ]
         self._shares: list[_Share] = []
         self._to_sum: deque[_Share] = deque()  # started; this rank has not summed its share
         self._to_finish: deque[_Share] = deque()  # started; not yet known to be summed by all ranks
@@ -242,7 +245,7 @@ class SharedReduction(AllReduce):
                 width = min(step, end - first)
                 blocks.append(whole.as_strided((self._world, width), (stride // size, 1), start // size + first))
         others = [rank for rank in self._others if rank in summers]
-        return _Share(blocks, self._rank in summers, others, [self._tell_filled[rank] for rank in others])
+        return _Share(blocks, self._rank in summers, others, [self._signal_filled[rank] for rank in others])
 
     # -- a round
 
@@ -260,11 +263,11 @@ class SharedReduction(AllReduce):
             share.scale_by(scale)
         self._to_finish.append(share)
         if share.is_mine:
-            share.unheard = list(self._others)
+            share.missing = list(self._others)
             self._to_sum.append(share)
         else:
-            share.unheard = list(share.others)
-        for semaphore in share.tell:
+            share.missing = list(share.others)
+        for semaphore in share.semaphores:
             self._add(semaphore)
         self._sum_what_is_filled()
 
@@ -285,7 +288,7 @@ class SharedReduction(AllReduce):
             self._sum_what_is_filled()
             first = self._to_finish[0]
             what = _FILLED if self._to_sum and self._to_sum[0] is first else _SUMMED
-            if not self._hear_all(first, what):
+            if not self._receive_all(first, what):
                 self._sleep(first, what, bucket)
             elif what == _SUMMED:
                 self._to_finish.popleft().under_way = False
@@ -298,19 +301,19 @@ class SharedReduction(AllReduce):
 
     def _sum_what_is_filled(self) -> None:
         """Sum this rank's shares of all buckets that all ranks have filled."""
-        while self._to_sum and self._hear_all(self._to_sum[0], _FILLED):
+        while self._to_sum and self._receive_all(self._to_sum[0], _FILLED):
             share = self._to_sum.popleft()
             share.sum()
-            share.unheard = list(share.others)
-            for semaphore in self._tell_summed:
+            share.missing = list(share.others)
+            for semaphore in self._signal_summed:
                 self._add(semaphore)
 
-    def _hear_all(self, share: _Share, what: int) -> bool:
+    def _receive_all(self, share: _Share, what: int) -> bool:
         """Receive the messages that have arrived. Return True if all have."""
-        hear, unheard = self._hear[what], share.unheard
-        while unheard and self._take(hear[unheard[0]]):
-            unheard.pop(0)
-        return not unheard
+        messages, missing = self._messages[what], share.missing
+        while missing and self._take(messages[missing[0]]):
+            missing.pop(0)
+        return not missing
 
     def _sleep(self, share: _Share, what: int, bucket: Bucket) -> None:
         """Wait for the next message of a rank that is still missing.
@@ -318,31 +321,31 @@ class SharedReduction(AllReduce):
         Raises:
             RuntimeError: a rank is gone or too late.
         """
-        hear, unheard = self._hear[what], share.unheard
-        begun = time.monotonic()
-        while not self._semaphores.wait(hear[unheard[0]]):
+        messages, missing = self._messages[what], share.missing
+        start = time.monotonic()
+        while not self._semaphores.wait(messages[missing[0]]):
             # While a bucket that this rank sums is not filled everywhere, no rank may have left. Later, a rank may
             # have sent its last message, to this rank too, and ended.
-            needed = self._others if what == _FILLED else list(unheard)
+            needed = self._others if what == _FILLED else list(missing)
             gone = [other for other in needed if self._semaphores.is_gone(other)]
-            silent = [other for other in gone if other not in unheard or not self._take(hear[other])]
+            silent = [other for other in gone if other not in missing or not self._take(messages[other])]
             if silent:
                 self._fail(
                     f"{self._named(silent)} left (the process has ended, or its reducer is closed or has failed) while "
                     f"{self._named([self._rank])} waited for the reduction of bucket {bucket.index}"
                 )
             for other in gone:
-                unheard.remove(other)
-            if not unheard:
+                missing.remove(other)
+            if not missing:
                 return
             limit = timeout_of(self._group)
-            if time.monotonic() - begun > limit:
+            if time.monotonic() - start > limit:
                 self._fail(
-                    f"{self._named(unheard)} did not come to the reduction of bucket {bucket.index}, for which "
+                    f"{self._named(missing)} did not come to the reduction of bucket {bucket.index}, for which "
                     f"{self._named([self._rank])} has waited {limit:g} s, the timeout of the process group: all ranks "
-                    "must run the same backwards (for slow ones there is init_process_group(timeout=...))"
+                    "must run the same backwards (for slow ones use init_process_group(timeout=...))"
                 )
-        unheard.pop(0)
+        missing.pop(0)
 
     def _fail(self, reason: str) -> None:
         self._failed = reason
@@ -358,18 +361,18 @@ class SharedReduction(AllReduce):
 class _Share:
     """The part of a bucket that this rank sums, and the state of the round."""
 
-    __slots__ = ("_blocks", "_factor", "is_mine", "others", "scale", "tell", "under_way", "unheard")
+    __slots__ = ("_blocks", "_factor", "is_mine", "missing", "others", "scale", "semaphores", "under_way")
 
-    def __init__(self, blocks: list[Tensor], is_mine: bool, others: list[int], tell: list[c_void_p]) -> None:
+    def __init__(self, blocks: list[Tensor], is_mine: bool, others: list[int], semaphores: list[c_void_p]) -> None:
         self.is_mine = is_mine  #: True if this rank sums a part of the bucket
         self.others = others  #: the other ranks that do
-        self.tell = tell  #: semaphores for the message that this rank's copy is filled
+        self.semaphores = semaphores  #: of the message that this rank's copy is filled
         # for each block: all copies, the first, a list of the others, and the others as one tensor
         self._blocks = [(block, block[0], list(block[1:]), block[1:]) for block in blocks]
         self.scale = 1.0
         self._factor: Tensor | float = 1.0
         self.under_way = False
-        self.unheard: list[int] = []  #: ranks whose message is missing
+        self.missing: list[int] = []  #: ranks whose message has not arrived
 
     def scale_by(self, scale: float) -> None:
         """Multiply every copy by ``scale`` from now on."""

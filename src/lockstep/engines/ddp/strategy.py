@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.engines.collectives import gather_on_zero
 from lockstep.engines.copies import LocalSteps
 from lockstep.engines.ddp.bucket import infos_of, plan_buckets
 from lockstep.engines.ddp.consistency import (
@@ -27,7 +28,6 @@ from lockstep.engines.ddp.consistency import (
 )
 from lockstep.engines.ddp.late_parameters import LateRefusal
 from lockstep.engines.ddp.reducer import MIB, BackwardEnds, Reducer
-from lockstep.engines.ddp.sharded_optimizer import check_options, check_shareable, whole_states
 from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import (
     HALF_AN_HOUR,
@@ -42,7 +42,8 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
-from lockstep.ground.rank import does
+from lockstep.ground.optimizers import by_parts
+from lockstep.ground.rank import does, log
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Save
@@ -51,9 +52,10 @@ from lockstep.module import LightningModule
 if TYPE_CHECKING:
     from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 
+SHARDED = "DDPStrategy(shard_optimizer=True)"
 RAW_BACKWARD = (
-    "{strategy}(static_graph=True): `loss.backward()` in manual optimization, of which the recorded graph does not "
-    "know: call self.manual_backward(loss) in its place, or leave static_graph out."
+    "{strategy}(static_graph=True): `loss.backward()` in manual optimization is not part of the recorded graph: call "
+    "self.manual_backward(loss) instead, or leave static_graph out."
 )
 
 
@@ -229,8 +231,12 @@ class DDPStrategy(RankedStrategy):
         if any(given is not None for given in of_hook):
             self._hook = load("services", "communication hooks")(*of_hook)
         self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, owners keep states
-        if shard_optimizer:
-            check_options(self._hook is not None and self._hook.is_local)
+        if shard_optimizer and self._hook is not None and self._hook.is_local:
+            raise MisconfigurationException(
+                f"{SHARDED} with local steps (post-local SGD, model_averaging_period, outer_optimizer): local steps "
+                "let the ranks' weights diverge, but each rank takes a parameter's values from its owner: use one of "
+                "them."
+            )
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
         self._late: LateRefusal | None = None
@@ -260,7 +266,11 @@ class DDPStrategy(RankedStrategy):
             self._let_go(self._reducer)
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
-            self._take_values(self._late.new(optimizers))
+            # tensors that were added since the module was set up, such as in `configure_optimizers`
+            late = self._late.new(optimizers)
+            check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
+            if self._init_sync:
+                comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
         self._watch_buffers()
         self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         named = self.named_parameters()
@@ -268,11 +278,22 @@ class DDPStrategy(RankedStrategy):
         if self._checks is not None:
             self._checks.renew(named.items())
         if self._caps and self._plan is None:
-            awake = [(name, p) for name, p in named.items() if p.requires_grad]
-            self._plan = plan_buckets(infos_of(awake), self._caps)
+            trained = [(name, p) for name, p in named.items() if p.requires_grad]
+            self._plan = plan_buckets(infos_of(trained), self._caps)
         sparse = sorted(sparse_names(self.module))
         if self._shard_optimizer:
-            self._share_optimizers(sparse)
+            # imported here: few runs need it
+            from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
+
+            if sparse:
+                raise MisconfigurationException(
+                    f"{SHARDED}: the gradients of {', '.join(sparse)} are sparse: build the layers with sparse=False, "
+                    "or leave shard_optimizer off."
+                )
+            try:
+                self._owned = OwnedOptimizers(optimizers)
+            except ValueError as error:
+                raise MisconfigurationException(f"{SHARDED}: {error}.") from None
         self._reducer = Reducer(
             named.items(),  # with frozen ones: the reducer notices when they are unfrozen
             bucket_cap_mb=self._bucket_cap_mb,
@@ -286,13 +307,32 @@ class DDPStrategy(RankedStrategy):
         self.traffic = 0, 0
         self.waits_in = [(self._reducer, "_wait")]  # for sums in shared memory
         if self._hook is not None:
-            self._attach_hook(self._hook, self._reducer)
+            self.copies.local_steps = self._hook.attach(
+                self._reducer,
+                self.module,
+                optimizers,
+                self.world.node_rank,
+                scaler=self.precision.scaler,
+                take_buffers=None if self.copies.buffers is None else partial(sync_buffers, self.module, None),
+            )
 
     def _listen(self, reducer: Reducer) -> None:
         """Reduce gradients at the end of a ``loss.backward()`` that is called instead of ``manual_backward``."""
         if self.module.automatic_optimization or self.world.size == 1:
             return
-        ends = BackwardEnds(partial(self._raw_backward_ended, reducer))
+
+        def reduce_at_end() -> None:
+            share = 1.0 if self.by_hand is None else self.by_hand.share
+            if share != 1.0:
+                # Gradients that an earlier backward has reduced are the same on all ranks, and the shares add up to
+                # the number of ranks: the mean leaves them as they are.
+                grads = [p.grad for p in self.named_parameters().values() if p.grad is not None and p.requires_grad]
+                with torch.no_grad():
+                    torch._foreach_mul_(grads, float(share))
+            self._begin_round(reducer, False)
+            self._end_round(reducer)
+
+        ends = BackwardEnds(reduce_at_end)
 
         def unprepared() -> None:
             if self.by_hand is not None and self.sync_gradients:
@@ -302,52 +342,21 @@ class DDPStrategy(RankedStrategy):
 
         reducer.on_unprepared_grad = unprepared
 
-    def _raw_backward_ended(self, reducer: Reducer) -> None:
-        share = 1.0 if self.by_hand is None else self.by_hand.share
-        if share != 1.0:
-            # Gradients that an earlier backward has reduced are the same on all ranks, and the shares add up to the
-            # number of ranks: the mean leaves them as they are.
-            grads = [p.grad for p in self.named_parameters().values() if p.grad is not None and p.requires_grad]
-            with torch.no_grad():
-                torch._foreach_mul_(grads, float(share))
-        self._begin_round(reducer, False)
-        self._end_round(reducer)
-
-    def _take_values(self, late: dict[str, Tensor]) -> None:
-        """Take rank 0's values of tensors added since the module was set up, such as in `configure_optimizers`."""
-        check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
-        if self._init_sync:
-            comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
-
     def check_trained(self, replaced: bool = False) -> None:
         """Refuse parameters that are not reduced, also those that were added without a registration. Collective."""
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
-                f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
-                "`configure_optimizers` in the middle of a fit, and the ranks have shared out the states of those. "
-                "Change their param_groups instead, or leave shard_optimizer out."
+                f"{type(self).__name__}(shard_optimizer=True): the optimizers of `configure_optimizers` were replaced "
+                "during a fit, but the ranks have divided their states. Change their param_groups instead, or leave "
+                "shard_optimizer out."
             )
         if self._late is not None:
             self._late.look(self.optimizers)
 
-    def _share_optimizers(self, sparse: list[str]) -> None:
-        """Assign each parameter an owner, which alone has the optimizer states for it."""
-        from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
-
-        check_shareable(self.optimizers, sparse)
-        self._owned = OwnedOptimizers(self.optimizers)
-
-    def _attach_hook(self, hook: AttachableHook, reducer: Reducer) -> None:
-        take_buffers = partial(sync_buffers, self.module, None) if self.copies.buffers is not None else None
-        scaler, node = self.precision.scaler, self.world.node_rank
-        self.copies.local_steps = hook.attach(
-            reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers
-        )
-
     @property
     def _local(self) -> CountedLocalSteps | None:
         """The local steps of this fit, in which ranks diverge; None if there are none."""
-        return self.copies.local_steps  # type: ignore[return-value]  # only `_attach_hook` sets it
+        return self.copies.local_steps  # type: ignore[return-value]  # only `AttachableHook.attach` sets it
 
     def teardown(self) -> None:
         """Detach the reducer from the parameters. The optimizers can still be saved, by all ranks together."""
@@ -434,14 +443,6 @@ class DDPStrategy(RankedStrategy):
         state = kept(self, "_late", "_owned", "_reducer")
         return {**state, "waits_in": []}
 
-    def _own_state(self) -> dict[str, Any]:
-        """Return the bucket plan and, under local steps, their count and the outer optimizer."""
-        plan = self._plan if self._reducer is None else self._reducer.plan()
-        own = {} if plan is None else {"plan": plan}
-        if self._local is not None:
-            own["local steps"] = self._local.state_dict()
-        return own
-
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Save the module, the optimizers and the state of the engine. Collective, unless ``alone``.
 
@@ -457,14 +458,30 @@ class DDPStrategy(RankedStrategy):
                 state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
         if weights_only:
             return state
-        state.own = {**(state.own or {}), **self._own_state()}
+        state.own = dict(state.own or {})
+        plan = self._plan if self._reducer is None else self._reducer.plan()
+        if plan is not None:
+            state.own["plan"] = plan
+        if self._local is not None:
+            state.own["local steps"] = self._local.state_dict()
         state.by_rank = [] if self._hook is None else self._hook.rank_states(self._local, alone)
         return state
 
     def _saved(self, alone: bool, weights_only: bool) -> EngineState:
         if self._owned is None or self.world.size == 1 or weights_only:
             return super().save(alone, weights_only)
-        states = whole_states(self._owned, self.optimizers, alone)
+        from lockstep.engines.owners import union
+
+        states: list[dict[str, Any] | None] | None = None
+        if alone:
+            log.warning(
+                "A checkpoint from one rank alone has the weights, but no optimizer states: each rank has a part of "
+                "them (shard_optimizer=True). A fit can start with these weights, but cannot resume from there."
+            )
+        else:
+            # rank 0 alone writes, and gets the ordinary states: any strategy and number of ranks can read them
+            part_of = self._owned.part_of
+            states = [by_parts(each, lambda part: union(gather_on_zero(part_of(part)))) for each in self.optimizers]
         return EngineState(self.module.state_dict(), states, self._other_parameters())
 
     def load(self, state: EngineState) -> None:

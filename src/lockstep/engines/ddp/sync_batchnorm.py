@@ -225,7 +225,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors
-        wide, dims, channels = mean.dtype, _all_but_channels(input), input.shape[1]
+        wide, dims, channels = mean.dtype, [0, *range(2, input.dim())], input.shape[1]
         shape = [1, channels] + [1] * (input.dim() - 2)
         grad = grad.to(wide)
         offset = input.to(wide) - mean.view(shape)
@@ -250,10 +250,6 @@ def _wide(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _all_but_channels(input: Tensor) -> list[int]:
-    return [0, *range(2, input.dim())]
-
-
 # -- there and back
 
 
@@ -273,30 +269,29 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
 
     Returns:
         ``module``.
-        ``module``.
 
     Example::
 
         model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     """
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
         kind: Any = type(layer)
         torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and "forward" not in vars(layer)
         if not torchs or isinstance(layer, LazyModuleMixin):
-            left.setdefault(kind.__name__, name)
+            skipped.setdefault(kind.__name__, name)
             continue
         if process_group is None:
             layer.sync_group = getattr(layer, "process_group", None)  # type: ignore[assignment]
         else:
             layer.sync_group = process_group  # type: ignore[assignment]
         layer.__class__ = _synchronized(kind)
-    for kind_name, name in left.items():
+    for kind_name, name in skipped.items():
         rank_zero_warn(
-            f"convert_sync_batchnorm: {name!r} is of the class {kind_name}, which has a `forward` of its own or "
-            "is lazy and has seen no batch. It keeps to the statistics of its own rank."
+            f"convert_sync_batchnorm: {name!r} is of the class {kind_name}, which has its own `forward`, or is lazy "
+            "and has not seen a batch. It uses the statistics of its own rank."
         )
     return module
 

@@ -18,16 +18,14 @@ from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.engine import EngineState
+from lockstep.engines.engine import EngineState, Gradients
 from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
-from lockstep.engines.sharded.gradients import ShardedGradients
-from lockstep.engines.sharded.layer_states import bring_states, generate_together
-from lockstep.engines.sharded.strategy import ShardedStrategy
+from lockstep.engines.sharded.strategy import ShardedStrategy, bring_states, generate_together
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer, by_parts
-from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
+from lockstep.ground.parameters import clip_by_value, local_part, takes_names_as_they_are
 from lockstep.ground.rank import does
 from lockstep.ground.torch_support import FSDP, refuse_without
 from lockstep.ground.transfer import has_pinned_memory
@@ -52,7 +50,7 @@ NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 NO_EFFECT = {
     "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
     "use_orig_params": "parameters keep their names and shapes in any case",
-    "sync_module_states": "all ranks begin with rank 0's weights in any case",
+    "sync_module_states": "all ranks start with rank 0's weights in any case",
     "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
 }
 """Arguments of torch's first FSDP that have no effect here, and the reason."""
@@ -172,7 +170,9 @@ class FSDPStrategy(ShardedStrategy):
                     'FSDPStrategy(cpu_offload=True, sharding_strategy="NO_SHARD"): what is not in shards stays on its '
                     "device; give another sharding_strategy, or leave cpu_offload out."
                 )
-            self.instead = self._unsharded()
+            self.instead = unsharded = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
+            unsharded.launcher, unsharded.plugins = self.launcher, self.plugins
+            unsharded._nccl, unsharded._recomputation = self._nccl, self._recomputation
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
         """Choose the writer of checkpoints."""
@@ -190,13 +190,6 @@ class FSDPStrategy(ShardedStrategy):
             )
         self._save_in_parts(async_save)
 
-    def _unsharded(self) -> DDPStrategy:
-        """Return the strategy for "NO_SHARD"."""
-        made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
-        made.launcher = self.launcher
-        made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
-        return made
-
     # -- set up
 
     @does("sharding the module")
@@ -206,6 +199,7 @@ class FSDPStrategy(ShardedStrategy):
 
         self._refuse_parts(module, "fsdp")
         self.module, self._own_backward = module, own_backward
+        # a later call of the Trainer gets the module in shards
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
@@ -218,7 +212,8 @@ class FSDPStrategy(ShardedStrategy):
 
         bring_states(self.module, self.root_device)
         self._sharded, self.gradients = shards, ShardedGradients(self, shards)
-        if self.root_device.type != "cpu":  # on the CPU all waits are in torch's collectives
+        # a hang is found by what ranks wait in; on the CPU all waits are in torch's collectives
+        if self.root_device.type != "cpu":
             waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
@@ -254,8 +249,10 @@ class FSDPStrategy(ShardedStrategy):
         norms = find_norms(module) if policy.param_dtype is not None else []
         for norm in norms:
             compute_in_own_dtype(norm)
-        left = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(find_odd(module, blocks))
-        whole = [parameter for parameter in module.parameters() if parameter in left]
+        stays_whole = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(
+            find_odd(module, blocks)
+        )
+        whole = [parameter for parameter in module.parameters() if parameter in stays_whole]
         gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
         made = with_memory(whole)
         gather(made)
@@ -301,24 +298,21 @@ class FSDPStrategy(ShardedStrategy):
 
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
-        self._gather_updates()
+        need_whole = [optimizer for optimizer in with_parameters(optimizers) if needs_whole(optimizer)]
+        self._whole = None
+        if need_whole:  # each whole parameter is updated on one rank
+            from lockstep.engines.sharded.whole_updates import WholeUpdates
+
+            self._whole = WholeUpdates(need_whole)
         for optimizer in optimizers:
             self._forget_with(optimizer, self._sharded)
             self._frees.append(optimizer.register_step_pre_hook(self._free))
         self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = unscale
+        # the gradients of these are not reduced by `fully_shard`
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
-
-    def _gather_updates(self) -> None:
-        """Set up updates of whole parameters, on one rank each, for optimizers that need them."""
-        whole = [optimizer for optimizer in with_parameters(self.optimizers) if needs_whole(optimizer)]
-        self._whole = None
-        if whole:
-            from lockstep.engines.sharded.whole_updates import WholeUpdates
-
-            self._whole = WholeUpdates(whole)
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
@@ -364,8 +358,8 @@ class FSDPStrategy(ShardedStrategy):
             low = self._autocast_dtype()
             if low is None or NAMES.get(low, "no such") not in str(error):
                 raise
-            told = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
-            raise MisconfigurationException(told) from error
+            text = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
+            raise MisconfigurationException(text) from error
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype in which parameters are gathered that autocast would cast."""
@@ -496,6 +490,33 @@ class FSDPStrategy(ShardedStrategy):
             load_optimizer_state(optimizer, saved)
 
 
+class ShardedGradients(Gradients["ShardedModule"]):
+    """Gradients of a module with shards as parameters, except for some whole ones."""
+
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """Return this rank's shards, and whole gradients that wait for a reduction."""
+        found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
+        return list({id(gradient): local_part(gradient) for gradient in found}.values())
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the gradients of whole parameters, and under ``"sharded"`` this rank's gradients of the others."""
+        named, shards = self.engine.named_parameters(), self.holder
+        whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
+        copies = {name: gradient.detach().cpu().clone() for name, gradient in whole.items()}
+        return {"gradients": copies, "sharded": shards.window_state()}
+
+    def load_window_state(self, saved: dict[str, Any]) -> None:
+        """Restore gradients from `window_state`; of whole gradients of sharded parameters, take this rank's part."""
+        from lockstep.engines.sharded.fully_shard import cut_like
+
+        given, parts = saved.get("gradients", {}), self.holder.parameters
+        super().load_window_state({"gradients": {name: each for name, each in given.items() if name not in parts}})
+        for name, gradient in given.items():
+            if name in parts:
+                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
+        self.holder.load_window_state(saved.get("sharded", {}))
+
+
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
@@ -511,8 +532,8 @@ def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
     """Return a name that is given as a string or as one of torch's enums."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
-        shown = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
-        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {shown}.")
+        choices = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {choices}.")
     return name
 
 

@@ -70,19 +70,19 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
     """Set or remove that gradient. The parameter must have been gathered before."""
     gathered = getattr(param, "_unsharded_param", None)
-    beside = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
-    if beside:
+    is_attribute = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
+    if is_attribute:
         param.unsharded_accumulated_grad = None
     if gathered is None:
         return
     set_own_gradient(gathered, None)
     if gradient is None:
         return
-    if not beside:
+    if not is_attribute:
         set_own_gradient(gathered, gradient.to(gathered.grad_dtype or gathered.dtype))
     elif gradient.dtype == gathered.dtype:
         set_own_gradient(gathered, gradient)
-    else:
+    else:  # `.grad` accepts only the parameter's dtype
         param.unsharded_accumulated_grad = gradient
 
 

@@ -57,7 +57,8 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
             found.append(child)
         else:
             found += find_blocks(child)
-    return _without_shared(root, found)
+    # a block that shares a parameter with layers outside of it cannot be gathered separately
+    return [block for block in found if _shared(root, block) is None]
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -75,6 +76,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
         ValueError: the policy selects no layer, or one that shares a parameter with layers outside of it.
     """
     if isinstance(policy, Collection):
+        # reversed: `fully_shard` must be called on inner layers first
         kinds = tuple(policy)
         found = [m for m in root.modules() if m is not root and isinstance(m, kinds)]
         found.reverse()
@@ -96,7 +98,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
     """Call a policy as torch's first FSDP does: whether to descend into a layer, then whether its rest is a group."""
     found: list[nn.Module] = []
-    left = sum(parameter.numel() for parameter in module.parameters())
+    ungrouped = sum(parameter.numel() for parameter in module.parameters())
     for child in module.children():
         size = sum(parameter.numel() for parameter in child.parameters())
         if size and policy(module=child, recurse=True, nonwrapped_numel=size):
@@ -105,16 +107,12 @@ def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[n
             if policy(module=child, recurse=False, nonwrapped_numel=rest):
                 found.append(child)
                 rest = 0
-            left -= size - rest
-    return found, left
+            ungrouped -= size - rest
+    return found, ungrouped
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _without_shared(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    return [block for block in blocks if _shared(root, block) is None]
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
@@ -154,8 +152,8 @@ def refuse_unmanaged(module: nn.Module) -> None:
         if isinstance(parameter, DTensor) and id(parameter) not in gathered:
             raise MisconfigurationException(
                 f"strategy='fsdp': {type(module).__name__}.{name} is in shards already, and no layer of the module "
-                "gathers it. Where a fit of another module left it so, fit that module again, or save a checkpoint of "
-                "it and load it into a new one. Where parallelize_module did it, take ModelParallelStrategy."
+                "gathers it. If a fit of another module left it so, fit that module again, or save a checkpoint of it "
+                "and load it into a new one. If parallelize_module did it, use ModelParallelStrategy."
             )
 
 
@@ -184,13 +182,14 @@ def shard(
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as in ``fully_shard``.
         gather: makes a block's parameters whole before it is sharded.
-        autocast_dtype: dtype of autocast in forwards; see `gathered_dtype.gather_in`.
+        autocast_dtype: dtype of autocast in forwards; see `gathered_parameter.gather_in`.
 
     Raises:
         ValueError: the ranks' modules differ.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    # before anything is sent: a rank with another module would wait in a broadcast that the others do not make
     check_same_module(module)
     buffers = with_memory(module.buffers())
     gather(buffers)
@@ -198,6 +197,7 @@ def shard(
         buffer.data = buffer.data.to(device)
     broadcast_buffers(buffers, 0, None)
     done: set[int] = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    # block by block, so that a device never holds more than one whole block besides shards
     for block in (*blocks, module):
         if isinstance(block, FSDPModule):
             continue
@@ -209,13 +209,14 @@ def shard(
         _cut(
             block,
             mesh=mesh,
+            # the module's own parameters are needed at the start of the backward: freeing them would gather them twice
             reshard_after_forward=reshard_after_forward if block is not module else False,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=whole,
         )
         if autocast_dtype is not None:
-            from lockstep.engines.sharded.gathered_dtype import gather_in
+            from lockstep.engines.sharded.gathered_parameter import gather_in
 
             gather_in(block, autocast_dtype)
         done.update(id(parameter) for parameter in block.parameters())
@@ -236,6 +237,7 @@ def _cut(block: nn.Module, **given: Any) -> None:
             if parameter._backward_hooks:
                 hooked.append((layer, name, parameter))
     fully_shard(block, **given)
+    # the same dict, not a copy: the user's handles then remove hooks from the new parameter too
     for layer, name, parameter in hooked:
         layer.get_parameter(name)._backward_hooks = parameter._backward_hooks
 
@@ -291,8 +293,8 @@ def compute_in_own_dtype(norm: nn.Module) -> None:
 
 
 NO_COPY = (
-    "copy.deepcopy of {name}: it is in shards (fully_shard), and what gathers them belongs to this one. Make the copy "
-    "in `__init__`, where it becomes part of the module and is sharded with it; average weights by "
+    "copy.deepcopy of {name}: it is in shards (fully_shard), which only this object can gather. Make the copy in "
+    "`__init__`, where it becomes part of the module and is sharded with it; average weights by "
     "lockstep.callbacks.WeightAveraging; or copy this rank's shards: "
     "{{name: p.detach().clone() for name, p in module.named_parameters()}}"
 )
@@ -318,7 +320,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
 
         from lockstep.engines.sharded.gathered_parameter import watch
@@ -340,32 +342,25 @@ class ShardedModule:
         self._drops = False
         self._is_running = self._goes_back = False
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
-        self._heard: set[int] = set()  # ids of parameters with a hook that reports their gradients
+        self._hooked: set[int] = set()  # ids of parameters with a hook that reports their gradients
         self._device: torch.device = self._groups[0].device if self._groups else torch.device("cpu")
-        self._told: Flags | None = None  # this rank's flags for used parameters; their collective may be pending
+        self._flags: Flags | None = None  # this rank's flags for used parameters; their collective may be pending
         for part in self._parts:
             reduce_unused_parameters(part)
-        self._entry = self._make_entry(module)
-        if is_sharded(module):  # torch does so in the first forward, which may be a layer's, in a hook
-            self._module_state()._lazy_init()
-        policy = self._module_state()._mp_policy if is_sharded(module) else None
-        self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
+        self._entry: Callable[..., Any] = _called
+        self._casts_to: torch.dtype | None = None
+        if is_sharded(module):
+            if ENTRY not in vars(module):
+                vars(module)[ENTRY] = _called
+                register_fsdp_forward_method(module, ENTRY)
+            self._entry = vars(module)[ENTRY]  # torch gathers the module's own parameters around it
+            state = self._module_state()
+            state._lazy_init()  # torch does so in the first forward, which may be a layer's, in a hook
+            if state._mp_policy.cast_forward_inputs:
+                self._casts_to = state._mp_policy.param_dtype
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._casts_to) if value.is_floating_point() else value
-
-    @staticmethod
-    def _make_entry(module: nn.Module) -> Callable[..., Any]:
-        """Return a method around which torch gathers the module's own parameters."""
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        if not is_sharded(module):
-            return _called
-        if ENTRY not in vars(module):
-            vars(module)[ENTRY] = _called
-            register_fsdp_forward_method(module, ENTRY)
-        method: Callable[..., Any] = vars(module)[ENTRY]
-        return method
 
     @property
     def reduced_by_torch(self) -> set[int]:
@@ -379,6 +374,7 @@ class ShardedModule:
         """
         if self._casts_to is not None:
             args = tree_map(self._cast, args, Tensor)
+        # torch gathers around one registered method: the step methods are passed to it
         self._is_running = True
         try:
             return self._entry(partial(fn, *args))
@@ -394,12 +390,6 @@ class ShardedModule:
         from lockstep.engines.sharded.gathered_calls import GatheredCalls
 
         return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
-
-    def _set_sync(self, sync: bool) -> None:
-        if sync is not self._syncs:
-            self._syncs = sync
-            for part in self._parts:
-                part.set_requires_gradient_sync(sync, recurse=False)
 
     def reshard(self) -> None:
         """Free whole parameters, except the module's own ones that a step needs and an evaluation leaves."""
@@ -427,16 +417,20 @@ class ShardedModule:
             sync: the backward reduces; otherwise each rank accumulates its own whole gradients.
             drops: set the gradients of this backward to zero before they are added.
         """
-        self._set_sync(sync)
+        if sync is not self._syncs:
+            self._syncs = sync
+            for part in self._parts:
+                part.set_requires_gradient_sync(sync, recurse=False)
         self._drops = drops
         handles = []
         for key, param in self._params.items():
             gathered = getattr(param, "_unsharded_param", None)  # exists after the first forward that used it
             if gathered is None or not gathered.requires_grad:
                 continue
-            if key not in self._heard:
-                self._heard.add(key)
+            if key not in self._hooked:
+                self._hooked.add(key)
                 gathered.register_post_accumulate_grad_hook(partial(_note, weakref.ref(self), key))
+            # zeros instead of no backward at all: the reduce-scatters must be the same on all ranks
             if drops:
                 handles.append(gathered.register_hook(torch.zeros_like))
         if self._is_running and is_sharded(self.module):
@@ -449,26 +443,24 @@ class ShardedModule:
             self._goes_back = False
             for handle in handles:
                 handle.remove()
+        # parameters of tensor parallelism alone; `fully_shard` places the gradients of the others itself
         for parameter in self._split:
             parameter.grad = placed_as(parameter, parameter.grad)
         if sync:
-            self._take_back(before)
+            # remove gradients of this reduction to which no rank has contributed
+            keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
+            self._flags = flags = Flags(bytes(key in self._used for key in keys), None, self._device)
+            unused = [param for param in before if id(param.sharded_param) not in self._used]
+            # a rank that has used all parameters need not read the others' flags, for which a GPU would wait
+            if unused or self._device.type == "cpu":
+                anywhere = dict(zip(keys, flags.of_all(), strict=True))
+                for param in unused:
+                    if not anywhere.get(id(param.sharded_param)):
+                        param.sharded_param.grad = None
             self._used.clear()
 
     def _module_state(self) -> Any:
         return self._parts[0]._get_fsdp_state()
-
-    def _take_back(self, before: list[FSDPParam]) -> None:
-        """Remove gradients of the last reduction to which no rank has contributed."""
-        keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
-        self._told = told = Flags(bytes(key in self._used for key in keys), None, self._device)
-        before = [param for param in before if id(param.sharded_param) not in self._used]
-        if not before and self._device.type != "cpu":
-            return  # a rank that has used all parameters need not read the others' flags
-        anywhere = dict(zip(keys, told.of_all(), strict=True))
-        for param in before:
-            if not anywhere.get(id(param.sharded_param)):
-                param.sharded_param.grad = None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """Set ``requires_grad`` of the gathered parameter too; torch does so only at the next gather."""
@@ -495,13 +487,13 @@ class ShardedModule:
             parameter = getattr(param, "_unsharded_param", None)
             if parameter is not None:
                 whole.append(parameter)
-            left = waiting_gradient(param)
-            waiting += [] if left is None else [left]
+            gradient = waiting_gradient(param)
+            waiting += [] if gradient is None else [gradient]
         return whole, waiting
 
     # -- the state of this rank alone
 
-    def held(self) -> dict[str, dict[str, Any]]:
+    def window_state(self) -> dict[str, dict[str, Any]]:
         """Return copies of this rank's sharded and waiting gradients, and their first indices in the whole ones."""
         self.reshard()
         shards, waiting = {}, {}
@@ -511,9 +503,9 @@ class ShardedModule:
                 shards[name] = gradient
             if param is None:
                 continue
-            left = waiting_gradient(param)
-            if left is not None:
-                waiting[name] = left
+            unreduced = waiting_gradient(param)
+            if unreduced is not None:
+                waiting[name] = unreduced
         found: dict[str, dict[str, Any]] = {}
         for kind, gradients in (("shards", shards), ("waiting", waiting)):
             found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}
@@ -521,12 +513,13 @@ class ShardedModule:
             found[f"{kind} from"] = {name: begins_of(each) for name, each in in_parts.items()}
         return found
 
-    def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore gradients from `held`. Collective."""
+    def load_window_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore gradients from `window_state`. Collective."""
         for name, part in saved.get("shards", {}).items():
             parameter: Any = self.parameters[name]
             parameter.grad = _like(parameter, part.to(parameter.device))
         waiting = saved.get("waiting", {})
+        # on all ranks if any rank has some: `unshard` is collective
         if any(comm.all_gather_object(bool(waiting))):
             for each in self._parts:  # creates the whole parameters
                 each.unshard()
@@ -556,7 +549,7 @@ def whole_gradients(
 
     Args:
         parts: states of all ranks, with ``"gradients"`` that were whole and, if the engine shards parameters, the
-            result of `ShardedModule.held` as ``"sharded"``.
+            result of `ShardedModule.window_state` as ``"sharded"``.
         members: the ranks of the replica.
         shapes: shapes of the whole parameters.
 
@@ -565,22 +558,22 @@ def whole_gradients(
     """
     found = dict(parts[members[0]].get("gradients", {}))
     everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))
-    for kind, held in (("shards", everyone), ("waiting", own)):
+    for kind, states in (("shards", everyone), ("waiting", own)):
         for name in own[0].get(kind, {}):
-            whole = _assembled([each for each in held if name in each.get(kind, {})], kind, name, shapes[name])
+            whole = _assembled([each for each in states if name in each.get(kind, {})], kind, name, shapes[name])
             found[name] = whole.to(found[name].dtype) + found[name] if name in found else whole
     return found
 
 
-def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
+def _assembled(states: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
     """Assemble a whole gradient from the parts of the ranks."""
-    first: Tensor = held[0][kind][name]
+    first: Tensor = states[0][kind][name]
     if first.shape == shape:
         return first
-    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version, which sharded rows only
-        return _joined_rows([each[kind][name] for each in held], name, shape)
+    if any(name not in each.get(f"{kind} from", {}) for each in states):  # an earlier version, which sharded rows only
+        return _joined_rows([each[kind][name] for each in states], name, shape)
     whole = torch.zeros(shape, dtype=first.dtype)
-    for each in held:
+    for each in states:
         part = each[kind][name]
         at = [slice(begin, begin + size) for begin, size in zip(each[f"{kind} from"][name], part.shape, strict=True)]
         whole[tuple(at)] = part
@@ -651,16 +644,6 @@ def cut_like(own: object, value: Any) -> Any:
     return made
 
 
-def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Tensor:
-    """Return the destination of a tensor without a counterpart, sharded along dim 0 on the mesh of ``example``."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    if example is None or not shape:
-        return torch.empty(shape, dtype=dtype)
-    mesh = example.device_mesh
-    return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], example)
-
-
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
     """Return a function that makes the tensor into which a sharded checkpoint's tensor is read.
 
@@ -672,7 +655,7 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         in_place: read the module's shards into its own memory, so that a rank needs no second copy. The module then
             changes before the loaded values can be checked.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     own = module.state_dict()
     cut = [value for value in own.values() if isinstance(value, DTensor)]
@@ -682,8 +665,9 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         mine = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
         is_own = isinstance(mine, Tensor) and mine.shape == shape
         like = mine if is_own else by_shape.get(shape)
-        if like is None:
-            return _cut_along_first(shape, dtype, next(iter(cut), None))
+        if like is None and cut and shape:
+            mesh = cut[0].device_mesh
+            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
         if isinstance(like, DTensor):
             if is_own and in_place and like.dtype == dtype:
                 return like
@@ -693,13 +677,13 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
     return place
 
 
-def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
-    """Return an uninitialized DTensor; this rank's part is on the device of the other DTensor's."""
+def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, other: Any) -> Tensor:
+    """Return an uninitialized DTensor; this rank's part is on the device of the ``other`` DTensor's."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     size = [each.stop - each.start for each in box_in(shape, mesh, placements)]
-    part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
+    part = torch.empty(size, dtype=dtype, device=local_part(other).device)
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
     # not DTensor.from_local, which would move an offloaded part to the mesh's device
     made: Any = DTensor
@@ -749,6 +733,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
     Returns:
         The norm before the scaling; None without gradients.
     """
+    # torch's foreach norms accept only gradients of one mesh and placement
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -769,6 +754,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Run ``scaler.unscale_(optimizer)`` on shards; non-finite values on any rank count on all. Collective."""
+    # the groups contain this rank's plain shards meanwhile; the ranks agree about non-finite values below
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:
         for group, parameters in zip(groups, wholes, strict=True):

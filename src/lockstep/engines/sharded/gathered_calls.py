@@ -34,6 +34,7 @@ class GatheredCalls:
         if self._state is None:  # each part gathers its own parameters
             return
         own = set(self._owners())
+        # only the outermost layers: a call of one runs the inner ones, whose parameters must stay gathered
         for layer in _outermost(module, own):
             self._handles.append(layer.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._end, always_call=True))
@@ -59,6 +60,7 @@ class GatheredCalls:
         if self._is_busy() or self._is_whole():
             return None
         self._gathered_for = layer
+        # torch's own hook before the module's forward, which may cast the inputs too
         return self._state._pre_forward(self._module, args, kwargs)
 
     def _end(self, layer: nn.Module, args: object, output: Any) -> Any:

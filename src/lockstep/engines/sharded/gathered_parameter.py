@@ -1,4 +1,4 @@
-"""Gathered parameters: changes of a step to them are applied to their shards.
+"""Gathered parameters: changes of a step to them are applied to their shards; under autocast they are 16-bit.
 
 torch's ``fully_shard`` replaces a shard by a whole parameter while a layer is gathered, and discards it afterwards.
 Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the whole parameter apply to the shard.
@@ -7,16 +7,18 @@ Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the whole pa
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.sharded.fsdp_groups import own_gradient, refuse_accumulated, set_own_gradient
+from lockstep.engines.sharded.fsdp_groups import groups_of, own_gradient, refuse_accumulated, set_own_gradient
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import local_part
 
@@ -27,18 +29,18 @@ ROUNDED = (
 )
 REPLACED = (
     "Parameter {name!r} is about to be gathered, and its layer has another tensor in its place, which would be "
-    "ignored: torch.func.functional_call was given one, or it was assigned. A layer of which torch's FSDP gathers the "
-    "parameters by itself has those alone: choose other layers by FSDPStrategy(auto_wrap_policy=...), so that this "
-    'one is gathered with the module, or use strategy="ddp".'
+    "ignored: torch.func.functional_call passed one, or it was assigned. FSDP gathers this layer separately: choose "
+    "other layers by FSDPStrategy(auto_wrap_policy=...), so that it is gathered with the module, or use "
+    'strategy="ddp".'
 )
 DATA_SET = (
-    "`.data` of parameter {name!r} was set while the parameter was in shards, of which torch takes no notice. Write in "
-    "place: `parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
+    "`.data` of parameter {name!r} was set while the parameter was in shards, which torch ignores. Write in place: "
+    "`parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
 )
 WHOLE_GRADIENT = (
-    "The gradient of parameter {name!r} was set to a whole tensor in a step, and each rank has a shard of it. Let "
-    "`manual_backward` make gradients, or set it in `on_before_optimizer_step` to a DTensor that is cut as the "
-    "parameter is."
+    "The gradient of parameter {name!r} was set to a whole tensor in a step, but each rank has a shard of it. Compute "
+    "gradients by `manual_backward`, or set it in `on_before_optimizer_step` to a DTensor with the parameter's "
+    "placements."
 )
 
 
@@ -66,11 +68,6 @@ class GatheredParameter(Parameter):
         if self._memory is None:
             self._memory = _raw_data.__get__(self)
         _raw_data.__set__(self, values)
-
-    def _put_memory_back(self) -> None:
-        if self._memory is not None:
-            _raw_data.__set__(self, self._memory)
-            self._memory = None
 
     @property
     def grad(self) -> Tensor | None:
@@ -113,9 +110,14 @@ class GatheredGroup(FSDPParamGroup):
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
-        if self.is_sharded:
-            for param in self.fsdp_params:
-                _check_in_place(param)
+        # what a user has set on a shard is lost when the whole parameter takes its place
+        for param in self.fsdp_params if self.is_sharded else ():
+            info, name = param._module_info, _name_of(param)
+            if info.module._parameters.get(info.param_name) is not param.sharded_param:
+                raise MisconfigurationException(REPLACED.format(name=name))
+            refuse_accumulated(name, param.sharded_param)
+            if _is_data_set(param.sharded_param):
+                raise MisconfigurationException(DATA_SET.format(name=name))
         super()._to_unsharded()
         for param in self.fsdp_params:
             _begin(param)
@@ -146,15 +148,6 @@ def watch(group: Any) -> None:
         group.__class__ = GatheredGroup  # torch constructs the groups
     for param in group.fsdp_params:
         _is_data_set(param.sharded_param)
-
-
-def _check_in_place(param: FSDPParam) -> None:
-    info = param._module_info
-    if info.module._parameters.get(info.param_name) is not param.sharded_param:
-        raise MisconfigurationException(REPLACED.format(name=_name_of(param)))
-    refuse_accumulated(_name_of(param), param.sharded_param)
-    if _is_data_set(param.sharded_param):
-        raise MisconfigurationException(DATA_SET.format(name=_name_of(param)))
 
 
 def _is_data_set(shard: Parameter) -> bool:
@@ -202,8 +195,9 @@ def _carry(param: FSDPParam) -> bool:
         elif not torch.equal(values, part.to(values.device, values.dtype)):
             low, own = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, part.dtype))
             raise MisconfigurationException(ROUNDED.format(name=_name_of(param), low=low, own=own))
-    if isinstance(gathered, GatheredParameter):
-        gathered._put_memory_back()
+    if isinstance(gathered, GatheredParameter) and gathered._memory is not None:
+        _raw_data.__set__(gathered, gathered._memory)  # torch gathers into its own memory, also next time
+        gathered._memory = None
     return True
 
 
@@ -220,3 +214,68 @@ def _own_part(param: FSDPParam, whole: Tensor) -> Tensor:
 
 def _name_of(param: FSDPParam) -> str:
     return param._param_fqn or param._module_info.param_name
+
+
+# -- gathering under autocast ----------------------------------------------------------------------------------
+
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+CAST: dict[Callable[..., Any], tuple[str, ...]] = {kind.forward: ("weight", "bias") for kind in _LAYERS}
+CAST[nn.MultiheadAttention.forward] = _ATTENTION
+"""Forward of a layer -> its parameters that only go into operators whose inputs autocast casts."""
+
+
+def is_cast(layer: nn.Module, name: str) -> bool:
+    """Return True if autocast casts a layer's own parameter wherever its forward uses it.
+
+    Parameters of a norm, an embedding or a user's own layer do not qualify: autocast leaves them as they are, or
+    casts them to float32.
+    """
+    return "forward" not in vars(layer) and name in CAST.get(type(layer).forward, ())
+
+
+def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
+    """Gather a block's float32 parameters in ``dtype`` if autocast casts them; reduce all gradients in float32.
+
+    On one process autocast makes the same tensors, once for each use. This halves the bytes sent and the memory. Other
+    parameters are gathered in float32, in the same collective.
+
+    Args:
+        block: passed to ``fully_shard`` without a policy, and not used yet.
+        dtype: the dtype of autocast.
+    """
+    assert isinstance(block, FSDPModule)
+    for group in groups_of(block):
+        if any(param.sharded_param.dtype != torch.float32 for param in group.fsdp_params):
+            continue
+        group.mp_policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        for param in group.fsdp_params:
+            param.__class__ = _InOwnDtype  # torch constructs them, with the same dtype for all of a group
+
+
+class _InOwnDtype(FSDPParam):
+    """A parameter of a group whose other parameters may be gathered in another dtype."""
+
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        """Apply the policy, except that parameters which autocast does not cast keep their dtype."""
+        super().init_dtype_attrs(mp_policy)
+        if not all(is_cast(layer, name) for layer, name in _owners(self)):
+            self.param_dtype = None
+
+    # torch casts the gradients of a reduce-scatter while it copies them, from a single dtype
+
+    @property
+    def unsharded_grad_data(self) -> Tensor:
+        return super().unsharded_grad_data.to(self.reduce_dtype)
+
+    @property
+    def unsharded_zero_grad_data(self) -> Tensor:
+        return super().unsharded_zero_grad_data.to(self.reduce_dtype)
+
+
+def _owners(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    info = param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)

@@ -45,7 +45,7 @@ NOTHING_SPLIT = (
 TOO_SMALL = (
     "`configure_model` cuts {name!r} along dimension {dim}, which has size {size}, for {ranks} ranks: some have "
     "nothing of it, which `fully_shard` cannot cut. Cut it along another dimension (RowwiseParallel in "
-    "place of ColwiseParallel, say), or leave that layer out of `parallelize_module`."
+    "place of ColwiseParallel), or leave that layer out of `parallelize_module`."
 )
 NOT_REDUCED = (
     "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, and nothing reduces its gradient over "
@@ -53,9 +53,8 @@ NOT_REDUCED = (
     'mesh=self.device_mesh["data_parallel"].'
 )
 SPLIT_ALREADY = (
-    "ModelParallelStrategy: `configure_model` runs at the beginning of each call of the Trainer, and an earlier one "
-    "has split {module}: let it return where that is so (isinstance(parameter, DTensor)). torch "
-    "said: {error}"
+    "ModelParallelStrategy: `configure_model` runs at the start of each call of the Trainer, and an earlier call has "
+    "split {module}: return if it is split already (isinstance(parameter, DTensor)). torch's error: {error}"
 )
 
 
@@ -129,7 +128,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 raise MisconfigurationException(
                     f'ModelParallelStrategy({name}={size!r:.100}): give a number of ranks above 0, or "auto".'
                 )
-        self._asked = (data_parallel_size, tensor_parallel_size)
+        self._given_sizes = (data_parallel_size, tensor_parallel_size)
         self._mesh_of_both: DeviceMesh | None = None
 
     # -- set up
@@ -142,14 +141,15 @@ class ModelParallelStrategy(FSDPStrategy):
         self.replicas = ReplicaMap(of_rank[world.rank], data, of_rank)
 
     def _sizes(self, world: World) -> tuple[int, int]:
-        data, tensor = self._asked
+        data, tensor = self._given_sizes
         if data == "auto":
             data = world.num_nodes if tensor == "auto" else world.size // int(tensor)
         if tensor == "auto":
             tensor = world.size // int(data)
         if int(data) * int(tensor) != world.size:
+            of_data, of_tensor = self._given_sizes
             raise MisconfigurationException(
-                SIZES.format(data=self._asked[0], tensor=self._asked[1], world=world.size, local=world.local_size)
+                SIZES.format(data=of_data, tensor=of_tensor, world=world.size, local=world.local_size)
             )
         return int(data), int(tensor)
 
@@ -192,22 +192,44 @@ class ModelParallelStrategy(FSDPStrategy):
         check_same_module(module)
         tensors = chain(module.parameters(), module.buffers())
         comm.broadcast_tensors([t.detach() for t in tensors if not t.is_meta and not isinstance(t, DTensor)], 0, None)
-        with rank_0_draws(self.own_devices), _split_once(module):
-            yield
+        was_split = is_split(module)
+        with rank_0_draws(self.own_devices):
+            try:
+                yield
+            except (RuntimeError, ValueError, AssertionError) as error:
+                if not was_split:
+                    raise
+                # torch's error for a module that is already split does not name the cause
+                text = SPLIT_ALREADY.format(module=type(module).__name__, error=error)
+                raise MisconfigurationException(text) from error
             leave_meta(module, self.root_device)
         fill(module, self.root_device)
 
     @does("splitting the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Check what ``configure_model`` has split, and move the rest to the device. Collective."""
+        from torch.distributed.tensor import DTensor, Shard
+
         from lockstep.engines.sharded.fully_shard import ShardedModule
 
         self.module, self._own_backward = module, own_backward
         self._begin_recomputation()
         self._place(module)
         shards = ShardedModule(module)
-        self._check_reduced(shards.reduced_by_torch)
-        self._check_parts(shards.reduced_by_torch)
+        by_torch, ranks = shards.reduced_by_torch, self.device_mesh[TENSOR].size()
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in by_torch:
+                if self.replicas.count > 1:
+                    raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
+                continue
+            # `fully_shard` cannot shard a parameter that tensor parallelism leaves empty on a rank
+            names = parameter.device_mesh.mesh_dim_names or ()
+            place = parameter.placements[names.index(TENSOR)] if TENSOR in names else None
+            if isinstance(place, Shard) and parameter.shape[place.dim] < ranks:
+                size = parameter.shape[place.dim]
+                raise MisconfigurationException(TOO_SMALL.format(name=name, dim=place.dim, size=size, ranks=ranks))
         self._take_shards(shards)
 
     def _place(self, module: LightningModule) -> None:
@@ -225,38 +247,3 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _autocast_dtype(self) -> None:
         """Return None: the user's own calls of ``fully_shard`` decide the dtypes."""
-
-    def _check_reduced(self, by_torch: set[int]) -> None:
-        from torch.distributed.tensor import DTensor
-
-        if self.replicas.count == 1:
-            return
-        for name, parameter in self.module.named_parameters():
-            if isinstance(parameter, DTensor) and id(parameter) not in by_torch:
-                raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
-
-    def _check_parts(self, by_torch: set[int]) -> None:
-        """Refuse parameters that tensor parallelism leaves empty on a rank, which `fully_shard` cannot shard."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        ranks = self.device_mesh[TENSOR].size()
-        for name, parameter in self.module.named_parameters():
-            if not isinstance(parameter, DTensor) or id(parameter) not in by_torch:
-                continue
-            names = parameter.device_mesh.mesh_dim_names or ()
-            place = parameter.placements[names.index(TENSOR)] if TENSOR in names else None
-            if isinstance(place, Shard) and parameter.shape[place.dim] < ranks:
-                size = parameter.shape[place.dim]
-                raise MisconfigurationException(TOO_SMALL.format(name=name, dim=place.dim, size=size, ranks=ranks))
-
-
-@contextmanager
-def _split_once(module: LightningModule) -> Iterator[None]:
-    """Replace torch's error for a module that is already split by one in the user's terms."""
-    was_split = is_split(module)
-    try:
-        yield
-    except (RuntimeError, ValueError, AssertionError) as error:
-        if not was_split:
-            raise
-        raise MisconfigurationException(SPLIT_ALREADY.format(module=type(module).__name__, error=error)) from error

@@ -108,24 +108,24 @@ class ShardedInit(TorchDispatchMode):
     """
 
     def __init__(self, budget: int = BUDGET, group: comm.Group = None) -> None:
-        refuse_without(INIT, "drawing weights of which no rank holds all", "make the layers in `__init__`")
+        refuse_without(INIT, "drawing weights that no rank has completely", "make the layers in `__init__`")
         super().__init__()
         self._budget, self._group = budget, group
         self._world, self._rank = comm.world_size(group), comm.rank(group)
         self._known: dict[int, _Storage] = {}  # by address
         self._whole: OrderedDict[int, _Storage] = OrderedDict()  # by number; the least recently used is first
         self._count = self._bytes = self.peak = 0
-        self._looks = _Looks(self)
+        self._memory_access = _MemoryAccess(self)
 
     def __enter__(self) -> ShardedInit:
         """Enter the mode."""
         super().__enter__()
-        self._looks.__enter__()
+        self._memory_access.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Leave the mode: no further memory is released."""
-        self._looks.__exit__(*error)
+        self._memory_access.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -134,24 +134,19 @@ class ShardedInit(TorchDispatchMode):
         """Make the operation's tensors whole, run it, and release others."""
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            fills = self._filled(func, args)
+            # the values of a tensor that the operation overwrites need not be gathered
+            first = args[0] if args and func._schema.name in FILLS else None
+            if isinstance(first, Tensor):
+                covers = first.is_contiguous() and first.storage_offset() == 0
+                first = first if covers and not any(arg is first for arg in args[1:]) else None
             for tensor in tensors:
-                self._use(tensor, overwritten=tensor is fills)
+                self._use(tensor, overwritten=tensor is first)
             result = func(*args, **(kwargs or {}))
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for tensor in made:
                 self._use(tensor)
             self._shrink({_address(tensor) for tensor in (*tensors, *made)})
         return result
-
-    @staticmethod
-    def _filled(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """Return the tensor whose whole storage the operation overwrites, if there is one."""
-        if func._schema.name not in FILLS or not args or not isinstance(args[0], Tensor):
-            return None
-        first = args[0]
-        covers = first.is_contiguous() and first.storage_offset() == 0
-        return first if covers and not any(arg is first for arg in args[1:]) else None
 
     def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
         """Record a use of a tensor, and make it whole. May gather from all ranks."""
@@ -162,13 +157,15 @@ class ShardedInit(TorchDispatchMode):
         known = self._known.get(address)
         if known is None or known.weak.expired():
             nbytes = storage.nbytes()
+            # a message for a small tensor takes longer than its memory is worth
             if nbytes <= SMALL:
                 return
             known = self._known[address] = _Storage(StorageWeakRef(storage), nbytes, self._count)
             self._count += 1
         if known.part is not None:
             # if only a part of the storage is overwritten, the rest is still needed
-            self._make_whole(known, storage, values=not (overwritten and _covers(tensor, known.nbytes)))
+            covers = tensor.numel() * tensor.element_size() == known.nbytes
+            self._make_whole(known, storage, values=not (overwritten and covers))
         self._note(known)
 
     def _note(self, known: _Storage) -> None:
@@ -186,21 +183,20 @@ class ShardedInit(TorchDispatchMode):
                 return
             known = self._whole[number]
             storage = known.found()
+            # the operation that runs now reads or returns it
             if storage is not None and storage._cdata in in_use:
                 continue
             del self._whole[number]
             self._bytes -= known.nbytes
-            if storage is not None and storage.resizable():  # not if numpy has a view of it
-                self._keep_slice(known, storage)
-
-    def _keep_slice(self, known: _Storage, storage: torch.UntypedStorage) -> None:
-        whole = _flat(storage)
-        size = -(-known.nbytes // self._world)
-        known.checksum = _checksum(whole)
-        known.part = torch.zeros(size, dtype=torch.uint8, device=whole.device)
-        mine = whole[size * self._rank : size * (self._rank + 1)]
-        known.part[: mine.numel()] = mine
-        storage.resize_(0)
+            if storage is None or not storage.resizable():  # numpy has a view of it
+                continue
+            whole = _flat(storage)
+            size = -(-known.nbytes // self._world)
+            known.checksum = _checksum(whole)  # shows at the next gather whether all ranks had the same values
+            known.part = torch.zeros(size, dtype=torch.uint8, device=whole.device)
+            mine = whole[size * self._rank : size * (self._rank + 1)]
+            known.part[: mine.numel()] = mine
+            storage.resize_(0)
 
     def _make_whole(self, known: _Storage, storage: torch.UntypedStorage, values: bool = True) -> None:
         part, known.part = known.part, None
@@ -212,8 +208,8 @@ class ShardedInit(TorchDispatchMode):
         if _checksum(whole) != known.checksum:
             raise MisconfigurationException(
                 f"rank {self._rank}: the module that `configure_model` builds has other values on this rank than on "
-                "others, and each keeps but a part of it: let nothing in it depend on the rank, nor on a generator "
-                "that has another seed on each"
+                "others, but each rank keeps only a part of it: nothing in it may depend on the rank, or on a "
+                "generator with a different seed on each rank"
             )
         _flat(storage).copy_(whole)
 
@@ -233,7 +229,7 @@ class ShardedInit(TorchDispatchMode):
                     self._make_whole(known, storage)
 
 
-class _Looks(TorchFunctionMode):
+class _MemoryAccess(TorchFunctionMode):
     """Mode that makes tensors whole before methods that access their memory directly."""
 
     def __init__(self, building: ShardedInit) -> None:
@@ -259,12 +255,12 @@ def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> I
     """
     own = random_states_of(devices)
     of_zero = comm.broadcast_object(own, 0, group)
-    alike = all(comm.all_gather_object(_same(own, of_zero), group))
+    are_same = all(comm.all_gather_object(_same(own, of_zero), group))
     set_random_states_of(of_zero, devices)
     try:
         yield
     finally:
-        if not alike:
+        if not are_same:  # ranks that drew the same numbers before continue with the next ones
             set_random_states_of(own, devices)
 
 
@@ -281,10 +277,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
-
-
-def _covers(tensor: Tensor, nbytes: int) -> bool:
-    return tensor.numel() * tensor.element_size() == nbytes
 
 
 def _checksum(whole: Tensor) -> int:

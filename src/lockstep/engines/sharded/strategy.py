@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointWriter, Path
+from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, refuse
 from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
-from lockstep.engines.sharded.foreach import update_one_by_one
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import beside
 from lockstep.ground.types import LRSchedulerConfig
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from lockstep.engines.sharded.sharded_init import ShardedInit
 
 LATE = (
-    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
+    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: create it "
     "in `__init__` or in `configure_model`"
 )
 STRANGE = (
-    "{optimizer} holds a parameter of shape {shape} that the module does not have. Under {engine}, parts take the "
-    "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
-    "plain list has to become an attribute of the module."
+    "{optimizer} has a parameter of shape {shape} that the module does not have. Under {engine}, parts replace the "
+    "module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). A parameter in a plain "
+    "list has to become an attribute of the module."
 )
 ALL_AT_ONCE = (
     "{strategy} with {optimizer}: it mixes the elements of a parameter, and each rank has a part of them. Use an "
@@ -45,8 +45,8 @@ ALL_AT_ONCE = (
 )
 UNKNOWN = (
     "{strategy} with {optimizer}: an optimizer of this name mixes the elements of a parameter, each rank has a part of "
-    "them, and this class is not known. Where its update of a parameter depends on that parameter alone, declare it: "
-    '`@lockstep.parameter_wise(whole=True)`. Else use torch\'s, or strategy="ddp".'
+    "them, and this class is not known. If its update of a parameter depends on that parameter alone, declare it: "
+    '`@lockstep.parameter_wise(whole=True)`. Otherwise use torch\'s, or strategy="ddp".'
 )
 LAID_END_TO_END = (
     "{strategy} with {optimizer}: it needs whole matrices, and {engine} lays parameters end to end and cuts them "
@@ -111,46 +111,51 @@ class ShardedStrategy(RankedStrategy):
         if self._late is not None:
             self._late.close()
         # layers with their own `__setattr__` (nn.LSTM): torch sets their parameters by it, which looks like an addition
-        set_anew = {
+        set_by_torch = {
             f"{prefix}.{name}".lstrip(".")
             for prefix, layer in module.named_modules()
             if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
             for name, _ in layer.named_parameters(recurse=False)
         }
-        self._late = LateParameters(module, set_anew, gathered)
+        self._late = LateParameters(module, set_by_torch, gathered)
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Accept the optimizers unless they cannot update parts, or gradients cannot be sharded."""
         super().setup_optimizers(optimizers, configs)
-        self._refuse_sparse()
-        for optimizer in with_parameters(optimizers):
-            update_one_by_one(optimizer, self.module.parameters())
-            _check_update(type(self).__name__, self.engine, self.gathers_updates, optimizer)
-            for parameter in beside(self.module, [optimizer]).values():
-                name, shape = type(optimizer).__name__, tuple(parameter.shape)
-                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
-
-    def _refuse_sparse(self) -> None:
         parameters = dict(self.module.named_parameters())
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
+                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be sharded: "
                 'build the layers with sparse=False, or use strategy="ddp".'
             )
+        for optimizer in with_parameters(optimizers):
+            update_one_by_one(optimizer, self.module.parameters())
+            name, reason = type(optimizer).__name__, None
+            if needs_whole(optimizer):
+                reason = None if self.gathers_updates else LAID_END_TO_END
+            elif name in NOT_ELEMENTWISE:
+                reason = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
+            if reason is not None:
+                text = reason.format(strategy=type(self).__name__, optimizer=name, engine=self.engine)
+                raise MisconfigurationException(text)
+            for parameter in beside(self.module, [optimizer]).values():
+                shape = tuple(parameter.shape)
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
 
     def check_trained(self, replaced: bool = False) -> None:
         """Refuse replaced optimizers: the new ones are not checked, and the engine lacks their states."""
         if replaced:
             raise MisconfigurationException(
-                f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in "
-                "the middle of a fit. Change their param_groups instead."
+                f"{type(self).__name__}: the optimizers of `configure_optimizers` were replaced during a fit. Change "
+                "their param_groups instead."
             )
 
     def teardown(self) -> None:
         """Release module and optimizers; ranks keep their parts."""
         super().teardown()
+        # an instance attribute with a reference to the shards: it would keep the module alive, and cannot be pickled
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
         self.copies.close()
@@ -162,7 +167,11 @@ class ShardedStrategy(RankedStrategy):
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Run ``fn`` as on one process; layers are gathered when the forward reaches them."""
-        self._check_late()
+        late = self._late
+        if late is not None and late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=late.found))
+        if late is not None and late.buffer is not None and self.world.size > 1:
+            refuse(self.world.rank, "buffer", late.buffer)
         if torch.is_grad_enabled():
             self.copies.forward_begins()
         with nullcontext() if self.context is None else self.context():
@@ -171,12 +180,6 @@ class ShardedStrategy(RankedStrategy):
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a step method inside the engine's hooks."""
         raise NotImplementedError
-
-    def _check_late(self) -> None:
-        if self._late is not None and self._late.found is not None:
-            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-        if self._late is not None and self._late.buffer is not None and self.world.size > 1:
-            refuse(self.world.rank, "buffer", self._late.buffer)
 
     def _backward_ends(self) -> None:
         """Count a reduction, after which buffers are synchronized."""
@@ -189,9 +192,8 @@ class ShardedStrategy(RankedStrategy):
         """Refuse to save on one rank alone: its part is useless without the others'."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save by itself: each rank has a part of the states ({self.engine}), "
-                "and the others are not asked when one has failed. Save while all are well, by "
-                "ModelCheckpoint(every_n_train_steps=...)."
+                f"rank {self.world.rank} cannot save alone: each rank has a part of the states ({self.engine}), and "
+                "the others do not join after a failure. Save regularly, by ModelCheckpoint(every_n_train_steps=...)."
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -207,12 +209,59 @@ class ShardedStrategy(RankedStrategy):
         raise NotImplementedError
 
 
-def _check_update(strategy: str, engine: str, gathers_updates: bool, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs more of a parameter than a rank has."""
-    name, said = type(optimizer).__name__, None
-    if needs_whole(optimizer):
-        said = None if gathers_updates else LAID_END_TO_END
-    elif name in NOT_ELEMENTWISE:
-        said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
-    if said is not None:
-        raise MisconfigurationException(said.format(strategy=strategy, optimizer=name, engine=engine))
+# -- optimizers of whole parameters and shards ----------------------------------------------------------------
+
+
+def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Make an optimizer update parameters one by one if those on a device are of several kinds.
+
+    A choice of the user is kept. Groups that are added and states that are loaded later are changed too. Saved states
+    do not show the change.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: parameters of the module, including those that are added to the optimizer later.
+    """
+    # On devices other than the CPU, torch's optimizers use foreach functions by default for all parameters of a kind
+    # of device. These accept only tensors of one kind: no whole ones with DTensors, nor DTensors on two meshes.
+    kinds = {getattr(each, "device_mesh", None) for each in parameters if each.device.type != "cpu"}
+    if optimizer.defaults.get("foreach", False) is not None or len(kinds) < 2:
+        return
+
+    def choose(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if group.get("foreach") is None and not group.get("fused"):
+                group["foreach"] = False
+
+    def hide(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            if group.get("foreach") is False:
+                group["foreach"] = None
+
+    optimizer.defaults["foreach"] = False
+    choose(optimizer)
+    optimizer.register_load_state_dict_post_hook(choose)
+    optimizer.register_state_dict_post_hook(hide)
+
+
+# -- layers that a sharded module needs to treat separately ---------------------------------------------------
+
+
+def bring_states(module: nn.Module, device: torch.device) -> None:
+    """Move states of layers to the device that a move of single parameters and buffers has left out.
+
+    These are layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
+    """
+    for layer in module.modules():
+        if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
+            layer.to(device)
+
+
+def generate_together(module: nn.Module) -> None:
+    """Make ``generate`` of transformers' models call the model until the texts of every rank have ended.
+
+    Each call gathers parameters: if a rank stopped at the end of its own texts, the others would wait.
+    """
+    for layer in module.modules():
+        if is_of_transformers(layer):
+            vars(layer)["_is_fsdp_managed_module"] = True

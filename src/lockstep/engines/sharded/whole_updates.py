@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.engines.owners import Owners, owners_of, parameters_of, without_gradients
+from lockstep.engines.sharded.fully_shard import whole_of
 from lockstep.ground import comm
 from lockstep.ground.parameters import box_of, local_part
 from lockstep.ground.tree import tree_map
@@ -37,11 +38,9 @@ Box = tuple[slice, ...]
 """The range of each dimension that a rank's shard covers."""
 
 
-def _muon_keeps(group: Mapping[str, Any]) -> float:
-    return 1 - float(group["lr"]) * float(group["weight_decay"])
-
-
-KEEPS: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {torch.optim.Muon: _muon_keeps}
+KEEPS: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
+    torch.optim.Muon: lambda group: 1 - float(group["lr"]) * float(group["weight_decay"])
+}
 """Optimizer classes whose update does not depend on a parameter's value: the factor by which the value is scaled.
 
 The rest of the update is added, so values need not be gathered.
@@ -130,7 +129,7 @@ class WholeUpdates(Owners):
         return {**part, "state": {number: state[number] for number in sorted(state)}}
 
     def _whole(self, state: Any) -> Any:
-        return tree_map(_whole_of, state, Tensor)
+        return tree_map(whole_of, state, Tensor)
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,6 @@ class _About:
     def elsewhere(self) -> FlatPart:
         """Return a placeholder without values."""
         return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
-
-
-def _whole_of(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
-    return whole
 
 
 # -- the rounds of a step ------------------------------------------------------------------------------------
@@ -173,6 +167,7 @@ class _Rounds:
             kept = keeps(group)  # type: ignore[misc]  # there
             self._keeps |= {id(parameter): kept for parameter in group["params"]}
         of_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
+        # the most expensive first: the parameters of a round then cost each owner about the same
         for parameter in sorted(updated, key=lambda each: -cost_of(each.shape)):
             of_owner[owners.owner(parameter)].append(parameter)
         self._rounds = [list(row) for row in zip_longest(*map(_pieces, of_owner), fillvalue=())]
@@ -180,19 +175,20 @@ class _Rounds:
     @torch.no_grad()
     def play(self) -> None:
         """Update all parameters; a round's gradients are sent while the previous round is computed. Collective."""
-        coming = self._gather(self._rounds[0]) if self._rounds else None
-        going: tuple[Any, _Exchange] | None = None
+        incoming = self._gather(self._rounds[0]) if self._rounds else None
+        outgoing: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
-            assert coming is not None
-            arrived, following = coming, self._rounds[number + 1 :]
-            coming = self._gather(following[0]) if following else None
+            assert incoming is not None
+            arrived, following = incoming, self._rounds[number + 1 :]
+            # sent before this round is computed, so that the message overlaps the computation
+            incoming = self._gather(following[0]) if following else None
             values = self._updated(row[self._rank], arrived.arrive())
             sent = row, self._scatter(row, values)
-            if going is not None:
-                self._apply(*going)
-            going = sent
-        if going is not None:
-            self._apply(*going)
+            if outgoing is not None:
+                self._apply(*outgoing)
+            outgoing = sent
+        if outgoing is not None:
+            self._apply(*outgoing)
 
     # -- from shards to the owner
 
@@ -252,31 +248,35 @@ class _Rounds:
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
         """Return the new values of this rank's parameters, or what is added to values that were not gathered."""
         streams = [iter(each) for each in arrived]
-        stands: dict[int, Parameter] = {}
+        substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer
         for parameter in parameters:
             gradient, *value = self._wholes(parameter, streams)
-            stand = Parameter(value[0] if value else torch.zeros_like(gradient), requires_grad=False)
-            stand.grad = gradient
-            stands[id(parameter)] = stand
+            substitute = Parameter(value[0] if value else torch.zeros_like(gradient), requires_grad=False)
+            substitute.grad = gradient
+            substitutes[id(parameter)] = substitute
+        # A copy of the optimizer over whole parameters, without its hooks: these run once, around the whole step.
+        # `object.__new__`, since a constructor may create states or need other arguments.
         inner: Any = object.__new__(type(optimizer))
         vars(inner).update(self._attributes)
         vars(inner).update({name: OrderedDict() for name in _HOOKS})
-        inner.param_groups = [self._group_of(group, stands) for group in self._groups]
+        inner.param_groups = []
+        for group in self._groups:
+            # copied: changes to options are lost, so that each round starts with the same ones
+            options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            own = [substitutes[id(p)] for p in group["params"] if id(p) in substitutes]
+            inner.param_groups.append({**options, "params": own})
         state = optimizer.state
-        inner.state = defaultdict(dict, {stands[id(p)]: state[p] for p in parameters if p in state})
-        _own_step(type(optimizer))(inner)
+        inner.state = defaultdict(dict, {substitutes[id(p)]: state[p] for p in parameters if p in state})
+        step: Any = type(optimizer).step
+        if getattr(step, "hooked", False):  # torch has wrapped it, to call hooks of all optimizers
+            step = step.__wrapped__
+        step(inner)
         for parameter in parameters:
-            stand = stands[id(parameter)]
-            if inner.state.get(stand):
-                state[parameter] = inner.state[stand]
-        return [stands[id(parameter)].detach() for parameter in parameters]
-
-    @staticmethod
-    def _group_of(group: Mapping[str, Any], stands: Mapping[int, Parameter]) -> dict[str, Any]:
-        """Copy the group with substitute parameters; changes to it are lost, so each round starts the same."""
-        options = {name: value for name, value in group.items() if name != "params"}
-        return {**copy.deepcopy(options), "params": [stands[id(p)] for p in group["params"] if id(p) in stands]}
+            substitute = substitutes[id(parameter)]
+            if inner.state.get(substitute):
+                state[parameter] = inner.state[substitute]
+        return [substitutes[id(parameter)].detach() for parameter in parameters]
 
     # -- and back
 
@@ -311,13 +311,6 @@ class _Rounds:
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_groups"}
 """Attributes that are not copied to the optimizer that computes a round."""
-
-
-def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the class's ``step`` without torch's hooks around it."""
-    step: Any = kind.step
-    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return found
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -363,13 +356,17 @@ class _Exchange:
         if len(send) == 1:
             return
         carrier = comm.carrier(group, device)
-        packed = [_packed(each, carrier) if other != rank else [] for other, each in enumerate(send)]
+        packed: list[list[Tensor]] = [[] for _ in send]
+        for other, tensors in enumerate(send):
+            for tensor in tensors if other != rank else ():
+                flat = comm.as_bytes(tensor).to(carrier)
+                packed[other] += [flat, flat.new_zeros(_padded(flat.numel()) - flat.numel())]
         sizes = [sum(part.numel() for part in each) for each in packed]
-        come = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
-        self._out = torch.empty(sum(come), dtype=torch.uint8, device=carrier)
+        received = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
+        self._out = torch.empty(sum(received), dtype=torch.uint8, device=carrier)
         parts = [part for each in packed for part in each]
         self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # kept alive as long as the message
-        self._work = dist.all_to_all_single(self._out, self._given, come, sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(self._out, self._given, received, sizes, group=group, async_op=True)
 
     def arrive(self) -> list[list[Tensor]]:
         """Wait, and return the received tensors by sender."""
@@ -392,12 +389,3 @@ def _bytes(about: _About) -> int:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
-
-
-def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the bytes of tensors, each followed by its padding."""
-    made = []
-    for tensor in tensors:
-        flat = comm.as_bytes(tensor).to(device)
-        made += [flat, flat.new_zeros(_padded(flat.numel()) - flat.numel())]
-    return made

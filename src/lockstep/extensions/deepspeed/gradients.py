@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engines.gradients import Gradients
+from lockstep.engines.engine import Gradients
 from lockstep.extensions.deepspeed.engine import ZeroEngine
 from lockstep.ground.errors import MisconfigurationException
 
@@ -43,6 +43,6 @@ class ZeroGradients(Gradients[ZeroEngine]):
             for parameter in zero.parameters.values():
                 parameter.grad = None
 
-    def held(self) -> dict[str, Any]:
+    def window_state(self) -> dict[str, Any]:
         """Refuse it within a window."""
         raise MisconfigurationException(MIDDLE)

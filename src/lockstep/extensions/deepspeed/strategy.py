@@ -25,8 +25,7 @@ from lockstep.cluster.world import World
 from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module
 from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import HALF_AN_HOUR
-from lockstep.engines.sharded.layer_states import bring_states, generate_together
-from lockstep.engines.sharded.strategy import ShardedStrategy
+from lockstep.engines.sharded.strategy import ShardedStrategy, bring_states, generate_together
 from lockstep.extensions.deepspeed import config as settings
 from lockstep.extensions.deepspeed import folder as deepspeed_folder
 from lockstep.extensions.deepspeed import package

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.gradients import Gradients
+from lockstep.engines.engine import Gradients
 from lockstep.extensions.balancing.pipeline.layout import Ownership
 from lockstep.extensions.balancing.pipeline.weights import WholeModule
 from lockstep.ground import comm
@@ -24,12 +24,12 @@ from lockstep.ground.tree import tree_leaves
 class StageGradients(Gradients[WholeModule]):
     """Of a rank that has some of the stages of a module."""
 
-    def hold(self, saved: dict[str, Any]) -> None:
+    def load_window_state(self, saved: dict[str, Any]) -> None:
         """Take those that this rank answers for: gradients of what several hold are added up over them."""
         mine = {id(parameter) for parameter in self.holder.owned.mine(list(self.engine.module.parameters()))}
         own = {name for name, parameter in self.engine.named_parameters().items() if id(parameter) in mine}
         given = saved.get("gradients", {})
-        super().hold({"gradients": {name: gradient for name, gradient in given.items() if name in own}})
+        super().load_window_state({"gradients": {name: gradient for name, gradient in given.items() if name in own}})
 
 
 def shapes_of(batch: object) -> Hashable:
