@@ -224,7 +224,7 @@ def test_layers_that_the_user_has_compiled_train_under_every_strategy(engine: st
 
 def test_what_is_compiled_is_logged() -> None:
     said: list[str] = []
-    with patch("lockstep.loop.compile_layers.rank_zero_info", said.append):
+    with patch("lockstep.loop.compiled.rank_zero_info", said.append):
         quiet(max_epochs=1, compile={**EAGER, "blocks": [Block]}).fit(Net(), loader())
     assert said == ["trainer.fit: 2 x Block are compiled by eager: the first batch of each shape takes longer."]
 

@@ -84,10 +84,10 @@ def test_nobody_stops_a_fit_before_its_least_length(flags: dict[str, Any], batch
 def test_a_stop_that_waits_for_the_least_length_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "lockstep"):
         quiet(max_epochs=4, min_epochs=2).fit(StopsAtOnce(), numbers(5))
-        assert caplog.text.count("a stop was asked for, and training goes on until min_epochs=2 and min_steps=0") == 1
+        assert caplog.text.count("a stop was requested; training continues until min_epochs=2 and min_steps=0") == 1
         caplog.clear()
         quiet(max_epochs=4).fit(StopsAtOnce(), numbers(5))
-    assert "a stop was asked for" not in caplog.text
+    assert "a stop was requested" not in caplog.text
 
 
 def test_a_fit_may_be_stopped_before_it_begins() -> None:

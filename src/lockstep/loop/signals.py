@@ -75,7 +75,7 @@ class Signals:
         self.job: Attempts | None = attempts_here(session.config.default_root_dir, session.cluster)
         if self.job is not None and self.job.is_kept and session.config.fast_dev_run:
             self.job = None
-        self.asked = 0
+        self.requested = 0
         self.failing = False
         self.ending: dict[str, Any] | None = None
         self.goes_on = False
@@ -96,26 +96,26 @@ class Signals:
         finally:
             if self._clock is not None:
                 self._clock.cancel()
-        if self.asked == signal.SIGTERM:
+        if self.requested == signal.SIGTERM:
             send_again(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
         if number == signal.SIGTERM:
             self.session.received_sigterm = True
             waits = self.job is not None and self.job.requeues
-            again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
+            again = self.requested == number and time.monotonic() - self._at > AGAIN and not waits
             if self.failing or again or not self.session.strategy.has_met or is_given_up():
                 end_at_once()
-            self._at = self._at if self.asked == number else time.monotonic()
-        if self.asked != signal.SIGTERM:
-            self._heard = self.asked = number
+            self._at = self._at if self.requested == number else time.monotonic()
+        if self.requested != signal.SIGTERM:
+            self._heard = self.requested = number
 
     def _due(self) -> None:
         """It is time to save; in any thread."""
-        if self.asked == 0:
-            self.asked = DUE
+        if self.requested == 0:
+            self.requested = DUE
             if self._heard:  # it has come between these lines
-                self.asked = self._heard
+                self.requested = self._heard
 
     # -- before the loop -----------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Signals:
         session, job = self.session, self.job
         if session.world_size > 1 and not session.agreement.now(self._flag):
             return  # Ctrl-C
-        heard = session.strategy.gather_objects(self.asked)
+        heard = session.strategy.gather_objects(self.requested)
         number = signal.SIGTERM if signal.SIGTERM in heard else max(0, *heard)
         session.received_sigterm = session.received_sigterm or number == signal.SIGTERM
         for flag in (self._flag, session.interrupt_flag):
@@ -191,7 +191,7 @@ class Signals:
             self._wind_up()
         elif job is not None and job.saves and number:
             number = self._save_and_leave(job, number)
-        self.asked = self._heard = 0
+        self.requested = self._heard = 0
         if number == signal.SIGTERM:
             session.interruption, session.should_stop = TERMINATED, True
             session.agreement.request(session.interrupt_flag)
