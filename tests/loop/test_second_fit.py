@@ -119,6 +119,13 @@ def test_the_time_of_a_fit_counts_from_its_own_beginning() -> None:
     assert trainer.fit(Slope(), numbers(2)).stopped == "max_epochs=2 reached"
 
 
+def test_a_second_fit_that_was_stopped_reported_the_reason_of_the_first() -> None:
+    trainer, module = quiet(max_epochs=1), notes(lockstep)
+    assert trainer.fit(module, numbers(3)).stopped == "max_epochs=1 reached"
+    trainer.max_epochs, module.stop_at = 5, 5
+    assert trainer.fit(module, numbers(3)).stopped == "trainer.should_stop was set"
+
+
 def test_a_second_fit_validates_on_its_own_loaders() -> None:
     class Sees(Slope):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -184,6 +184,7 @@ class FitLoop(FitNames):
         )
         self.validation.feed = before.resume.batches.saved = None
         session.should_stop = session.received_sigterm = self.begun = self.in_train_start = False
+        self.ending.start()
         session.fit.started = time.monotonic()
         return Signals(session)
 
