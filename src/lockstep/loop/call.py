@@ -457,7 +457,8 @@ def _log_hyperparameters(session: Session) -> None:
     for logger in session.loggers:
         if merged:
             logger.log_hyperparams(merged)
-        elif session.fitting and isinstance(logger, FolderLogger):  # Lightning writes an empty file, too
+        elif session.fitting and isinstance(logger, FolderLogger):
+            # scripts pass the file's name to `load_from_checkpoint`, also if it has no entries
             logger.begin_hparams_file()
         logger.log_graph(session.module)
         logger.save()

@@ -87,7 +87,7 @@ class FitEnding:
     def act_on_signals(self) -> None:
         """Act between windows on a signal that all ranks have agreed on. Collective if one has interrupted the fit."""
         session, signals = self._session, self._session.signals
-        if signals is None:  # a trial of the Tuner, which the outer fit's signals end
+        if signals is None:
             return
         if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.requested:
             signals.act()

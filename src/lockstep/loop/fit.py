@@ -161,7 +161,7 @@ class FitLoop(FitNames):
                         fit.resume.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
-                else:  # a checkpoint of an ended fit: with local steps, weights may still differ between ranks
+                else:  # the checkpoint of a fit that had ended; with local steps, weights may differ between ranks
                     session.strategy.copies.end_training()
                 # the progress bar is closed by now, so the line does not break it
                 session.report(f"trainer.fit ended: {self.ending.reason}{updates_left_out(session)}.")

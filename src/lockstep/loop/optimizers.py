@@ -43,7 +43,8 @@ class LightningOptimizer:
         self._sync = sync
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance(optimizer, torch.optim.SGD)` checks the wrapped optimizer
+    def __class__(self) -> type:
+        # `isinstance(optimizer, torch.optim.SGD)` of scripts and of torch's schedulers checks the wrapped optimizer
         return type(self._optimizer)
 
     @property
@@ -59,7 +60,11 @@ class LightningOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Require gradients only for this optimizer's parameters inside; ``sync_grad=False`` does not reduce them."""
+        """Require gradients only for this optimizer's parameters in the block.
+
+        Args:
+            sync_grad: False does not reduce the gradients over the ranks.
+        """
         if self._module is None or self._sync is None:
             raise MisconfigurationException("optimizer.toggle_model(): this is a copy, which belongs to no fit")
         this: Any = self  # it passes as an Optimizer
@@ -67,7 +72,7 @@ class LightningOptimizer:
             yield
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # of an object under construction
+        if name == "_optimizer":  # `copy` and `pickle` ask an object that has no attributes yet
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -88,7 +93,7 @@ class NoOptimizer(Optimizer):
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
-        self.param_groups = []  # callbacks would read a learning rate
+        self.param_groups = []  # a LearningRateMonitor would log the default rate
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict."""
@@ -143,6 +148,7 @@ def _is_optimizer(obj: object) -> bool:
 
 
 def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
+    """Return optimizers and schedulers, before any check."""
     if _is_optimizer(returned):
         return [returned], []
     if isinstance(returned, dict):
@@ -157,7 +163,12 @@ def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
 
 def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     for entry in returned:
-        _check_keys(entry)
+        if "optimizer" not in entry:
+            raise MisconfigurationException(
+                f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
+                f"it must return {SHAPES}."
+            )
+        _warn_of_extra("`configure_optimizers` returned a dict with", entry, {"optimizer", "lr_scheduler", "monitor"})
     scheduled = [entry for entry in returned if entry.get("lr_scheduler")]
     schedulers = [{"monitor": entry.get("monitor"), **_as_dict(entry["lr_scheduler"])} for entry in scheduled]
     return [entry["optimizer"] for entry in returned], schedulers
@@ -185,15 +196,6 @@ def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | N
 
 def _as_dict(scheduler: object) -> dict[str, Any]:
     return dict(scheduler) if isinstance(scheduler, dict) else {"scheduler": scheduler}
-
-
-def _check_keys(entry: dict[str, Any]) -> None:
-    if "optimizer" not in entry:
-        raise MisconfigurationException(
-            f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
-            f"it must return {SHAPES}."
-        )
-    _warn_of_extra("`configure_optimizers` returned a dict with", entry, {"optimizer", "lr_scheduler", "monitor"})
 
 
 def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
@@ -232,16 +234,6 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
     return config
 
 
-def _warn_of_epochs(config: LRSchedulerConfig) -> None:
-    """Warn if a schedule that counts steps is stepped once per epoch."""
-    if config.interval == "epoch" and isinstance(config.scheduler, OneCycleLR):
-        rank_zero_warn(
-            "OneCycleLR counts steps, and is stepped once an epoch: return "
-            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
-            category=RuntimeWarning,
-        )
-
-
 def _check_scheduler(
     config: LRSchedulerConfig, optimizers: list[Any], automatic: bool, custom_scheduler_step: bool
 ) -> None:
@@ -251,8 +243,13 @@ def _check_scheduler(
         raise WrongType(
             f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run would lose its place."
         )
-    if automatic:
-        _warn_of_epochs(config)
+    if automatic and config.interval == "epoch" and isinstance(scheduler, OneCycleLR):
+        # Lightning's default interval is the epoch, with which this schedule hardly advances
+        rank_zero_warn(
+            "OneCycleLR counts steps, and is stepped once an epoch: return "
+            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
+            category=RuntimeWarning,
+        )
     ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
     if automatic and not ordinary and not custom_scheduler_step:
         raise MisconfigurationException(

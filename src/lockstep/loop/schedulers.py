@@ -59,17 +59,17 @@ class Schedulers:
                 self.module.lr_scheduler_step(config.scheduler, metric)
             else:
                 config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
-        except (ValueError, KeyError) as error:
-            told = _of_new_groups(config.scheduler)
-            if told is None:
+        except (ValueError, KeyError) as error:  # torch's are of a zip, and name neither optimizer nor groups
+            message = _explain_new_groups(config.scheduler)
+            if message is None:
                 raise
-            raise MisconfigurationException(told) from error
+            raise MisconfigurationException(message) from error
 
     def watch_metric(self, interval: str, count: int) -> None:
         """Step the schedulers that watch a metric, after the validation that may have logged it."""
         session = self._session
         due = [config for config in self.by_metric[interval] if count % config.frequency == 0]
-        if due and session.world_size > 1 and interval == "step":
+        if due and session.world_size > 1 and interval == "step":  # all ranks must step by the same number
             session.share_step_values()
         for config in due:
             metrics = session.callback_metrics()
@@ -92,10 +92,10 @@ class Schedulers:
                 )
 
 
-def _of_new_groups(scheduler: object) -> str | None:
+def _explain_new_groups(scheduler: object) -> str | None:
     """Explain why a scheduler fails if its optimizer has more groups than it knows. Return None otherwise."""
     optimizer = getattr(scheduler, "optimizer", None)
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # SequentialLR and ChainedScheduler have several
     known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]
     if optimizer is None or not known or len(optimizer.param_groups) <= min(known):
         return None
