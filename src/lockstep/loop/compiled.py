@@ -60,7 +60,7 @@ def from_compiled(model: nn.Module) -> LightningModule:
         for name in COMPILED:
             if is_overridden(name, module, LightningModule):
                 setattr(module, name, model.dynamo_ctx(getattr(module, name)))
-        # `log` is not part of the model, and tracing it into the loops takes the compiler a minute
+        # `log` is not part of the model, and tracing it takes the compiler a minute
         module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign, no-untyped-call]
     return module
 
@@ -136,7 +136,7 @@ class CompiledLayers:
 def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
     """Yield the layers to compile, except those that the user has compiled."""
     blocks = options.blocks
-    if blocks is None:
+    if blocks is None:  # with several ranks in blocks, so that the reduction of one overlaps the backward of the next
         blocks = on_ranks
     found: list[nn.Module] = []
     if blocks is True:
@@ -152,7 +152,7 @@ def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) ->
             f"Trainer(compile=...): {type(module).__name__} has no layers that could be compiled."
         )
     for layer in found:
-        if not is_compiled_layer(layer):
+        if not is_compiled_layer(layer):  # by the user, with options of their own
             yield layer
 
 

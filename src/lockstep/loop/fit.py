@@ -106,7 +106,7 @@ class FitLoop(FitNames):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**kept(self, "balance"), "begun": False, "plays": False}
-        state.pop("step", None)  # it refers to the strategy's process groups
+        state.pop("step", None)  # it belongs to the running fit
         return state
 
     @property

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Flag:
-    """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
+    """One of the Trainer's flags as an attribute of the fit loop, as in Lightning; users may set it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class FitNames:
 
     @property
     def total_batch_idx(self) -> int:
-        """The same, counted over all epochs."""
+        """:attr:`batch_idx`, counted over all epochs."""
         return self.progress.total_batches - self.progress.batch + self.batch_idx
 
     @property

@@ -72,8 +72,7 @@ class LogCollector:
 
     Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
     at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
-    rank has logged one with ``sync_dist=True``. The ranks agree on that too: each reduction carries whether this rank
-    has, so ranks that log different names still run the same reductions.
+    rank has logged one with ``sync_dist=True``.
 
     Attributes:
         each_step: True if the loop calls :meth:`agree_on_step` after the current micro-batch; the same on all ranks.
@@ -110,11 +109,14 @@ class LogCollector:
         self._there: Callable[[Tensor, Combine], Tensor] | None = None
         self._device = torch.device("cpu")
         self._capacity = 64  # number of names that fit into a row; grows on all ranks together
+        # by hook and loader; sorted in the order of hooks, since the later value of a name is the one to show
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, but not yet sent to the loggers
         self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
-        self._wants_each_step = False  # this rank has logged with sync_dist=True
-        self.each_step = world_size > 1  # the first reduction decides
+        # this rank has logged with sync_dist=True; each reduction carries it, so that ranks which log different names
+        # still run the same reductions
+        self._wants_each_step = False
+        self.each_step = world_size > 1  # until the first reduction has decided
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = self.ended = False
@@ -141,7 +143,7 @@ class LogCollector:
         return made
 
     def reduce_there(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
-        """Reduce values of single steps on their device, so that a log with ``sync_dist`` waits for nothing."""
+        """Reduce values of single steps on their device, so that a log with ``sync_dist`` does not wait for it."""
         self._there, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
@@ -152,7 +154,7 @@ class LogCollector:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """Return the table of a hook. Tables are in the order of hooks, since the later value of a name is shown."""
+        """Return the table of a hook and loader; create it if it is missing."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
@@ -170,7 +172,7 @@ class LogCollector:
         if entry is None or entry.options != options:
             entry = self._open(name, options)
         if self._rank and entry.rank_zero_only:
-            entry.mark(self.micro_batch)
+            entry.mark(self.micro_batch)  # without a value: this rank takes part in the reduction of rank 0's
             return
         weight = self.weight if batch_size is None else checked_size(name, batch_size)
         if is_metric(value):
@@ -181,6 +183,7 @@ class LogCollector:
                 entry.learn_quick(value)
 
     def _open(self, name: str, options: Options) -> Entry:
+        """Return the entry for a name that the current hook logs first, or with other options than before."""
         if not isinstance(name, str):
             raise MisconfigurationException(
                 f"self.log({name!r}, ...): the first argument is the name, a str; `self.log({str(name)!r}, value)`."
@@ -212,14 +215,15 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
+        """Record a torchmetrics object. It keeps the epoch's state itself; its last forward is the step's value."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
         entry.metric = metric
         entry.epoch_fresh = entry.on_epoch
-        forward = metric._forward_cache
+        forward = metric._forward_cache  # None if the user has called `update`
         if entry.on_step and forward is not None and not self.muted:
-            on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric keeps the epoch's value itself
+            on_epoch, entry.on_epoch = entry.on_epoch, False
             entry.add(forward, weight, self.micro_batch)
             entry.on_epoch = on_epoch
 
@@ -328,6 +332,7 @@ class LogCollector:
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, _epochs)
+        # after the names are agreed: `compute` is collective in itself, in the same order on all ranks
         computed = self._computed([entry for entry, _ in values if entry.metric is not None])
         found = []
         for entry, value in values:
@@ -362,7 +367,8 @@ class LogCollector:
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
         """Compute each entry's metric over the ranks, for the loader that logged it. Collective."""
-        groups: dict[tuple[int, Any], list[Entry]] = {}  # entries that show the same number
+        # entries of one metric are computed once: each `compute` sends the metric's states
+        groups: dict[tuple[int, Any], list[Entry]] = {}
         for entry in entries:
             several = self._by_loader is not None and entry.key[1] >= 0
             groups.setdefault((id(entry.metric), entry.name if several else None), []).append(entry)
@@ -417,14 +423,14 @@ class LogCollector:
     def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[Total]]:
         rows, row = self._combined_row(_hash(fresh), fresh, read)
         self.each_step = each_step_wanted(row)
-        if rows.ranks_differ(row):
+        if rows.ranks_differ(row):  # rare: ranks without samples, or a branch on a rank's own data
             fresh = self._agree_on_names(fresh)
             rows, row = self._combined_row(0, fresh, read)
         return fresh, rows.totals(row)
 
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
-        # one of the ranks with the same samples counts
+        # ranks with the same samples have the same values, of which one counts
         parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
@@ -442,7 +448,7 @@ class LogCollector:
             )
             for entry in fresh
         ]
-        union = self._from_zero(mine, _union)
+        union = self._from_zero(mine, _union)  # rank 0 joins them, so that all have one order
         for key, logged in union.items():
             if logged.metric == "" and len(logged.ranks) < self._world_size:
                 raise RuntimeError(
@@ -479,14 +485,17 @@ class LogCollector:
         return found
 
     def _states(self) -> list[dict[str, Any]]:
+        """Return the states of the entries with values."""
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
             if entry.metric is not None and id(entry.metric) not in names:
-                _say_not_saved(entry)
+                if entry.epoch_fresh:
+                    warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
                 continue
             is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
-            is_logged = entry.epoch_fresh or entry.metric is not None  # a metric is reset at the end of the epoch
+            # the entry of a metric stays, so that a resumed run resets the metric at the end of the epoch
+            is_logged = entry.epoch_fresh or entry.metric is not None
             if is_logged or entry.each_step or is_newer:
                 metric = None if entry.metric is None else names[id(entry.metric)]
                 age = self.micro_batch - entry.step_fresh if is_newer else None
@@ -541,12 +550,6 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
             if found.metric == "":
                 found.ranks.append(rank)
     return union
-
-
-def _say_not_saved(entry: Entry) -> None:
-    """Warn that a checkpoint lacks the state of a metric that the module does not have."""
-    if entry.epoch_fresh:
-        warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:

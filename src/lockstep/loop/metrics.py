@@ -46,14 +46,14 @@ def put_back(saved: Snapshot) -> None:
     """Restore the states of a snapshot."""
     for part, states, count, computed, cache in saved:
         for name, value in states.items():
-            setattr(part, name, [*value] if isinstance(value, list) else value)  # a reset empties lists in place
+            setattr(part, name, [*value] if isinstance(value, list) else value)  # `reset` empties lists in place
         part._update_count, part._computed, part._forward_cache = count, computed, cache
 
 
 class StatesByLoader:
     """States of metrics from the finished loaders of an evaluation, one for each loader.
 
-    One metric object may be logged from several loaders. It is reset after each, and its states are kept here.
+    One metric object may be logged from several loaders. It is reset after each.
     """
 
     def __init__(self) -> None:
@@ -103,15 +103,14 @@ class StatesByLoader:
 def lists_made_alike(strategy: Strategy) -> Iterator[None]:
     """Let torchmetrics exchange lists that are empty on some ranks, during a call of the Trainer.
 
-    That holds for each metric computed over the ranks, by `self.log` or by the user's own `compute()`, in a module or a
-    callback. Ranks without samples are common here, since no sample is repeated to fill them. One of the ranks with the
-    same samples takes part.
+    This applies to each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`.
     """
+    # ranks without samples are common, since no sample is repeated to fill them
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         yield
         return
-    with _lock:
+    with _lock:  # several Trainers may run in threads
         _sessions.append(strategy)
         if len(_sessions) == 1:
             _plain.append(torchmetrics.Metric._sync_dist)
@@ -134,7 +133,8 @@ _plain: list[Callable[..., None]] = []
 def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
     """Replace `torchmetrics.Metric._sync_dist` during a call of the Trainer."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
-    if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange, which may need no process group
+    if dist_sync_fn is None or dist_sync_fn is own:  # a user's own exchange may need no process group
+        # peers: one of the ranks with the same samples takes part
         group = process_group = process_group or metric.process_group or _sessions[-1].peers
 
         def gather_objects(mine: object) -> list[Any]:
@@ -159,7 +159,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
     Raises:
         MisconfigurationException: lists that are not concatenated to one tensor have different lengths.
     """
-    names = _lists(metric)
+    names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
     if not names:
         return
     of_ranks = gather_objects([_described(getattr(metric, name)) for name in names])
@@ -176,11 +176,8 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
         value = getattr(metric, name)
         if joined and isinstance(value, list) and not value and example is not None:
             dtype, shape = example
+            # no rows, in the shape of the others' rows: torchmetrics then sends a tensor from every rank
             setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
-
-
-def _lists(metric: Metric) -> list[str]:
-    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 
 def _described(value: Any) -> tuple[int, Any]:
@@ -237,7 +234,8 @@ def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
         for part in saved[1:]:
             more = part["states"][key]
             value = value + more if isinstance(value, list) else MERGES[reductions[key]](value, more)
-        setattr(metric, key, _to(value, metric.device))
+        device = metric.device
+        setattr(metric, key, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
     metric._update_count, metric._computed = sum(part["count"] for part in saved), None
 
 
@@ -248,7 +246,3 @@ MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "dim_zero_min": torch.minimum,
     "dim_zero_cat": lambda *tensors: torch.cat(tensors),
 }
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
