@@ -68,7 +68,7 @@ def test_a_run_that_is_past_its_last_epoch_is_refused(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=3)
     trainer.fit(Slope(), numbers(2))
     trainer.save_checkpoint(path)
-    with pytest.raises(MisconfigurationException, match=r"has done 3 epochs, more than Trainer\(max_epochs=2\)"):
+    with pytest.raises(MisconfigurationException, match=r"has finished 3 epochs, more than Trainer\(max_epochs=2\)"):
         quiet(max_epochs=2).fit(Slope(), numbers(2), ckpt_path=path)
     with pytest.warns(UserWarning, match="nothing left to train"):
         quiet(max_epochs=3).fit(Slope(), numbers(2), ckpt_path=path)

@@ -112,9 +112,9 @@ class Returns(Slope):
 LOSSES: Any = pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda loss: loss.detach().mean(), "a loss that no parameter can learn from: it was detached"),
-        (lambda loss: torch.tensor(loss.mean().item()), "a loss that no parameter can learn from"),
-        (lambda loss: loss, r"a loss of shape \(2,\): a loss is one number, `loss.mean\(\)` say"),
+        (lambda loss: loss.detach().mean(), "a loss that does not require gradients: it was detached"),
+        (lambda loss: torch.tensor(loss.mean().item()), "a loss that does not require gradients"),
+        (lambda loss: loss, r"a loss of shape \(2,\): use one number, for example `loss.mean\(\)`"),
     ],
 )
 
@@ -163,7 +163,7 @@ def test_an_epoch_of_none_is_warned_of_once(flags: dict[str, Any]) -> None:
         warnings.simplefilter("always")
         result = quiet(max_epochs=2, **flags).fit(module, numbers(4))
     said = [str(warning.message) for warning in caught if "training_step" in str(warning.message)]
-    assert said == ["`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss."]
+    assert said == ["`training_step` returned None: the micro-batch is skipped. If this is not intended, return the loss."]
     assert (result.epochs, module.w.item()) == (2, 0.0)
 
 

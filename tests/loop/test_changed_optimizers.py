@@ -149,7 +149,7 @@ def test_what_cannot_be_replaced_is_refused_by_name(ranks: RankPool) -> None:
             if self.current_epoch:
                 put(self, torch.optim.LBFGS(self.parameters()), WAYS[0])
 
-    with pytest.raises(MisconfigurationException, match="LBFGS, which needs a closure, takes the place of Adam"):
+    with pytest.raises(MisconfigurationException, match="LBFGS, which needs a closure, cannot replace Adam"):
         quiet(max_epochs=2).fit(Searches(WAYS[0], WHEN[0]), loader(1))
 
 

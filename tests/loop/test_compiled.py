@@ -62,12 +62,12 @@ def test_a_module_and_back() -> None:
 
 
 def test_what_is_not_compiled_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"from_compiled\(Slope\): give what torch.compile"):
+    with pytest.raises(ValueError, match=r"from_compiled\(Slope\): pass the result of torch.compile"):
         from_compiled(Slope())
     with pytest.raises(ValueError, match=r"to_uncompiled\(Slope\): this module is not compiled"):
         to_uncompiled(Slope())
     layer = torch.compile(torch.nn.Linear(1, 1), backend="eager")
-    with pytest.raises(ValueError, match="a Linear was compiled, which is no LightningModule"):
+    with pytest.raises(ValueError, match="a Linear was compiled, which is not a LightningModule"):
         from_compiled(layer)
     with pytest.raises((MisconfigurationException, TypeError), match="OptimizedModule"):
         quiet().fit(layer, numbers(1))

@@ -365,7 +365,7 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
             self._reductions["sum_value"] = None
 
     assert told(Own, [1.0]).compute() == 1.0
-    with pytest.warns(UserWarning, match="Own has a state that cannot be put together from several ranks"):
+    with pytest.warns(UserWarning, match="Own has a state that cannot be merged from several ranks"):
         assert told(Own, [1.0], [2.0])._update_count == 0
 
 

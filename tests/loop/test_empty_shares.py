@@ -341,7 +341,7 @@ def heard(samples: int) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         on_ranks(max_epochs=2, callbacks=[CountsToo()]).fit(Counts(), numbers(samples))
-    return [str(warning.message) for warning in seen if "does not go round" in str(warning.message)]
+    return [str(warning.message) for warning in seen if "does not divide evenly" in str(warning.message)]
 
 
 def test_hooks_that_do_not_run_on_ranks_without_samples_are_named_once(ranks: RankPool) -> None:

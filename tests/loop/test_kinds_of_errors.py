@@ -110,7 +110,7 @@ def test_one_cycle_by_epochs_is_told(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_what_a_schedulers_dict_has_besides_is_a_runtime_warning() -> None:
-    with pytest.warns(RuntimeWarning, match="keys that nothing reads: 'color'"):
+    with pytest.warns(RuntimeWarning, match="unknown keys: 'color'"):
         quiet(max_steps=1).fit(Scheduled(one_cycle, interval="step", color="red"), loader())
 
 
@@ -202,7 +202,7 @@ class Clips(BoringModel):
 
 
 def test_clipping_by_two_bounds_or_an_unknown_way_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=0\.5\) beside.*gradient_clip_val=0\.1"):
+    with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=0\.5\) differs.*gradient_clip_val=0\.1"):
         quiet(max_steps=1, gradient_clip_val=0.1).fit(Clips(gradient_clip_val=0.5), loader())
     quiet(max_steps=1, gradient_clip_val=0.1).fit(Clips(gradient_clip_val=0.1), loader())
     with pytest.raises(MisconfigurationException, match="gradient_clip_algorithm='foo'"):

@@ -267,7 +267,7 @@ def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
         ),
         (lambda m: m.log("x", [1.0]), "`list` values cannot be logged: log one number"),
         (lambda m: m.log("x", None), "`NoneType` values cannot be logged"),
-        (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the first argument is the name"),
+        (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the name must be a str"),
         (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "is not useful"),
         (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), "twice in `training_step` with different"),
     ],
@@ -384,7 +384,7 @@ def test_metrics_that_compute_more_than_a_number_are_refused() -> None:
             self.cat.update(batch)
             self.log("cat", self.cat, on_step=False, on_epoch=True)
 
-    with pytest.raises(MisconfigurationException, match=r"self.log\('cat', CatMetric\).*no single number"):
+    with pytest.raises(MisconfigurationException, match=r"self.log\('cat', CatMetric\).*not return a single number"):
         quiet(max_epochs=1).fit(Cats(), numbers(2))
 
 

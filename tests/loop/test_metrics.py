@@ -123,7 +123,7 @@ def test_a_metric_that_the_user_computes_on_a_rank_without_samples_ended_in_an_a
 
 
 def test_lists_of_other_lengths_that_are_not_joined_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(Exception, match=r"Kept keeps a list, 'kept'[\s\S]*\[2, 1\] entries by rank"):
+    with pytest.raises(Exception, match=r"Kept has a list state, 'kept'[\s\S]*\[2, 1\] entries by rank"):
         ranks(2).run(judged, "kept", 3, True, timeout=40)
     assert ranks(2).run(judged, "kept", 4, True, timeout=40) == [{"judged": 10.0}] * 2
 
@@ -437,7 +437,7 @@ def test_a_metric_that_the_module_does_not_show_is_told_to_be_missing_in_a_check
             if batch_idx == 1:
                 self.trainer.save_checkpoint(tmp_path / "cut.ckpt")
 
-    with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is no attribute of the module"):
+    with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is not an attribute of the module"):
         quiet(max_epochs=1).fit(Hides(), numbers(3))
 
 

@@ -141,17 +141,17 @@ def test_overrides_that_are_called_are_not_refused() -> None:
 def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
     own = ended_by(name, Slope if of == "module" else Callback)
     module, callbacks = (own, []) if of == "module" else (Slope(), [own])
-    with pytest.warns(UserWarning, match=rf"Own\.{name} is no hook, and the Trainer does not call it: {meant}\?"):
+    with pytest.warns(UserWarning, match=rf"Own\.{name} is not a hook, so the Trainer does not call it: did you mean {meant}\?"):
         quiet(max_epochs=1, callbacks=callbacks).fit(module, numbers(1))
 
 
 @pytest.mark.parametrize("name", ["on_epoch_end", "on_keyboard_interrupt", "on_pretrain_routine_start"])
 def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
-    with pytest.warns(UserWarning, match=rf"Own has hooks of old that nobody calls; .*: {name} \(on_"):
+    with pytest.warns(UserWarning, match=rf"Own has former hooks that are never called; .*: {name} \(on_"):
         quiet(max_epochs=1, callbacks=[ended_by(name, Callback)]).fit(Slope(), numbers(1))
 
 
-@pytest.mark.filterwarnings("error:.*is no hook")
+@pytest.mark.filterwarnings("error:.*is not a hook")
 def test_methods_of_the_users_own_are_not_told() -> None:
     class Own(Slope):
         def on_reward(self) -> None: ...

@@ -55,7 +55,7 @@ def test_a_resume_beyond_the_limit_says_that_nothing_is_left(tmp_path: Any) -> N
         return heard(lambda: quiet(**flags).fit(Slope(), numbers(2), ckpt_path=path), "nothing left to train")
 
     [said] = resume(max_epochs=3)
-    assert "from step 6, after 3 epochs" in said
+    assert "after step 6 and 3 epochs" in said
     assert "max_epochs=3 reached" in said
     assert path in said
     assert "max_steps=4 reached" in resume(max_epochs=9, max_steps=4)[0]

@@ -211,7 +211,7 @@ def test_other_shapes_are_refused_with_what_is_wrong(returned: Any, said: str) -
     [
         (
             {"optimizer": OPTIMIZER, "lr_scheduler": {"scheduler": SCHEDULER, "intervall": "step", "x": 1}},
-            r"lr scheduler's dict has keys.*'intervall' \(did you mean 'interval'\?\), 'x'; it may have.*'frequency'",
+            r"lr scheduler's dict has unknown keys.*'intervall' \(did you mean 'interval'\?\), 'x'; the known keys are.*'frequency'",
         ),
         ({"optimizer": OPTIMIZER, "lr_schedulers": SCHEDULER}, r"'lr_schedulers' \(did you mean 'lr_scheduler'\?\)"),
     ],

@@ -349,7 +349,7 @@ def _check_fitted(session: Session) -> None:
         there, lacking = ("a val_dataloader", "validation_step")
         if _has(module, "validation_step"):
             there, lacking = ("a validation_step", "val_dataloader")
-        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
+        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is skipped.")
     config = session.config
     if not module.automatic_optimization and config.gradient_clip_val is not None:
         raise MisconfigurationException(
@@ -398,7 +398,7 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
         is_replaced = kind is not Callback and any(isinstance(each, kind) for each in own)
         (replaced if is_replaced else kept).append(callback)
     if replaced:
-        rank_zero_info(f"{where}: these take the place of {', '.join(type(each).__name__ for each in replaced)}.")
+        rank_zero_info(f"{where}: these replace {', '.join(type(each).__name__ for each in replaced)}.")
     refuse_one_key([*kept, *own], where)
     return in_order([*kept, *own])
 
@@ -572,9 +572,9 @@ def in_words(module: LightningModule | None, error: BaseException) -> None:
     elif "backward through the graph a second time" in text and module.automatic_optimization:
         # torch advises retain_graph=True, with which gradients would be added twice
         message = (
-            f"{type(module).__name__}.training_step: its loss leads to a graph that a backward has already gone "
-            "through. Either it has called `backward` itself: return the loss, and the Trainer does; or it keeps a "
-            "tensor of an earlier step: keep `tensor.detach()`."
+            f"{type(module).__name__}.training_step: a backward has already freed the graph of its loss. If the step "
+            "calls `backward`, return the loss instead, and the Trainer calls it; if it keeps a tensor of an earlier "
+            "step, keep `tensor.detach()`."
         )
     elif "meta" in text:
         message = _on_meta(module)
@@ -590,12 +590,12 @@ def _on_meta(module: LightningModule) -> str | None:
     which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if any(map(is_of_transformers, module.modules())):
         return (
-            f"{type(module).__name__}: parameter {which} is on the meta device, and has no values until those of the "
-            "folder that `load_pretrained` names are read, after `configure_model`: what computes with values comes "
-            "too early there, as resize_token_embeddings does (it takes a mean). For a larger vocabulary write another "
-            "folder, once, and load that: from_pretrained, resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+            f"{type(module).__name__}: parameter {which} is on the meta device: `load_pretrained` reads its values "
+            "after `configure_model`, where computing with them is too early (resize_token_embeddings takes a mean). "
+            "For a larger vocabulary write another folder, once, and load that: from_pretrained, "
+            "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
         )
     return (
-        f"{type(module).__name__}: parameter {which} is on the meta device, and has no values: make the layer in "
+        f"{type(module).__name__}: parameter {which} is on the meta device and has no values: make the layer in "
         "`configure_model`, or call `to_empty(device=...)` and initialize it, before the fit."
     )

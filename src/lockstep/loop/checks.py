@@ -70,8 +70,8 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
     for name, new in EPOCH_ENDS.get(fn, {}).items():
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, and nobody calls it. Rename "
-                f"it to `{new}(self)`, and collect what it needs in an attribute of the module, by "
+                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, so it is never called. Rename "
+                f"it to `{new}(self)`, and collect outputs in an attribute of the module, by "
                 "`self.outputs.append(...)` in the step."
             )
     _warn_of_former(module, (name for name in former if callable(getattr(module, name, None))), former)
@@ -94,7 +94,7 @@ def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> N
     name = next((name for name in _written(owner) if name in instead), None)
     if name is not None:
         raise MisconfigurationException(
-            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, and nobody would call it. "
+            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, so it would never be called. "
             f"Instead: {instead[name]}."
         )
 
@@ -103,7 +103,7 @@ def _warn_of_former(owner: object, names: Iterable[str], instead: Mapping[str, s
     today = ", ".join(f"{name} ({instead[name]})" for name in names if name in instead)
     if today:
         warn_once(
-            f"{type(owner).__name__} has hooks of old that nobody calls; in brackets what is called today: {today}."
+            f"{type(owner).__name__} has former hooks that are never called; their replacements in brackets: {today}."
         )
 
 
@@ -113,7 +113,10 @@ def _warn_of_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
         if name.startswith("on_") and not hasattr(base, name) and name not in known:
             meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
             if meant:
-                warn_once(f"{type(owner).__name__}.{name} is no hook, and the Trainer does not call it: {meant[0]}?")
+                warn_once(
+                    f"{type(owner).__name__}.{name} is not a hook, so the Trainer does not call it: did you mean "
+                    f"{meant[0]}?"
+                )
 
 
 # -- callbacks that cannot do their work ----------------------------------------------------------------------

@@ -75,9 +75,9 @@ class ByClosure(Automatic):
         self.update.module.optimizer_step(self._progress.epoch, window[-1].number, optimizer, closure)
         if not played:
             raise MisconfigurationException(
-                "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, in which "
-                "forward and backward are. Call "
-                "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
+                "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, which runs "
+                "forward and backward. Call `optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` "
+                "alone to skip the update."
             )
         return outputs
 
@@ -92,8 +92,8 @@ class ByClosure(Automatic):
             return None
         if not losses and has_samples:
             raise MisconfigurationException(
-                f"{type(self.update.optimizer).__name__} steers by the loss, and `training_step` returned None for "
-                "every micro-batch of this window: return the loss."
+                f"{type(self.update.optimizer).__name__} needs the loss, but `training_step` returned None for every "
+                "micro-batch of this window: return the loss."
             )
         if not losses:
             losses = [torch.zeros((), device=self._strategy.root_device)]  # only those of other ranks count

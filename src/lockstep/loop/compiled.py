@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizedModule
 
 NO_BLOCKS = (
-    "Trainer(compile=...): {name} has no repeated blocks (layers side by side, of one class, made of layers), so that "
-    "its layers are compiled from the top. Name others by their classes: compile={{'blocks': [Block]}}."
+    "Trainer(compile=...): {name} has no repeated blocks (sibling layers of one class that contain layers), so its "
+    "layers are compiled from the top. Name other blocks by their classes: compile={{'blocks': [Block]}}."
 )
 
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -51,10 +51,10 @@ def from_compiled(model: nn.Module) -> LightningModule:
         ValueError: ``model`` is not compiled, or not a LightningModule.
     """
     if not is_compiled(model):
-        raise ValueError(f"from_compiled({type(model).__name__}): give what torch.compile(module) returned.")
+        raise ValueError(f"from_compiled({type(model).__name__}): pass the result of torch.compile(module).")
     module = model._orig_mod
     if not isinstance(module, LightningModule):
-        raise ValueError(f"from_compiled: a {type(module).__name__} was compiled, which is no LightningModule.")
+        raise ValueError(f"from_compiled: a {type(module).__name__} was compiled, which is not a LightningModule.")
     if module._compiler_ctx is None:
         module._compiler_ctx = {"dynamo_ctx": model.dynamo_ctx}
         for name in COMPILED:
@@ -76,7 +76,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
     """
     module = model._orig_mod if is_compiled(model) else model
     if not isinstance(module, LightningModule):
-        raise ValueError(f"to_uncompiled: {type(module).__name__} is no LightningModule.")
+        raise ValueError(f"to_uncompiled: {type(module).__name__} is not a LightningModule.")
     if module._compiler_ctx is None and module is model:
         raise ValueError(f"to_uncompiled({type(module).__name__}): this module is not compiled.")
     for name in (*COMPILED, "log") if module._compiler_ctx is not None else ():
@@ -102,7 +102,7 @@ def check_threads(strategy: Strategy) -> None:
     if strategy.drives_all_devices and len(strategy.devices) > 1:
         raise MisconfigurationException(
             f"Trainer(compile=...) with {type(strategy).__name__}: it runs copies of the layers in threads, which "
-            'torch\'s compiler cannot follow: use strategy="ddp".'
+            'torch\'s compiler does not support: use strategy="ddp".'
         )
 
 

@@ -34,8 +34,8 @@ from lockstep.loop.state import validation_start
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
 NOTHING_PREDICTED = (
-    "`predict_step` returned None: the list of predictions has None for this batch. If that is not meant, return what "
-    "was predicted; where a callback writes predictions, give predict(return_predictions=False)."
+    "`predict_step` returned None: the list of predictions has None for this batch. If this is not intended, return "
+    "the predictions; if a callback writes them, use predict(return_predictions=False)."
 )
 
 
@@ -176,7 +176,7 @@ class EvaluationLoop:
                 numbers.append(key)
         if numbers and not self.session.hooks.owners((end,)):
             warn_once(
-                f"`{step}` returned {numbers}, and nothing was logged: nobody reads what it returns but `{end}`. Write "
+                f"`{step}` returned {numbers}, and nothing was logged: only `{end}` receives what it returns. Call "
                 f"`self.log({numbers[0]!r}, value)` in it.",
                 key=f"{step} returned values",
             )

@@ -405,8 +405,8 @@ def guard_updates(session: WatchedRun) -> None:
         if mode == "stop":  # such an engine is watched by its losses
             return
         raise MisconfigurationException(
-            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so that no update can '
-            'be left out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
+            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so it cannot leave '
+            'updates out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
         )
     asked_by = f'Trainer(non_finite="{mode}")'
     strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.find_gradient)

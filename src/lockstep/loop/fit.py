@@ -251,14 +251,14 @@ class FitLoop(FitNames):
             )
         if session.fit.resume.entry is not None and -1 != config.max_epochs < progress.epoch:
             raise MisconfigurationException(
-                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has done {progress.epoch} epochs, more than "
-                f"Trainer(max_epochs={config.max_epochs}): raise it to go on."
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has finished {progress.epoch} epochs, more than "
+                f"Trainer(max_epochs={config.max_epochs}): raise max_epochs to continue."
             )
         reason = self.ending.between_epochs() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
-                f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
-                f"epochs, and there is nothing left to train: {reason}; raise that limit to go on."
+                f"fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step {progress.global_step} "
+                f"and {progress.epoch} epochs: {reason}; raise that limit to continue."
             )
 
     def _warn_of_eval_mode(self) -> None:
@@ -267,8 +267,8 @@ class FitLoop(FitNames):
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             rank_zero_warn(
-                f"Training starts, and {parts[0]!r}{others} is in eval mode, where dropout is off and BatchNorm takes "
-                "its running statistics: call `.train()` on what is to be trained."
+                f"Training starts with {parts[0]!r}{others} in eval mode, where dropout is off and BatchNorm uses its "
+                "running statistics: call `.train()` on the modules to train."
             )
 
     def setup_data(self) -> None:

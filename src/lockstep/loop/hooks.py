@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.datamodule import LightningDataModule
@@ -298,12 +300,11 @@ class Transfer:
     def use(self, hooks: Mapping[str, Method]) -> None:
         """Use these hooks from now on."""
         before, move, after = map(hooks.get, OF_TRANSFER)
-        device, convert = self._device, self._convert
-        moved = None if move is None else lambda batch, dataloader_idx: move(batch, device, dataloader_idx)
-        converted = None if convert is None else lambda batch, dataloader_idx: convert(batch)
+        moved = None if move is None else _with_device(move, self._device)
+        converted = None if self._convert is None else _of_batch(self._convert)
         # a cast on the CPU allocates memory that is not pinned, for which the copy to the device would wait; but a hook
         # of the user before the transfer gets the cast batch
-        casts_there = device.type != "cpu" and before is None
+        casts_there = self._device.type != "cpu" and before is None
         order = (moved, converted, after) if casts_there else (converted, before, moved, after)
         self._steps = [step for step in order if step is not None]
         self.idle = not self._steps
@@ -313,3 +314,11 @@ class Transfer:
         for step in self._steps:
             batch = step(batch, dataloader_idx)
         return batch
+
+
+def _with_device(move: Method, device: torch.device) -> Method:
+    return lambda batch, dataloader_idx: move(batch, device, dataloader_idx)
+
+
+def _of_batch(convert: Method) -> Method:
+    return lambda batch, dataloader_idx: convert(batch)

@@ -108,7 +108,7 @@ class Entry:
             )
         if self.on_step and not step_allowed:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
+                f"self.log({name!r}, on_step=True) in `{hook}`, which is not a step: leave `on_step` out."
             )
         loader = f"/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else ""
         both = self.on_step and self.on_epoch
@@ -192,7 +192,7 @@ class Entry:
         if isinstance(value, dict):
             way_out = "log its items by `self.log_dict(...)`"
         elif isinstance(value, (str, bytes)):
-            way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
+            way_out = "log numbers here, and text by `self.logger.experiment`"
         raise MisconfigurationException(
             f"`self.log({self.key[2]}, {value!s:.80})` was called in `{self.key[0]}`, but `{type(value).__name__}` "
             f"values cannot be logged: {way_out}."

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 NEW_METRIC = (
-    "self.log({name!r}, <{metric}>) in `{hook}` was given another object than before: each collects what it has seen "
-    "itself, and the epoch's value would be that of the last one alone. Make the metric once, as an attribute of the "
-    "module; or log numbers, of which the mean over the epoch is kept."
+    "self.log({name!r}, <{metric}>) in `{hook}` got another object than before, so the epoch's value would be that of "
+    "the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are averaged "
+    "over the epoch."
 )
 NOT_SAVED = (
-    "self.log({name!r}, <{metric}>): the metric is no attribute of the module (it lies in a list, say), so that this "
-    "checkpoint does not hold what it has collected in the epoch: make it one, or put it into a `torch.nn.ModuleList`."
+    "self.log({name!r}, <{metric}>): the metric is not an attribute of the module (it may be in a list), so this "
+    "checkpoint does not hold its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
@@ -163,7 +163,7 @@ class LogCollector:
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
         """Record one value of ``name`` that ``LightningModule.log`` does not record by itself."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
-            warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
+            warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
         if STATE.recomputing or (self.muted and not is_metric(value)):
             return  # values of a recomputed forward were logged by the first one
@@ -186,22 +186,22 @@ class LogCollector:
         """Return the entry for a name that the current hook logs first, or with other options than before."""
         if not isinstance(name, str):
             raise MisconfigurationException(
-                f"self.log({name!r}, ...): the first argument is the name, a str; `self.log({str(name)!r}, value)`."
+                f"self.log({name!r}, ...): the name must be a str: `self.log({str(name)!r}, value)`."
             )
         if self.table is None:
             where = f"in `{self.hook[0]}`" if self.hook[0] else "outside the hooks of a run"
             raise MisconfigurationException(
-                f"self.log({name!r}, ...) {where}: nothing can be logged there; use `self.logger.log_metrics`, or log "
-                "in a step or epoch hook."
+                f"self.log({name!r}, ...) {where}: logging is not possible there; use `self.logger.log_metrics`, or "
+                "log in a step or epoch hook."
             )
         if "/dataloader_idx_" in name:
             raise MisconfigurationException(
-                f"self.log({name!r}): this ending is what values of several loaders get by themselves, with their "
-                "loader's number: leave it out, or take another name."
+                f"self.log({name!r}): with several loaders, `/dataloader_idx_N` is added automatically: leave it out, "
+                "or choose another name."
             )
         entry = Entry((*self.hook, name), options)
         if options[1] is True and not self._has_loggers:
-            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: give Trainer(logger=...) one.")
+            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: set Trainer(logger=...).")
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():
@@ -342,8 +342,8 @@ class LogCollector:
                 number = _one_number(computed[entry.key])
                 if number is None:
                     raise MisconfigurationException(
-                        f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() gives no single "
-                        "number; log its parts by `log_dict`."
+                        f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() does not return a "
+                        "single number: log the parts by `log_dict`."
                     )
                 value = number
             found.append((entry, entry.epoch_name, value))
@@ -452,9 +452,9 @@ class LogCollector:
         for key, logged in union.items():
             if logged.metric == "" and len(logged.ranks) < self._world_size:
                 raise RuntimeError(
-                    f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was reached on ranks "
-                    f"{logged.ranks} only, and the metric's own reduction needs all {self._world_size} ranks: make "
-                    "the metric an attribute of the module, so that the others find it."
+                    f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was called on ranks {logged.ranks} "
+                    f"only, and the metric's reduction needs all {self._world_size} ranks: make the metric an "
+                    "attribute of the module, so that other ranks find it."
                 )
         while len(union) > self._capacity:
             self._capacity *= 2
@@ -568,9 +568,9 @@ def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
         kinds = {(entry.op, id(entry.metric)) for entry in alike}
         if len(kinds) > 1:
             raise MisconfigurationException(
-                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders of this evaluation log "
-                "one name in several ways (another reduce_fx, another torchmetrics object, an object and a number), so "
-                "that there is no value over all. Give each loader its own name, or leave add_dataloader_idx away."
+                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders log one name in several "
+                "ways (another reduce_fx, another torchmetrics object, or an object and a number), so there is no "
+                "value over all of them. Give each loader its own name, or leave add_dataloader_idx out."
             )
         total = joined(alike[0].op, [totals[place] for place in places])
         for place in places:
@@ -590,8 +590,8 @@ def checked_size(name: str, batch_size: object) -> float:
         size = -1.0
     if not 0.0 <= size < math.inf:
         raise MisconfigurationException(
-            f"self.log({name!r}, ..., batch_size={batch_size!r}): it is the number of samples that the value stands "
-            "for, 0 or more; leave it out to have that of the batch."
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): give the number of samples of the value, 0 or more, "
+            "or leave it out for that of the batch."
         )
     return size
 

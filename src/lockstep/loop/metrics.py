@@ -83,9 +83,9 @@ class StatesByLoader:
                     part._update_count += count - 1
             except (AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
                 raise MisconfigurationException(
-                    f"self.log({name!r}, <{type(metric).__name__}>, add_dataloader_idx=False) from several loaders "
-                    "asks for one number over all, and this metric cannot join what it collected in each "
-                    f"({error}): log it in the epoch's end hook, or one metric object a loader."
+                    f"self.log({name!r}, <{type(metric).__name__}>, add_dataloader_idx=False) from several loaders: "
+                    f"the metric cannot merge its states ({error}): log it in the epoch's end hook, or use one metric "
+                    "object for each loader."
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
@@ -168,9 +168,9 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
         lengths = [length for length, _ in each]
         if not joined and len(set(lengths)) > 1:
             raise MisconfigurationException(
-                f"{type(metric).__name__} keeps a list, {name!r}, that it does not join to one tensor (its "
-                f"`dist_reduce_fx` is not 'cat'), and it has {lengths} entries by rank: the ranks cannot exchange "
-                'them. Give the state dist_reduce_fx="cat", or evaluate on one device.'
+                f"{type(metric).__name__} has a list state, {name!r}, with {lengths} entries by rank and without "
+                'dist_reduce_fx="cat", so the ranks cannot exchange it: add the state with dist_reduce_fx="cat", or '
+                "evaluate on one device."
             )
         example = next((kind for _, kind in each if kind is not None), None)
         value = getattr(metric, name)
@@ -225,8 +225,8 @@ def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(
-            f"{type(metric).__name__} has a state that cannot be put together from several ranks, and the run goes on "
-            "with fewer: in the epoch that was under way it counts what comes from here on."
+            f"{type(metric).__name__} has a state that cannot be merged from several ranks, and the run continues with "
+            "fewer: in the current epoch, it only counts batches from here on."
         )
         return
     for key in saved[0]["states"]:

@@ -130,8 +130,8 @@ def parse(
     optimizers, schedulers = _unpack(returned)
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers, and automatic optimization steps one: "
-            "return `lockstep.CombinedOptimizer(a, b)`, which steps them as one, or set "
+            f"`configure_optimizers` returned {len(optimizers)} optimizers, but automatic optimization steps one: "
+            "return `lockstep.CombinedOptimizer(a, b)`, which steps both, or set "
             "`self.automatic_optimization = False` in the module and step them in `training_step` "
             "(`a, b = self.optimizers()`)."
         )
@@ -205,7 +205,7 @@ def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
         extra.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
     if extra:
         rank_zero_warn(
-            f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.", category=RuntimeWarning
+            f"{what} unknown keys: {', '.join(extra)}; the known keys are {sorted(known)}.", category=RuntimeWarning
         )
 
 
@@ -241,7 +241,8 @@ def _check_scheduler(
     kind = type(scheduler).__name__
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
-            f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run would lose its place."
+            f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run could not restore it: "
+            "define both."
         )
     if automatic and config.interval == "epoch" and isinstance(scheduler, OneCycleLR):
         # Lightning's default interval is the epoch, with which this schedule hardly advances
@@ -253,13 +254,13 @@ def _check_scheduler(
     ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
     if automatic and not ordinary and not custom_scheduler_step:
         raise MisconfigurationException(
-            f"The lr scheduler {kind} is no torch LRScheduler: override `lr_scheduler_step` in the module to say how "
-            "it is stepped."
+            f"The lr scheduler {kind} is not a torch LRScheduler: override `lr_scheduler_step` in the module, which "
+            "steps it."
         )
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and not any(owner is optimizer for optimizer in optimizers):
         raise MisconfigurationException(
-            f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return."
+            f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return: return both."
         )
 
 
@@ -271,10 +272,10 @@ def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
     """
     if not loss.requires_grad:
         raise MisconfigurationException(
-            f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "
-            "none of the parameters behind it needs gradients."
+            f"{who} a loss that does not require gradients: it was detached (`.detach()`, `.item()`, `no_grad`), or it "
+            "depends on no parameter that requires gradients."
         ) from error
     if loss.numel() != 1:
         raise MisconfigurationException(
-            f"{who} a loss of shape {tuple(loss.shape)}: a loss is one number, `loss.mean()` say."
+            f"{who} a loss of shape {tuple(loss.shape)}: use one number, for example `loss.mean()`."
         ) from error

@@ -306,8 +306,8 @@ class RunBatches:
         other_order = saved.at.rows > 0 and saved.by_process not in (None, feed.by_process)
         if is_within_epoch and not has_warned and config.order == "torch" and other_order:
             rank_zero_warn(
-                'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
-                "of this epoch some samples come twice and some never."
+                'Trainer(order="torch"): one process draws another permutation than several, so in the rest of this '
+                "epoch some samples may be seen twice and some never."
             )
         found.tell()
         inside = progress.batch > saved.at.number and not progress.last
@@ -448,6 +448,6 @@ def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
 
 def _warn_of_change(what: str, change: str) -> None:
     rank_zero_warn(
-        f"trainer.fit: the run goes on in the middle of an epoch. {what} {change}: of this epoch some samples may be "
-        "seen twice and some never. Resume with the loaders that it had, or from a checkpoint of the end of an epoch."
+        f"trainer.fit: the run continues within an epoch. {what} {change}: in this epoch some samples may be seen "
+        "twice and some never. Resume with the loaders of the run, or from a checkpoint of the end of an epoch."
     )

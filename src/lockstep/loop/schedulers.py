@@ -83,7 +83,7 @@ class Schedulers:
                 )
                 why = session.lacks_metrics
                 if why is None:
-                    raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
+                    raise MisconfigurationException(f"{message}Log it, or set strict=False in the scheduler's dict.")
                 rank_zero_warn(f"{message}{why}: it is not stepped.")
             else:
                 warn_once(
@@ -101,8 +101,7 @@ def _explain_new_groups(scheduler: object) -> str | None:
         return None
     return (
         f"The optimizer has {len(optimizer.param_groups)} parameter groups by now, and the lr scheduler "
-        f"{type(scheduler).__name__} was made when it had {min(known)}: a finetuning callback adds one, or "
-        "`add_param_group`. Give the optimizer the frozen layers from the start, in `configure_optimizers`, or choose "
-        "a scheduler that takes the groups as they are: StepLR, ExponentialLR, LinearLR, PolynomialLR, "
-        "ReduceLROnPlateau."
+        f"{type(scheduler).__name__} was made when it had {min(known)}: a finetuning callback or `add_param_group` has "
+        "added one. Pass the frozen layers to the optimizer in `configure_optimizers`, or use a scheduler that accepts "
+        "new groups: StepLR, ExponentialLR, LinearLR, PolynomialLR, ReduceLROnPlateau."
     )

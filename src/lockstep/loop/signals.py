@@ -156,7 +156,7 @@ class Signals:
             claim, self.goes_on = strategy.broadcast((job.claim(), path is not None))
             job.join(claim)
         if path is not None:
-            rank_zero_info(f"{job}: the fit goes on from {path}")
+            rank_zero_info(f"{job}: the fit continues from {path}")
         return asked if path is None else path
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ class Signals:
         refused = self._leave(job, number) if job.requeues else None
         if refused is None:
             return number
-        rank_zero_warn(f"{name}: the run is saved, and goes on, for the job was not requeued: {refused}")
+        rank_zero_warn(f"{name}: the run is saved and continues, since the job was not requeued: {refused}")
         return 0
 
     def _leave(self, job: Attempts, number: int) -> str | None:

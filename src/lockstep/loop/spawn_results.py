@@ -197,9 +197,9 @@ def _make_layers(session: Session) -> None:
         fill_whole(module)
     except Exception as error:
         raise MisconfigurationException(
-            f"The run is over. The weights of {type(module).__name__} came back from its ranks, and its "
-            f"`configure_model`, which makes the layers, cannot run in this process ({error}): use a checkpoint of the "
-            "run, or make the layers in `__init__`."
+            f"The run has ended and returned the weights of {type(module).__name__}, but `configure_model`, which "
+            f"makes its layers, failed in this process ({error}): load a checkpoint of the run, or make the layers in "
+            "`__init__`."
         ) from error
 
 

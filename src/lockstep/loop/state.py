@@ -253,7 +253,7 @@ def save(
     if trainable_only and getattr(session.strategy.checkpoint_io, "writes_all_weights", False):
         raise MisconfigurationException(
             f"trainer.save_checkpoint(trainable_only=True): {type(session.strategy).__name__} writes all weights in "
-            'the format that it was asked for: leave checkpoint_format at "sharded", or choose "full".'
+            'its checkpoint_format: leave that at "sharded", or set "full".'
         )
     checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
@@ -362,7 +362,7 @@ def _requeued(session: Session) -> str:
     if not numbers:
         raise MisconfigurationException(
             f'trainer.{session.state.fn}(ckpt_path="hpc"): there is no hpc_ckpt_1.ckpt or later one in {folder}; give '
-            "a path, or none: a job that lockstep has requeued goes on by itself."
+            "a path, or none: a job that lockstep has requeued continues automatically."
         )
     return storage.inside(folder, numbers[max(numbers)])
 
@@ -475,7 +475,7 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
     if unclaimed and session.fitting:
         rank_zero_warn(
             f"trainer.fit(ckpt_path=...): the checkpoint has the states of callbacks that this Trainer does not have: "
-            f"{', '.join(unclaimed)}. They are not kept: give the Trainer the same callbacks to go on with them."
+            f"{', '.join(unclaimed)}. They are dropped: pass the same callbacks to the Trainer to restore them."
         )
     for callback in session.callbacks:
         saved = states.get(callback.state_key)
@@ -494,7 +494,7 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
             raise KeyNotThere(
-                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
+                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot resume "
                 "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
             )
     strategy, path = session.strategy, session.ckpt_path
@@ -540,8 +540,8 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
             fit.resume.lacks_logged = True
             rank_zero_warn(
                 f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "
-                f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, and did not know what the others "
-                "had logged: this epoch's means are those of the batches to come."
+                f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, without the values logged on other "
+                "ranks: this epoch's means are those of the remaining batches."
             )
     else:
         fit.progress.load_lightning(checkpoint)
@@ -550,8 +550,8 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         if fit.resume.lacks_logged:
             rank_zero_warn(
                 f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit.progress.batch} batches "
-                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are "
-                "those of the batches to come."
+                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are those "
+                "of the remaining batches."
             )
 
 
@@ -582,7 +582,10 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             if metric is not None:
                 load_metric(metric, saved if isinstance(saved, list) else [saved])
             else:
-                warn_once(f"The checkpoint holds what the metric {name!r} had collected, and the module has none here.")
+                warn_once(
+                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: it is "
+                    "dropped."
+                )
         if "published" in part:
             session.published.callback.clear()
             session.published.callback.update(part["published"])

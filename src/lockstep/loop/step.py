@@ -33,25 +33,25 @@ from lockstep.loop.update import Update
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 SKIPPED = (
-    "The data set does not go round: ranks {ranks} have no samples of a micro-batch that is left at the end, and run "
-    "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
-    "weights, say) belongs into a hook of the update, `on_before_zero_grad` or `on_before_optimizer_step`, which run "
-    "on every rank; or leave such batches out by DataLoader(drop_last=True)."
+    "The data set does not divide evenly: ranks {ranks} have no samples of a last micro-batch, and run neither "
+    "`training_step` nor these batch hooks for it: {names}. Move code that belongs to each update (an average of the "
+    "weights, for example) to `on_before_zero_grad` or `on_before_optimizer_step`, which run on every rank; or leave "
+    "such batches out by DataLoader(drop_last=True)."
 )
 NO_BATCH = (
-    "A training loader gave None for a batch: it is skipped, and so are on_train_batch_start and `training_step`. If "
-    "that is not meant, look at the loader's `collate_fn`."
+    "A training loader returned None for a batch: on_train_batch_start and `training_step` are skipped. If this is not "
+    "intended, check the loader's `collate_fn`."
 )
 NO_HOOK = (
-    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
-    "not run here. If it changes gradients, and other ranks had a loss, the ranks' weights part: return `0.0 * loss`."
+    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so `on_after_backward` does not "
+    "run on this rank. If the hook changes gradients and other ranks have a loss, the ranks' weights differ from then "
+    "on: return `0.0 * loss`."
 )
 UNEVEN = (
-    "The loaders side by side are cut unevenly in this step: of one there are more samples than of another in a "
-    "micro-batch or on a rank, so that one loss for all cannot weigh each as one process with the whole batch would. "
-    'It is weighed by the loader with most samples. Return the losses by loader, {"loss": {"a": loss_a, "b": loss_b}}, '
-    "in the nest of the batch and None where a batch is None: each is weighed by its own samples then. Or leave such "
-    "rows out: DataLoader(drop_last=True) in each."
+    "The loaders that are read together are cut unevenly: a micro-batch of a rank has more samples of one loader than "
+    "of another. One loss for all is weighed by the loader with most samples, unlike in one process with the whole "
+    'batch. Return a loss for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch and None where a '
+    "batch is None; or leave uneven batches out by DataLoader(drop_last=True) in each."
 )
 
 
@@ -240,7 +240,7 @@ class Step:
         """
         if output is None:
             warn_once(
-                "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
+                "`training_step` returned None: the micro-batch is skipped. If this is not intended, return the loss.",
                 key="training_step None",
             )
             return None, share
@@ -255,13 +255,14 @@ class Step:
                 )
             if not isinstance(loss, Tensor):  # a loss for each of several loaders
                 self.update.unweighed = True
+                assert nest is not None
                 return weighed_by_part(output, nest, share), 1.0
             if not self._has_checked_keys:
                 self._has_checked_keys = True
                 unread = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
                 if unread:
                     rank_zero_warn(
-                        f"`training_step` returned the keys {unread}, as in 2019, and nothing reads them: write "
+                        f"`training_step` returned the keys {unread}, which are not used since Lightning 1.0: call "
                         "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
                     )
             if "weight" in output:
@@ -572,12 +573,12 @@ class Ahead(Step):
         name = type(self._strategy).__name__
         if update.by_closure:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself, so that no closure can run them again: use an optimizer whose "
-                "`step` needs none, and do not override `optimizer_step`."
+                f"{name} plays whole windows itself, so a closure cannot run them again: use an optimizer whose `step` "
+                "needs no closure, and do not override `optimizer_step`."
             )
         if self._hooks.on_before_backward is not None:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself and calls no `on_before_backward`: change the loss in "
+                f"{name} plays whole windows itself and does not call `on_before_backward`: change the loss in "
                 "`training_step`, or gradients in `on_after_backward`, which runs once a window."
             )
 
@@ -664,8 +665,8 @@ def _shown_by_hand(output: object) -> dict[str, Any]:
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     raise MisconfigurationException(
-        f"`training_step` returned {output!r:.80} ({type(output).__name__}): under manual optimization it may "
-        "return a tensor or a dict, which `on_train_batch_end` is shown, or nothing."
+        f"`training_step` returned {output!r:.80} ({type(output).__name__}): in manual optimization, return a tensor "
+        "or a dict, which `on_train_batch_end` receives, or None."
     )
 
 

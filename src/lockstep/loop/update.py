@@ -25,9 +25,9 @@ _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
 TARGETS = (
     "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
-    "labels that are not -100. If the loss is their mean, as with models of transformers, what is trained depends on "
-    'how samples are cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
-    "labels[:, 1:] for a causal model, which predicts none of the first ones."
+    "labels that are not -100. If the loss is the mean over labels, as with models of transformers, the gradient "
+    'depends on the cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    "labels[:, 1:] for a causal model, which does not predict the first label."
 )
 
 
@@ -97,8 +97,8 @@ class Update:
             scaler.refuse(*self.optimizers)
         if scaler is not None and self.needs_closure:
             raise MisconfigurationException(
-                f"{scaler.asked_by} with {type(self.optimizer).__name__}: an update that may be left out and a line "
-                'search do not go together; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
+                f"{scaler.asked_by} with {type(self.optimizer).__name__}: a line search does not work with updates "
+                'that may be left out; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
             )
 
     def change_optimizers(self) -> None:
@@ -109,9 +109,9 @@ class Update:
         """
         if self.optimizer is not None and not self.by_closure and demands_closure(self._strategy.optimizers[0]):
             raise MisconfigurationException(
-                f"trainer.optimizers: {type(self._strategy.optimizers[0]).__name__}, which needs a closure, takes the "
-                f"place of {type(self.optimizer).__name__} in the middle of a fit: begin with it in "
-                "`configure_optimizers`, or step both yourself (`self.automatic_optimization = False`)."
+                f"trainer.optimizers: {type(self._strategy.optimizers[0]).__name__}, which needs a closure, cannot "
+                f"replace {type(self.optimizer).__name__} during a fit: return it from `configure_optimizers`, or step "
+                "both yourself (`self.automatic_optimization = False`)."
             )
         self._strategy.change_optimizers()
         self.watch.detach()
@@ -170,8 +170,8 @@ class Update:
                 warn_once(TARGETS, key="uneven targets")
         if (weighed and self.weighs is False) or (unweighed and self.weighs):
             raise MisconfigurationException(
-                '`training_step` returned a "weight" for some micro-batches and none for others: return one with every '
-                "loss, on every rank, or with none."
+                '`training_step` returned a "weight" for some micro-batches only: return one with every loss, on every '
+                "rank, or with none."
             )
         if self.weighs:
             self.factor = self._strategy.divide_gradients(0.0 if self._fit.weights is None else self._fit.weights)
@@ -199,8 +199,8 @@ class Update:
         own = config.gradient_clip_val
         if value is not None and own is not None and value != own:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_val={value!r}) beside Trainer(gradient_clip_val={own!r}): give one of "
-                "the two."
+                f"clip_gradients(gradient_clip_val={value!r}) differs from Trainer(gradient_clip_val={own!r}): set one "
+                "of the two."
             )
         value = own if value is None else value
         algorithm = config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
