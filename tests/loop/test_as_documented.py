@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.loggers import CSVLogger, TensorBoardLogger
 from lockstep.utilities import CombinedLoader
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, quiet
+from tests.loop.pieces import Slope, acting, numbers, quiet
 
 
 def loaders(mode: Any) -> CombinedLoader:
@@ -42,25 +41,16 @@ def test_batches_of_loaders_side_by_side_are_told_for_each(mode: str, batches: i
     assert trainer.num_test_batches == trainer.num_predict_batches == [4, 2]
 
 
-class Seen(Callback):
-    """Notes the epoch that hooks see."""
-
-    def __init__(self) -> None:
-        self.epochs: list[tuple[str, int]] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.epochs.append(("train", trainer.current_epoch))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.epochs.append(("epoch", trainer.current_epoch))
-
-
 def test_a_fit_that_goes_on_behind_an_epoch_begins_with_the_next_one(tmp_path: Path) -> None:
     keeps = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     quiet(max_epochs=2, callbacks=keeps, enable_checkpointing=True).fit(Slope(), numbers(2))
-    seen = Seen()
-    quiet(max_epochs=2, callbacks=seen).fit(Slope(), numbers(2), ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert seen.epochs == [("train", 1), ("epoch", 1)]
+    seen: list[tuple[str, int]] = []
+    module = acting(
+        on_train_start=lambda m: seen.append(("train", m.current_epoch)),
+        on_train_epoch_start=lambda m: seen.append(("epoch", m.current_epoch)),
+    )
+    quiet(max_epochs=2).fit(module, numbers(2), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert seen == [("train", 1), ("epoch", 1)]
 
 
 def test_a_run_that_is_past_its_last_epoch_is_refused(tmp_path: Path) -> None:
@@ -130,15 +120,13 @@ def test_loggers_may_be_set_to_none_or_one(tmp_path: Path) -> None:
 
 
 def test_another_fit_has_received_no_signal() -> None:
-    class Told(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if not self.batches:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().training_step(batch, batch_idx)
+    def strike(module: Any, *_: Any) -> None:
+        if not module.batches:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = quiet(max_epochs=1)
     with pytest.raises(SystemExit):
-        trainer.fit(Told(), numbers(4))
+        trainer.fit(acting(training_step=strike), numbers(4))
     assert trainer.received_sigterm
     trainer.fit(Slope(), numbers(2))
     assert not trainer.received_sigterm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from tests.loop.pieces import Slope, Stream, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Stream, Validated, acting, heard, numbers, on_ranks, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 
@@ -77,25 +76,20 @@ def test_a_module_without_a_step_is_refused_before_processes_are_started(
 
 
 def test_a_save_after_a_fit_whose_set_up_failed_said_that_none_has_no_parameters() -> None:
-    class Fails(Slope):
-        def setup(self, stage: str) -> None:
-            raise ValueError("no data here")
+    def fail(*args: Any) -> None:
+        raise ValueError("no data here")
 
     trainer = quiet(max_epochs=1)
     with pytest.raises(ValueError, match="no data here"):
-        trainer.fit(Fails(), numbers(1))
+        trainer.fit(acting(setup=fail), numbers(1))
     with pytest.raises(MisconfigurationException, match="nothing to save before the first fit has set up its module"):
         trainer.save_checkpoint("x.ckpt")
 
 
 @pytest.mark.parametrize("returned", ["loss", 3.0, {"los": torch.tensor(1.0)}, {"loss": 1.0}])
 def test_a_training_step_that_returns_something_else(returned: Any) -> None:
-    class Odd(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return returned
-
     with pytest.raises(MisconfigurationException, match=r'`training_step` returned \w+: return the loss.*"loss"'):
-        quiet(max_epochs=1).fit(Odd(), numbers(1))
+        quiet(max_epochs=1).fit(acting(training_step=lambda *_: returned), numbers(1))
 
 
 class Returns(Slope):
@@ -159,12 +153,12 @@ def test_an_error_of_a_backward_that_is_not_the_loss_s_stays_itself() -> None:
 @pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
 def test_an_epoch_of_none_is_warned_of_once(flags: dict[str, Any]) -> None:
     module = Returns(lambda loss: None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = quiet(max_epochs=2, **flags).fit(module, numbers(4))
-    said = [str(warning.message) for warning in caught if "training_step" in str(warning.message)]
-    assert said == ["`training_step` returned None: the micro-batch is skipped. If this is not intended, return the loss."]
-    assert (result.epochs, module.w.item()) == (2, 0.0)
+    trainer = quiet(max_epochs=2, **flags)
+    said = heard(lambda: trainer.fit(module, numbers(4)), "training_step")
+    assert said == [
+        "`training_step` returned None: the micro-batch is skipped. If this is not intended, return the loss."
+    ]
+    assert (trainer.current_epoch, module.w.item()) == (2, 0.0)
 
 
 def test_none_for_an_optimizer_that_steers_by_the_loss() -> None:
@@ -180,16 +174,14 @@ def test_none_for_an_optimizer_that_steers_by_the_loss() -> None:
 
 def test_a_monitor_that_was_never_logged(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=r"EarlyStopping\(monitor='los'\).*'loss'"):
-        quiet(max_epochs=1, callbacks=[EarlyStopping("los")]).fit(Logs(), numbers(1))
+        quiet(max_epochs=1, callbacks=[EarlyStopping("los")]).fit(
+            acting(training_step=lambda m, batch, at: m.log("loss", batch.sum())), numbers(1)
+        )
     flags: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, monitor="los")]}
     with pytest.raises(MisconfigurationException, match=r"ModelCheckpoint\(monitor='los'\).*loss"):
-        quiet(max_epochs=1, **flags).fit(Logs(), numbers(1))
-
-
-class Logs(Slope):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", batch.sum())
-        return super().training_step(batch, batch_idx)
+        quiet(max_epochs=1, **flags).fit(
+            acting(training_step=lambda m, batch, at: m.log("loss", batch.sum())), numbers(1)
+        )
 
 
 def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
@@ -215,11 +207,8 @@ def written(tmp_path: Path) -> Path:
 
 
 def resume(path: Path) -> None:
-    class Untouched(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError("work has begun")
-
-    quiet(max_epochs=2).fit(Untouched(), numbers(2), ckpt_path=path)
+    module = acting(training_step=lambda *_: pytest.fail("work has begun"))
+    quiet(max_epochs=2).fit(module, numbers(2), ckpt_path=path)
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
@@ -227,16 +216,11 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         resume(tmp_path / "nowhere.ckpt")
 
 
-def test_a_truncated_checkpoint(written: Path) -> None:
-    written.write_bytes(written.read_bytes()[:-200])
-    with pytest.raises(CorruptCheckpoint, match=r"good.ckpt"):
-        resume(written)
-
-
-def test_a_checkpoint_with_a_flipped_bit(written: Path) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "a flipped bit"])
+def test_a_damaged_checkpoint(written: Path, damage: str) -> None:
     content = bytearray(written.read_bytes())
-    content[len(content) // 2] ^= 4
-    written.write_bytes(content)
+    content[len(content) // 2] ^= 4 if damage == "a flipped bit" else 0
+    written.write_bytes(content[:-200] if damage == "truncated" else content)
     with pytest.raises(CorruptCheckpoint, match=r"good.ckpt"):
         resume(written)
 
@@ -252,13 +236,12 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_back_is_refused_and_the_earlier_file_stays(written: Path) -> None:
-    class Saves(Slope):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["extra"] = {"function": print}
+    def add(module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = {"function": print}
 
     before = written.read_bytes()
     trainer = quiet(max_epochs=1)
-    trainer.fit(Saves(), numbers(1))
+    trainer.fit(acting(on_save_checkpoint=add), numbers(1))
     with pytest.raises(MisconfigurationException, match=r'checkpoint\["extra"\]\["function"\]'):
         trainer.save_checkpoint(written)
     assert written.read_bytes() == before

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.profiler import profile
 
+from lockstep import LightningDataModule, LightningModule
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.ground.types import LRSchedulerConfig
+from lockstep.loop.checks import is_param_in_hook_signature
+from lockstep.loop.hooks import is_overridden
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, quiet
+from tests.loop.pieces import Slope, acting, numbers, quiet
 
 
 class Counts(Callback):
@@ -62,30 +67,26 @@ def test_a_checkpoint_callback_that_setup_adds_saves(tmp_path: Path) -> None:
 def test_callbacks_that_are_changed_between_fits_were_those_of_the_first() -> None:
     first, added, other = Counts(), Counts(), Counts()
     trainer = quiet(max_epochs=1, callbacks=[first])
-    trainer.fit(Slope(), numbers(3))
+
+    def seen() -> tuple[int, int, int]:
+        trainer.fit(Slope(), numbers(3))
+        trainer.fit_loop.max_epochs += 1
+        return first.batches, added.batches, other.batches
+
+    assert seen() == (3, 0, 0)
     trainer.callbacks.append(added)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Slope(), numbers(3))
-    assert (first.batches, added.batches) == (6, 3)
+    assert seen() == (6, 3, 0)
     trainer.callbacks.remove(first)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(Slope(), numbers(3))
-    assert (first.batches, added.batches) == (6, 6)
+    assert seen() == (6, 6, 0)
     trainer.callbacks = [other]
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(Slope(), numbers(3))
-    assert (first.batches, added.batches, other.batches) == (6, 6, 3)
+    assert seen() == (6, 6, 3)
 
 
 def test_a_module_keeps_its_callbacks_beside_those_that_are_added() -> None:
     own, mine, added = Counts(), Counts(), Callback()
 
-    class Brings(Slope):
-        def configure_callbacks(self) -> Any:
-            return [own]
-
     trainer = quiet(max_epochs=1, callbacks=[mine])
-    trainer.fit(Brings(), numbers(2))  # in the place of the Trainer's
+    trainer.fit(acting(configure_callbacks=lambda m: [own]), numbers(2))  # in the place of the Trainer's
     trainer.callbacks.append(added)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Slope(), numbers(2))
@@ -153,3 +154,116 @@ def test_a_call_within_a_fits_epochs_lost_what_the_fit_had_logged(method: str) -
 
     with pytest.raises(MisconfigurationException, match=rf"trainer\.{method}\(\) in a hook of trainer\.fit"):
         quiet(max_epochs=1).fit(Acts("on_train_epoch_end", call), numbers(2))
+
+
+# -- ``zero_grad`` in automatic optimization: lockstep's own is torch's at less cost, and another way is called --
+
+
+class Notes(torch.optim.SGD):
+    """With a way of its own."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+class Steps(Slope):
+    def __init__(self, kind: Any = torch.optim.SGD) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), 0.01)
+
+    def on_before_backward(self, loss: Any) -> None:
+        assert all(parameter.grad is None for parameter in self.parameters())
+
+
+def fit(module: Steps) -> Any:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, numbers(4))
+    return trainer.optimizers[0]
+
+
+def test_an_optimizers_own_zero_grad_is_called() -> None:
+    assert fit(Steps(Notes)).calls == 4
+
+
+def test_a_zero_grad_that_the_user_has_replaced_is_called() -> None:
+    with patch.object(torch.optim.Optimizer, "zero_grad", autospec=True) as of_torch:
+        fit(Slope())  # type: ignore[arg-type]
+    assert of_torch.call_count >= 4
+    replaced: list[Any] = []
+
+    def replace(module: Any) -> None:
+        optimizer = module.trainer.optimizers[0]
+        replaced.append(patch.object(optimizer, "zero_grad", wraps=optimizer.zero_grad).start())
+
+    fit(acting(Steps, on_train_start=replace))
+    assert replaced[0].call_count == 4
+
+
+def test_a_profile_names_it() -> None:
+    with profile() as seen:
+        fit(Steps())
+    assert "Optimizer.zero_grad#SGD.zero_grad" in {event.key for event in seen.key_averages()}
+    assert fit(Steps()) is not None
+
+
+# -- Whether something is overridden, asked as users ask it; the answers are Lightning's -------------------------
+
+
+class Data(LightningDataModule):
+    def setup(self, stage: str) -> None: ...
+
+
+class Calls(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "instance", "parent", "answer"),
+    [
+        ("training_step", Slope(), None, True),
+        ("validation_step", Slope(), None, False),
+        ("on_train_batch_end", Slope(), LightningModule, True),
+        ("setup", Data(), None, True),
+        ("teardown", Data(), None, False),
+        ("on_fit_start", Calls(), None, True),
+        ("on_fit_end", Calls(), None, False),
+        ("training_step", None, None, False),
+    ],
+)
+def test_is_overridden(name: str, instance: Any, parent: Any, answer: bool) -> None:
+    assert is_overridden(name, instance, parent) is answer
+
+
+def test_questions_without_an_answer() -> None:
+    with pytest.raises(ValueError, match="say by `parent=` which class"):
+        is_overridden("anything", object())
+    with pytest.raises(ValueError, match="LightningModule has no such method"):
+        is_overridden("anything", Slope())
+
+
+def one(batch: Any) -> None: ...
+
+
+def two(batch: Any, batch_idx: int) -> None: ...
+
+
+def many(*args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("hook", [one, two, many, Slope().training_step])
+@pytest.mark.parametrize("options", [{}, {"explicit": True}, {"min_args": 2}, {"min_args": 1, "explicit": True}])
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_hook_takes_is_told_as_lightning_tells_it(hook: Any, options: dict[str, Any]) -> None:
+    from tests.aliases.surface import lightning
+
+    if lightning() is None:
+        pytest.skip("lightning is not installed")
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature as theirs
+
+    assert is_param_in_hook_signature(hook, "batch_idx", **options) == theirs(hook, "batch_idx", **options)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, Slope, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -60,13 +60,9 @@ def test_lbfgs_sees_the_whole_window_in_each_of_its_calls() -> None:
 
 
 def test_lbfgs_logs_each_batch_once() -> None:
-    class Counts(Fit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-            return super().training_step(batch, batch_idx)
-
+    log = lambda m, *_: m.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")  # noqa: E731
     trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(Counts(), samples(13, 5))
+    trainer.fit(acting(Fit, training_step=log), samples(13, 5))
     assert trainer.callback_metrics["batches"] == 3
 
 
@@ -258,12 +254,9 @@ def test_a_skipped_update_is_a_step_of_the_fit() -> None:
 
 
 def test_an_optimizer_step_without_its_closure_is_refused() -> None:
-    class Forgets(Slope):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer.step()
-
+    module = acting(optimizer_step=lambda m, epoch, at, optimizer, closure: optimizer.step() or True)
     with pytest.raises(MisconfigurationException, match="optimizer_closure"):
-        quiet(max_epochs=1).fit(Forgets(), numbers(1))
+        quiet(max_epochs=1).fit(module, numbers(1))
 
 
 class PassesOn(torch.optim.SGD):
@@ -384,11 +377,7 @@ def test_a_module_may_do_the_backward_itself(ranks: RankPool) -> None:
 
 
 def test_no_optimizer_leaves_the_weights_alone() -> None:
-    class Frozen(Slope):
-        def configure_optimizers(self) -> None:
-            return None
-
-    module = Frozen()
+    module = type("Frozen", (Slope,), {"configure_optimizers": lambda self: None})()
     with pytest.warns(UserWarning, match="updates no parameters"):
         quiet(max_epochs=1).fit(module, numbers(2))
     assert (len(module.batches), module.w.item()) == (2, 0.0)

@@ -17,17 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep import callbacks as all_callbacks
-from lockstep.callbacks import (
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    Timer,
-    TQDMProgressBar,
-)
+from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from tests.tools.extensions import is_there
@@ -90,16 +80,11 @@ class Keeps(Net):
 
 
 def made(folder: Path, **flags: Any) -> Trainer:
-    callbacks: list[Callback] = [
-        ModelCheckpoint(folder, monitor="val_loss"),
-        EarlyStopping("val_loss", patience=9),
-        LearningRateMonitor(),
-        Timer(),
-        TQDMProgressBar(),
-        DeviceStatsMonitor(),
-        GradientAccumulationScheduler({0: 1}),
-        OnExceptionCheckpoint(folder),
-    ]
+    named = ("DeviceStatsMonitor", "LearningRateMonitor", "Timer", "TQDMProgressBar")
+    callbacks: list[Callback] = [getattr(all_callbacks, name)() for name in named]
+    callbacks += [ModelCheckpoint(folder, monitor="val_loss"), all_callbacks.OnExceptionCheckpoint(folder)]
+    callbacks.append(all_callbacks.EarlyStopping("val_loss", patience=9))
+    callbacks.append(all_callbacks.GradientAccumulationScheduler({0: 1}))
     if is_there("extras"):
         callbacks.append(all_callbacks.StochasticWeightAveraging(1e-2))
     settings = {"accelerator": "cpu", "max_epochs": 2, "logger": CSVLogger(folder), "callbacks": callbacks}

@@ -14,37 +14,19 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
-from lockstep import Callback
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import Cut, Killed, Slope, heard, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 SAMPLES = 20
 
 
-class Ended(Exception):
-    """In the place of a SIGKILL."""
-
-
-class SaveAndEnd(Callback):
-    """Saves at the ``nth`` training batch and ends the run there."""
-
-    def __init__(self, path: Path, nth: int) -> None:
-        self.path, self.left = path, nth
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.left -= 1
-        if not self.left:
-            trainer.save_checkpoint(self.path)
-            raise Ended
-
-
 class Shuffling(Sampler[int]):
-    """A permutation from what ``draw`` shuffles with."""
+    """A permutation by ``made``: here Python's own random numbers."""
 
     def __init__(self) -> None:
-        self.made: Any = None
+        self.made: Any = random
 
     def __len__(self) -> int:
         return SAMPLES
@@ -55,36 +37,25 @@ class Shuffling(Sampler[int]):
         return iter(order)
 
     def shuffle(self, order: list[int]) -> None:
-        raise NotImplementedError
-
-
-class ByPython(Shuffling):
-    def shuffle(self, order: list[int]) -> None:
-        random.shuffle(order)
+        self.made.shuffle(order)
 
 
 class ByNumpy(Shuffling):
-    def shuffle(self, order: list[int]) -> None:
-        np.random.shuffle(order)
+    def __init__(self) -> None:
+        self.made = np.random
 
 
 class ByOwnPython(Shuffling):
     def __init__(self) -> None:
         self.made = random.Random()
 
-    def shuffle(self, order: list[int]) -> None:
-        self.made.shuffle(order)
-
 
 class ByOwnNumpy(Shuffling):
     def __init__(self) -> None:
         self.made = np.random.default_rng()
 
-    def shuffle(self, order: list[int]) -> None:
-        self.made.shuffle(order)
 
-
-class ByOwnRandomState(ByOwnNumpy):
+class ByOwnRandomState(Shuffling):
     def __init__(self) -> None:
         self.made = np.random.RandomState()
 
@@ -153,8 +124,8 @@ def epochs(module: Slope) -> list[list[float]]:
 def in_two(make: Callable[[], Any], path: Path, nth: int = 14, **flags: Any) -> list[list[float]]:
     """What two lives of a run of three epochs drew; the first is cut off after ``nth`` of 30 batches."""
     first, second = Slope(), Slope()
-    with pytest.raises(Ended):
-        quiet(max_epochs=3, callbacks=[SaveAndEnd(path, nth)], **flags).fit(first, make())
+    with pytest.raises(Killed):
+        quiet(max_epochs=3, callbacks=[Cut("on_train_batch_end", nth, path)], **flags).fit(first, make())
     for _ in range(3):
         random.random(), np.random.rand(), torch.rand(1)  # the process is another one
     quiet(max_epochs=3, **flags).fit(second, make(), ckpt_path=path)
@@ -162,7 +133,7 @@ def in_two(make: Callable[[], Any], path: Path, nth: int = 14, **flags: Any) -> 
     return epochs(first)
 
 
-KINDS = (ByPython, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, WithState)
+KINDS = (Shuffling, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, WithState)
 BATCHES = ("samples", "batch sampler", "plain batch sampler")
 
 
@@ -241,8 +212,8 @@ def test_an_order_is_refused_within_a_nest_of_loaders(tmp_path: Path) -> None:
         loaders = {"a": loader(Unseeded(), "samples"), "b": numbers(6, 2)}
         quiet(max_epochs=3, **more.pop("flags", {})).fit(Nested(), loaders, **more)
 
-    with pytest.raises(Ended):
-        run(flags={"callbacks": [SaveAndEnd(tmp_path / "cut.ckpt", 14)]})
+    with pytest.raises(Killed):
+        run(flags={"callbacks": [Cut("on_train_batch_end", 14, tmp_path / "cut.ckpt")]})
     with pytest.raises(MisconfigurationException, match="Unseeded draws another order than it did"):
         run(ckpt_path=tmp_path / "cut.ckpt")
 
@@ -271,8 +242,8 @@ def test_an_order_that_differs_between_ranks_is_refused_by_name(ranks: RankPool,
 
 def play_fewer(path: Path) -> Any:
     module = Slope()
-    flags: dict[str, Any] = {} if path.exists() else {"callbacks": [SaveAndEnd(path, 3)]}
-    with contextlib.suppress(Ended):
+    flags: dict[str, Any] = {} if path.exists() else {"callbacks": [Cut("on_train_batch_end", 3, path)]}
+    with contextlib.suppress(Killed):
         on_ranks(max_epochs=1, **flags).fit(module, loader(ByOwnNumpy(), "samples"))
     return [sample for batch in module.batches for sample in batch]
 
@@ -289,8 +260,8 @@ def test_other_ranks_go_on_with_the_order_of_an_unseeded_generator(ranks: RankPo
 def play_shuffled(path: Path, epoch_end: bool) -> Any:
     """What one life drew, and what it was told of permutations; the first one ends in mid-epoch, or at its end."""
     module, nth = Slope(), SAMPLES // 2 if epoch_end else 3
-    flags: dict[str, Any] = {} if path.exists() else {"callbacks": [SaveAndEnd(path, nth)]}
-    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(Ended):
+    flags: dict[str, Any] = {} if path.exists() else {"callbacks": [Cut("on_train_batch_end", nth, path)]}
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(Killed):
         warnings.simplefilter("always")
         quiet(max_epochs=2, order="torch", devices=max(1, comm.world_size()), **flags).fit(
             module, loader(None, "samples", shuffle=True), ckpt_path=path if path.exists() else None
@@ -326,10 +297,8 @@ class SameStream(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_begins_with_another_sample_after_a_resume_is_said(workers: int, tmp_path: Path) -> None:
     def told(kind: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            in_two(lambda: DataLoader(kind(), batch_size=2, num_workers=workers), tmp_path / "cut.ckpt")
-        return [str(each.message) for each in caught if "does not begin with" in str(each.message)]
+        make = lambda: DataLoader(kind(), batch_size=2, num_workers=workers)  # noqa: E731
+        return heard(lambda: in_two(make, tmp_path / "cut.ckpt"), "does not begin with")
 
     (said,) = told(OtherStream)
     assert "train_dataloader" in said

@@ -9,15 +9,18 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-from lockstep import Callback, Trainer
-from lockstep.callbacks import EarlyStopping
+from lockstep import LightningModule, Trainer
+from lockstep.callbacks import Callback, EarlyStopping
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import forget_warnings
+from lockstep.loop.call import _whereabouts
+from lockstep.loop.step import has_uneven_targets
 from lockstep.testing import BoringModel, RandomDataset
-from tests.loop.pieces import quiet
+from tests.loop.pieces import Slope, Validated, acting, heard, numbers, quiet
 
 
 class NoState:
@@ -42,11 +45,6 @@ class Scheduled(BoringModel):
         return [optimizer], [{"scheduler": self.make(optimizer), **self.entry}]
 
 
-class ClipsByWord(BoringModel):
-    def configure_gradient_clipping(self, optimizer: Any, *settings: Any) -> None:
-        self.clip_gradients(optimizer, "much")  # type: ignore[arg-type]
-
-
 def loader() -> DataLoader[Any]:
     return DataLoader(RandomDataset(32, 4))
 
@@ -58,7 +56,7 @@ def loader() -> DataLoader[Any]:
         lambda: quiet().validate(None, loader()),
         lambda: Trainer(gradient_clip_val="much"),  # type: ignore[arg-type]
         lambda: Trainer(accelerator="cpu", devices=[0, 1]),
-        lambda: quiet(max_steps=1).fit(ClipsByWord(), loader()),
+        lambda: quiet(max_steps=1).fit(clips(gradient_clip_val="much"), loader()),
         lambda: quiet(max_steps=1).fit(Scheduled(NoState), loader()),
         lambda: quiet().fit(BoringModel(), object()),
         lambda: quiet().validate(BoringModel(), object()),
@@ -73,14 +71,10 @@ def test_what_is_of_a_wrong_type_is_a_type_error_too(mistake: Callable[[], Any])
 
 
 def test_a_loader_that_gives_no_batches_is_named() -> None:
-    class Returns(BoringModel):
-        def train_dataloader(self) -> Any:
-            return object()
-
     with pytest.raises(
         MisconfigurationException, match=r"train_dataloader is <object .*> *, an? object, which gives no"
     ):
-        quiet().fit(Returns())
+        quiet().fit(acting(BoringModel, train_dataloader=lambda m: object()))
 
 
 def test_saving_before_there_is_a_module_is_an_attribute_error_too(tmp_path: Path) -> None:
@@ -120,13 +114,11 @@ class TwoLoaders(BoringModel):
 
 
 class StartsWithoutNumber(TwoLoaders):
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        pass
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
 
 
 class EndsWithoutNumber(TwoLoaders):
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        pass
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
 
 
 class TakesAll(TwoLoaders):
@@ -154,15 +146,11 @@ def test_hooks_of_batches_that_cannot_take_the_loaders_number_are_named(module: 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_steps_of_evaluations_that_draw_themselves_are_refused_as_those_of_training(stage: str) -> None:
-    class Draws(BoringModel):
-        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-            next(dataloader_iter)
-
-        test_step = predict_step = validation_step  # type: ignore[assignment]
+    def draws(self: Any, dataloader_iter: Any) -> None: ...
 
     name = {"validate": "validation"}.get(stage, stage)
     with pytest.raises(MisconfigurationException, match=rf"`{name}_step\(dataloader_iter\)` is not supported"):
-        getattr(quiet(), stage)(Draws(), loader())
+        getattr(quiet(), stage)(type("Draws", (BoringModel,), {f"{name}_step": draws})(), loader())
 
 
 def test_a_fit_that_goes_on_without_a_callback_says_whose_state_is_lost(
@@ -183,30 +171,22 @@ def test_a_fit_that_goes_on_without_a_callback_says_whose_state_is_lost(
 
 
 def test_a_name_may_not_end_as_those_of_several_loaders_do() -> None:
-    class Logs(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss/dataloader_idx_0", 1.0)
-            return super().training_step(batch, batch_idx)
-
+    module = acting(BoringModel, training_step=lambda m, *_: m.log("loss/dataloader_idx_0", 1.0))
     with pytest.raises(MisconfigurationException, match=r"'loss/dataloader_idx_0'.*leave it out"):
-        quiet(max_steps=1).fit(Logs(), loader())
+        quiet(max_steps=1).fit(module, loader())
 
 
-class Clips(BoringModel):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.settings = settings
-
-    def configure_gradient_clipping(self, optimizer: Any, *ignored: Any) -> None:
-        self.clip_gradients(optimizer, **self.settings)
+def clips(**settings: Any) -> Any:
+    clip = lambda m, optimizer, *_: m.clip_gradients(optimizer, **settings) or True  # noqa: E731
+    return acting(BoringModel, configure_gradient_clipping=clip)
 
 
 def test_clipping_by_two_bounds_or_an_unknown_way_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=0\.5\) differs.*gradient_clip_val=0\.1"):
-        quiet(max_steps=1, gradient_clip_val=0.1).fit(Clips(gradient_clip_val=0.5), loader())
-    quiet(max_steps=1, gradient_clip_val=0.1).fit(Clips(gradient_clip_val=0.1), loader())
+        quiet(max_steps=1, gradient_clip_val=0.1).fit(clips(gradient_clip_val=0.5), loader())
+    quiet(max_steps=1, gradient_clip_val=0.1).fit(clips(gradient_clip_val=0.1), loader())
     with pytest.raises(MisconfigurationException, match="gradient_clip_algorithm='foo'"):
-        quiet(max_steps=1).fit(Clips(gradient_clip_algorithm="foo"), loader())
+        quiet(max_steps=1).fit(clips(gradient_clip_algorithm="foo"), loader())
 
 
 def test_the_loop_tells_which_batch_runs() -> None:
@@ -251,3 +231,174 @@ def test_an_optimizer_whose_step_is_a_mock_trains_as_it_is(monkeypatch: pytest.M
     trainer.fit(BoringModel(), loader())
     assert steps.call_count == trainer.global_step == 2
     assert repr(trainer.wrapped_optimizers[0]).startswith("LightningSGD (")
+
+
+# -- What would otherwise happen without a word: a sentence each, that names the step or what to write -----------
+
+
+def heard_again(run: Any, *words: str) -> list[str]:
+    forget_warnings()
+    return heard(run, *words)
+
+
+# -- how long a fit is
+
+
+def stops() -> Any:
+    return acting(on_train_epoch_end=lambda m: setattr(m.trainer, "should_stop", True))
+
+
+def test_a_fit_whose_epochs_nobody_chose_says_where_it_ends() -> None:
+    [said] = heard_again(lambda: quiet().fit(stops(), numbers(3)), "max_epochs", "not set")
+    assert "1000 epochs, at step 3000" in said
+    assert "max_epochs=-1" in said
+    for flags in ({"max_epochs": 1000}, {"max_steps": 2}, {"max_time": {"minutes": 1}}, {"fast_dev_run": True}):
+        assert heard_again(lambda flags=flags: quiet(**flags).fit(stops(), numbers(3)), "not set") == []  # type: ignore[misc]
+    assert heard_again(lambda: quiet().predict(acting(forward=lambda m, x: x), numbers(1)), "max_epochs") == []
+
+
+def test_a_resume_beyond_the_limit_says_that_nothing_is_left(tmp_path: Any) -> None:
+    trainer = quiet(max_epochs=3)
+    trainer.fit(Slope(), numbers(2))
+    path = str(tmp_path / "three.ckpt")
+    trainer.save_checkpoint(path)
+
+    def resume(**flags: Any) -> list[str]:
+        return heard_again(lambda: quiet(**flags).fit(Slope(), numbers(2), ckpt_path=path), "nothing left to train")
+
+    [said] = resume(max_epochs=3)
+    assert "after step 6 and 3 epochs" in said
+    assert "max_epochs=3 reached" in said
+    assert path in said
+    assert "max_steps=4 reached" in resume(max_epochs=9, max_steps=4)[0]
+    assert resume(max_epochs=4) == []
+
+
+# -- values that a step returns, as in 2019
+
+
+class Of2019(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "log": {"train_loss": loss}, "progress_bar": {"train_loss": loss}}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"val_loss": batch.mean(), "text": "x"}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"test_loss": 1.0}
+
+
+class LogsLate(Of2019):
+    """Keeps what its step returns by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.values.append(batch.mean())
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", torch.stack(self.values).mean())
+
+
+class Reads(Callback):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def test_returned_values_that_nobody_reads_are_named() -> None:
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=0)
+    [said] = heard_again(lambda: trainer.fit(Of2019(), numbers(3), numbers(2)), "training_step")
+    assert "['log', 'progress_bar']" in said
+    assert "self.log_dict(values)" in said
+    [said] = heard_again(lambda: quiet().validate(Of2019(), numbers(3)), "validation_step")
+    assert "['val_loss']" in said
+    assert "self.log('val_loss', value)" in said
+    assert len(heard_again(lambda: quiet().test(Of2019(), numbers(3)), "self.log('test_loss', value)")) == 1
+    assert heard_again(lambda: quiet().validate(LogsLate(), numbers(3)), "validation_step") == []
+    assert heard_again(lambda: quiet(callbacks=[Reads()]).validate(Of2019(), numbers(3)), "validation_step") == []
+
+
+# -- parts that do not learn as they seem to
+
+
+def test_a_part_in_eval_mode_stayed_in_it_without_a_word() -> None:
+    class Loaded(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout()).eval()  # as transformers gives it
+
+    said = heard_again(lambda: quiet(max_epochs=1).fit(Loaded(), numbers(1)), "eval mode")
+    assert len(said) == 1
+    assert "'body' and 2 more" in said[0]
+    assert not heard_again(lambda: quiet(max_epochs=1).fit(Slope(), numbers(1)), "eval mode")
+
+
+# -- Losses that are means over labels, of which samples have different numbers: a fit says so once --------------
+
+
+PADDED = [[1, 2, 3], [4, -100, -100]]
+MASKED = [[1, -100, 3], [-100, 2, 3]]
+WHOLE = [[1, 2, 3], [4, 5, 6]]
+
+
+class Labels(LightningModule):
+    def __init__(self, weighs: bool = False) -> None:
+        super().__init__()
+        self.words, self.weighs = nn.Embedding(8, 8), weighs
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        labels = batch["labels"]
+        loss = nn.functional.cross_entropy(self.words(labels.clamp(min=0)).flatten(0, 1), labels.flatten())
+        return {"loss": loss, "weight": (labels != -100).sum()} if self.weighs else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weighs", "accumulate", "warns"),
+    [
+        (PADDED, False, 2, True),
+        (PADDED, True, 2, False),
+        (PADDED, False, 1, False),  # one process, one batch a step: there is no other way to cut it
+        (MASKED, False, 2, False),
+        (WHOLE, False, 2, False),
+    ],
+)
+def test_a_mean_over_labels_that_is_not_weighed_by_them_is_named(
+    rows: list[list[int]], weighs: bool, accumulate: int, warns: bool
+) -> None:
+    loader: Any = DataLoader([{"labels": torch.tensor(row)} for row in rows * 4], 2)  # type: ignore[arg-type]
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate)
+    assert len(heard(lambda: trainer.fit(Labels(weighs), loader), "labels that are not -100")) == warns
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"labels": torch.tensor([[-100, 2, 3]])}, True),  # the next batch may have another number
+        ({"labels": torch.tensor([1, -100])}, False),  # one a sample
+        ({"labels": torch.tensor([[0.5, -100.0]])}, False),
+        ({"labels": torch.zeros(0, 3, dtype=torch.long)}, False),
+        ({"targets": torch.tensor(PADDED)}, False),
+        (torch.tensor(PADDED), False),
+        (None, False),
+    ],
+)
+def test_which_batches_have_uneven_targets(batch: object, expected: bool) -> None:
+    assert has_uneven_targets(batch) is expected
+
+
+# -- Where a rank is, as those who look for hangs are told -------------------------------------------------------
+
+
+def test_no_batch_is_told_in_set_up_and_in_validation() -> None:
+    told: dict[str, int] = {}
+    note = lambda m, *_: (told.setdefault(*_whereabouts(m.trainer.session)), None)[1]  # noqa: E731
+    module = acting(Validated, setup=note, training_step=note, validation_step=note)
+    quiet(max_epochs=1, num_sanity_val_steps=0).fit(module, numbers(2), numbers(1))
+    assert told == {"setup": -1, "training_step": 0, "validation_step": -1}

@@ -12,7 +12,7 @@ from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.names.former_methods import former_methods
 from lockstep.precision.base import Precision
-from tests.loop.pieces import Slope, numbers, quiet
+from tests.loop.pieces import Slope, acting, numbers, quiet
 
 
 class Evaluated(Slope):
@@ -49,44 +49,25 @@ def test_only_what_the_call_would_need_is_refused() -> None:
 
 
 def test_other_hooks_of_old_are_told_of_once() -> None:
-    class Old(Slope):
-        def training_step_end(self, outputs: Any) -> Any: ...
-
-        def on_epoch_end(self) -> None: ...
-
     told = r"training_step_end \(the end of training_step\), on_epoch_end \(on_train_epoch_end\)"
+    nothing = {name: lambda self, *args: None for name in ("training_step_end", "on_epoch_end")}
     with pytest.warns(UserWarning, match=told):
-        quiet(max_epochs=1).fit(Old(), numbers(1))
+        quiet(max_epochs=1).fit(type("Old", (Slope,), nothing)(), numbers(1))
 
 
 def test_the_old_name_of_configure_model_is_called_before_it() -> None:
-    class Old(Slope):
-        calls: list[str] = []
-
-        def configure_sharded_model(self) -> None:
-            self.calls.append("sharded")
-
-        def setup(self, stage: str) -> None:
-            self.calls.append("setup")
-
-        def configure_optimizers(self) -> Any:
-            self.calls.append("optimizers")
-            return super().configure_optimizers()
-
-    module = Old()
+    calls: list[str] = []
+    names = ("configure_sharded_model", "setup", "configure_optimizers")
+    module = acting(**{name: lambda *args, name=name: calls.append(name) for name in names})
     with pytest.warns(DeprecationWarning, match="rename it to configure_model"):
         quiet(max_epochs=1).fit(module, numbers(1))
-    assert module.calls == ["setup", "sharded", "optimizers"]
+    assert calls == ["setup", "configure_sharded_model", "configure_optimizers"]
 
 
 def test_both_names_of_configure_model_are_refused() -> None:
-    class Both(Slope):
-        def configure_sharded_model(self) -> None: ...
-
-        def configure_model(self) -> None: ...
-
+    module = acting(configure_sharded_model=lambda m: None, configure_model=lambda m: None)
     with pytest.raises(MisconfigurationException, match="configure_model and configure_sharded_model"):
-        quiet(max_epochs=1).fit(Both(), numbers(1))
+        quiet(max_epochs=1).fit(module, numbers(1))
 
 
 def ended_by(method: str, base: type) -> Any:
@@ -141,7 +122,9 @@ def test_overrides_that_are_called_are_not_refused() -> None:
 def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
     own = ended_by(name, Slope if of == "module" else Callback)
     module, callbacks = (own, []) if of == "module" else (Slope(), [own])
-    with pytest.warns(UserWarning, match=rf"Own\.{name} is not a hook, so the Trainer does not call it: did you mean {meant}\?"):
+    with pytest.warns(
+        UserWarning, match=rf"Own\.{name} is not a hook, so the Trainer does not call it: did you mean {meant}\?"
+    ):
         quiet(max_epochs=1, callbacks=callbacks).fit(module, numbers(1))
 
 
@@ -153,9 +136,4 @@ def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
 
 @pytest.mark.filterwarnings("error:.*is not a hook")
 def test_methods_of_the_users_own_are_not_told() -> None:
-    class Own(Slope):
-        def on_reward(self) -> None: ...
-
-        def on_click(self) -> None: ...
-
-    quiet(max_epochs=1).fit(Own(), numbers(1))
+    quiet(max_epochs=1).fit(acting(on_reward=lambda m: None, on_click=lambda m: None), numbers(1))

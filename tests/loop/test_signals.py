@@ -108,17 +108,9 @@ trainer = quiet(max_epochs=2, callbacks=[Kill()], default_root_dir=os.getcwd())
 trainer.fit(module, numbers(6))
 print("fitted", trainer.global_step, module.w.item())
 """
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+TASK = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train.sh", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
+TASK |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+TASK |= dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"), "1")
 
 
 def run(
