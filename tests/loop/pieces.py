@@ -134,6 +134,7 @@ def acting(base: type = Slope, **acts: Callable[..., Any]) -> Any:
             found = act(self, *args)
             return inherited(self, *args) if found is None else found
 
+        run.__name__ = name  # which profilers report
         return run
 
     return type("Acting", (base,), {name: hook(name, act) for name, act in acts.items()})()

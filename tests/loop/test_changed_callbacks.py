@@ -241,7 +241,7 @@ def test_is_overridden(name: str, instance: Any, parent: Any, answer: bool) -> N
 
 
 def test_questions_without_an_answer() -> None:
-    with pytest.raises(ValueError, match="say by `parent=` which class"):
+    with pytest.raises(ValueError, match="pass its base class as `parent=`"):
         is_overridden("anything", object())
     with pytest.raises(ValueError, match="LightningModule has no such method"):
         is_overridden("anything", Slope())

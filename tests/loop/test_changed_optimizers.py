@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 WAYS = ["trainer.optimizers", "strategy.optimizers", "an item"]
@@ -105,16 +105,7 @@ def test_lightning_takes_them_too(lightning: Any, tmp_path: Any) -> None:
     torch.manual_seed(1)
     module.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     module.way, module.when, module.grows, module.changed = WAYS[0], WHEN[0], True, False
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = lightning.Trainer(**QUIET, max_epochs=3, precision="64-true", default_root_dir=tmp_path)
     trainer.fit(module, loader(1))
     ours = changed(WAYS[0], WHEN[0], False, grows=True)
     torch.testing.assert_close([p.detach() for p in module.parameters()], ours, rtol=0, atol=1e-12)
@@ -153,23 +144,17 @@ def test_what_cannot_be_replaced_is_refused_by_name(ranks: RankPool) -> None:
         quiet(max_epochs=2).fit(Searches(WAYS[0], WHEN[0]), loader(1))
 
 
-class ByFlag(Slope):
+def by_flag(foreach: bool | None) -> Any:
     """Its optimizer says how parameters are updated, or leaves that to torch."""
-
-    def __init__(self, foreach: bool | None) -> None:
-        super().__init__()
-        self.foreach = foreach
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.1, foreach=self.foreach)
+    return acting(configure_optimizers=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, foreach=foreach))
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, False), (None, True), (False, None)])
 def test_how_torch_updates_parameters_may_be_chosen_between_two_runs(before: Any, after: Any, tmp_path: Any) -> None:
     """A checkpoint where torch had chosen was taken for a malformed one: so was each of `fsdp` on a device."""
     trainer = quiet(max_steps=1)
-    trainer.fit(ByFlag(before), numbers(4))
+    trainer.fit(by_flag(before), numbers(4))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     resumed = quiet(max_steps=2)
-    resumed.fit(ByFlag(after), numbers(4), ckpt_path=tmp_path / "one.ckpt")
+    resumed.fit(by_flag(after), numbers(4), ckpt_path=tmp_path / "one.ckpt")
     assert resumed.global_step == 2

@@ -230,13 +230,12 @@ def test_a_module_may_step_the_optimizer_itself() -> None:
     assert module.w.item() == pytest.approx(-(0.1 * 1.5 + 0.2 * 3.5 + 0.3 * 4.0), rel=1e-5)
 
 
-def warm() -> tuple[list[float], float]:
-    module = Warms()
-    on_ranks(max_epochs=1).fit(module, numbers(5))
-    return module.gradients, module.w.item()
-
-
 def test_and_on_ranks_too(ranks: RankPool) -> None:
+    def warm() -> tuple[list[float], float]:
+        module = Warms()
+        on_ranks(max_epochs=1).fit(module, numbers(5))
+        return module.gradients, module.w.item()
+
     expected = pytest.approx(-(0.1 * 1.5 + 0.2 * 3.5 + 0.3 * 5.0))
     assert ranks(2).run(warm) == [([1.5, 3.5, 5.0], expected)] * 2
 
@@ -358,22 +357,15 @@ def test_a_module_may_drop_the_gradients_itself() -> None:
     assert (module.validated, module.gradients) == ([0, 1, 2], [1.0, 3.0, 6.0])
 
 
-class Doubles(Slope):
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward()
-
-
-def double() -> list[float]:
-    module = Doubles()
-    on_ranks(max_epochs=1).fit(module, numbers(4))
+def doubled(start: Any = on_ranks, count: int = 4) -> list[float]:
+    module = acting(backward=lambda m, loss, *_: (2 * loss).backward() or True)
+    start(max_epochs=1).fit(module, numbers(count))
     return module.gradients
 
 
 def test_a_module_may_do_the_backward_itself(ranks: RankPool) -> None:
-    module = Doubles()
-    quiet(max_epochs=1).fit(module, numbers(2))
-    assert module.gradients == [2.0, 4.0]
-    assert ranks(2).run(double) == [[3.0, 7.0]] * 2
+    assert doubled(quiet, 2) == [2.0, 4.0]
+    assert ranks(2).run(doubled) == [[3.0, 7.0]] * 2
 
 
 def test_no_optimizer_leaves_the_weights_alone() -> None:

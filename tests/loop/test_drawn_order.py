@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Cut, Killed, Slope, heard, numbers, on_ranks, quiet
+from tests.loop.pieces import Cut, Killed, Slope, Validated, heard, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 SAMPLES = 20
@@ -219,15 +219,11 @@ def test_an_order_is_refused_within_a_nest_of_loaders(tmp_path: Path) -> None:
 
 
 def play_ranks(kind: type[Shuffling], stage: str) -> str:
-    class Evaluated(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            pass
-
     try:
         if stage == "fit":
             on_ranks(max_epochs=1).fit(Slope(), loader(kind(), "samples"))
         else:
-            on_ranks().validate(Evaluated(), loader(kind(), "samples"), verbose=False)
+            on_ranks().validate(Validated(), loader(kind(), "samples"), verbose=False)
     except MisconfigurationException as error:
         return str(error)
     return ""

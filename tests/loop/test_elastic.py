@@ -157,10 +157,10 @@ class Rows:
     """Makes the loader in each rank."""
 
     def __init__(self, length: int, batch_size: int, **options: Any) -> None:
-        self.length, self.batch_size, self.options = length, batch_size, options
+        self.given = {"length": length, "batch_size": batch_size, **options}
 
     def __call__(self) -> DataLoader[Any]:
-        return rows(self.length, self.batch_size, **self.options)
+        return rows(**self.given)
 
 
 def until(step: int, found: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lockstep import LightningModule
 from lockstep import callbacks as all_callbacks
 from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lockstep.strategies import DDPStrategy
-from tests.loop.pieces import Recorder, Slope, Stream, acting, heard, numbers, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, Stream, Validated, acting, heard, numbers, on_ranks, quiet
 from tests.tools.extensions import is_there
 from tests.tools.hooked import hooked
 from tests.tools.pool import RankPool
@@ -240,14 +240,14 @@ class Updates(Slope):
         self.log("loss", batch.mean(), sync_dist=True)
         return super().training_step(batch, batch_idx)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.updates["zero_grad"] += 1
+    def on_before_zero_grad(self, optimizer: Any, what: str = "zero_grad") -> None:
+        self.updates[what] += 1
 
     def on_after_backward(self) -> None:
-        self.updates["after backward"] += 1
+        self.on_before_zero_grad(None, "after backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.updates["step"] += 1
+        self.on_before_zero_grad(None, "step")
 
 
 def update(folder: str, saver: Callable[..., Any]) -> dict[str, Any]:
@@ -418,28 +418,23 @@ def test_a_padding_batch_leaves_no_trace_in_the_module(ranks: RankPool) -> None:
 # -- evaluation: shares differ by one sample at most, and nobody is given another's
 
 
-class Evaluates(Slope):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
+def evaluate(stream: bool) -> dict[str, int]:
+    seen: Counter[str] = Counter()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen["validation"] += len(batch)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["end"] += len(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen["predict"] += len(batch)
+    def see(name: str, batch: Any) -> Any:
+        seen[name] += len(batch)
         return batch
 
-
-def evaluate(stream: bool) -> dict[str, int]:
-    module = Evaluates()
+    module = acting(
+        Validated,
+        validation_step=lambda m, batch, at: see("validation", batch),
+        on_validation_batch_end=lambda m, outputs, batch, at: see("end", batch),
+        predict_step=lambda m, batch, at: see("predict", batch),
+    )
     data = DataLoader(Stream(SAMPLES), batch_size=2) if stream else numbers(SAMPLES, 2)
     on_ranks().validate(module, data, verbose=False)
     on_ranks().predict(module, data)
-    return dict(module.seen)
+    return dict(seen)
 
 
 @pytest.mark.parametrize("stream", [False, True])

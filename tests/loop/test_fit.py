@@ -130,13 +130,12 @@ def test_the_epoch_counts_what_is_finished() -> None:
 
 
 def test_several_loaders_come_as_the_nest_that_they_were_given_in() -> None:
-    class Sees(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append({name: part.tolist() for name, part in batch.items()})
-            return self.w * batch["long"].mean()
+    def see(module: Any, batch: Any, at: int) -> Any:
+        seen.append({name: part.tolist() for name, part in batch.items()})
+        return module.w * batch["long"].mean()
 
     seen: list[Any] = []
-    quiet(max_epochs=1).fit(Sees(), {"long": numbers(3), "short": numbers(2)})
+    quiet(max_epochs=1).fit(acting(training_step=see), {"long": numbers(3), "short": numbers(2)})
     assert seen == [{"long": [1.0], "short": [1.0]}, {"long": [2.0], "short": [2.0]}, {"long": [3.0], "short": [1.0]}]
 
 
@@ -197,41 +196,33 @@ class Named(Tensor):
 
 
 class LossOfAnotherClass(Slope):
-    def __init__(self) -> None:
-        super().__init__(lr=0.1)
-        self.shown: list[Any] = []
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss.as_subclass(Named))
-        return loss.as_subclass(Named)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.shown.append(outputs)
+        loss = super().training_step(batch, batch_idx).as_subclass(Named)
+        self.log("loss", loss)
+        return loss
 
 
 def test_a_loss_may_be_of_a_class_derived_from_tensor() -> None:
     """`on_train_batch_end` was to see it, and it was taken for a dict."""
-    plain, module = Slope(lr=0.1), LossOfAnotherClass()
+    shown: list[Any] = []
+    plain, module = Slope(), acting(LossOfAnotherClass, on_train_batch_end=lambda m, outputs, *_: shown.append(outputs))
     for each in (plain, module):
+        each.lr = 0.1
         trainer = quiet(max_epochs=2)
         trainer.fit(each, numbers(4))
     assert module.w.item() == plain.w.item()
-    assert [type(output["loss"]) for output in module.shown] == [Named] * 8
-    assert trainer.callback_metrics["loss"].item() == module.shown[-1]["loss"].item()
+    assert [type(output["loss"]) for output in shown] == [Named] * 8
+    assert trainer.callback_metrics["loss"].item() == shown[-1]["loss"].item()
 
 
 def test_a_step_returns_any_mapping() -> None:
     class Mapped(Slope):
-        shown: Any = None
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return UserDict(loss=super().training_step(batch, batch_idx), more=batch)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.shown = outputs
-
-    module = Mapped(lr=0.5)
+    shown: list[Any] = []
+    module = acting(Mapped, on_train_batch_end=lambda m, outputs, *_: shown.append(outputs))
+    module.lr = 0.5
     quiet(max_epochs=1).fit(module, numbers(2))
     assert module.w == -1.5
-    assert module.shown == {"loss": -1.0, "more": 2.0}
+    assert shown[-1] == {"loss": -1.0, "more": 2.0}

@@ -189,15 +189,6 @@ def alike(one: float, other: float) -> bool:
     return (one != one and other != other) or (one == other and math.copysign(1, one) == math.copysign(1, other))
 
 
-@pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
-def test_the_extreme_of_two_numbers(op: str, values: list[float], expected: float) -> None:
-    for order in (values, values[::-1]):
-        found = order[0]
-        for value in order[1:]:
-            found = extreme(op, found, value)
-        assert alike(found, expected)
-
-
 PARTS = [*itertools.product([0.1, -0.0, 0.0, NAN, INF, -INF, 1e16, 1 / 3], [0.0, 1.0, 3.0], [4.0, 5.0])]
 
 

@@ -18,7 +18,7 @@ from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.numbers import not_finite
 from lockstep.ground.rank import forget_warnings
 from lockstep.strategies import FSDPStrategy
-from tests.loop.pieces import heard, quiet
+from tests.loop.pieces import acting, heard, quiet
 from tests.tools.average import MovingAverage
 from tests.tools.pool import RankPool
 
@@ -213,10 +213,7 @@ def test_ignore_goes_on_and_saves_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_exception_is_not_written_either(tmp_path: Path) -> None:
-    keepers = [
-        each_step(tmp_path / "steps", save_on_exception=True),
-        OnExceptionCheckpoint(str(tmp_path), "failed"),
-    ]
+    keepers = [each_step(tmp_path / "steps", save_on_exception=True), OnExceptionCheckpoint(str(tmp_path), "failed")]
     with pytest.raises(NonFiniteError, match="layer"):
         quiet(max_epochs=1, enable_checkpointing=True, callbacks=keepers).fit(Net("nan"), samples())
     assert healthy(tmp_path / "steps") == ["epoch=0-step=3.ckpt", "last.ckpt"]
@@ -275,23 +272,17 @@ def test_16_mixed_leaves_the_step_out_by_itself() -> None:
 
 
 def test_skip_is_refused_where_no_update_can_be_left_out() -> None:
-    class Searches(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
+    module = acting(Net, configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters()))
     with pytest.raises(MisconfigurationException, match=r"non_finite=.skip.*LBFGS"):
-        quiet(max_epochs=1, non_finite="skip").fit(Searches(), samples())
+        quiet(max_epochs=1, non_finite="skip").fit(module, samples())
 
 
 def test_a_monitored_nan_is_not_better_than_a_number(tmp_path: Path) -> None:
+    log = lambda m: m.log("score", [1.0, torch.nan, 1.0][m.current_epoch])  # noqa: E731
     for mode in ("min", "max"):
-
-        class Scored(Net):
-            def on_train_epoch_end(self) -> None:
-                self.log("score", [1.0, torch.nan, 1.0][self.current_epoch])
-
         keeper = ModelCheckpoint(tmp_path / mode, monitor="score", mode=mode)
-        quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeper]).fit(Scored(), samples())
+        trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeper])
+        trainer.fit(acting(Net, on_train_epoch_end=log), samples())
         assert Path(keeper.best_model_path).name == "epoch=0-step=12.ckpt"
 
 
@@ -375,13 +366,8 @@ class Chain(LightningModule):
 
 
 def fitted_by_engine(folder: Path, bad: str, strategy: str) -> str:
-    trainer = quiet(
-        devices=torch.distributed.get_world_size(),
-        max_epochs=1,
-        strategy=strategy,
-        enable_checkpointing=True,
-        callbacks=[each_step(folder)],
-    )
+    flags: dict[str, Any] = {"devices": torch.distributed.get_world_size(), "strategy": strategy, "max_epochs": 1}
+    trainer = quiet(**flags, enable_checkpointing=True, callbacks=[each_step(folder)])
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
     with pytest.raises(NonFiniteError) as error:
         trainer.fit(Chain(bad), DataLoader(TensorDataset(inputs), 1))

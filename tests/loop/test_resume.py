@@ -20,7 +20,6 @@ from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.strategies import ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Cut, Killed, Recorder, SaveAt, Slope, acting, numbers, on_ranks, quiet
-from tests.tools.average import MovingAverage
 from tests.tools.pool import RankPool
 
 
@@ -246,24 +245,6 @@ def test_what_is_frozen_behind_a_fit_is_trained_by_one_that_goes_on(tmp_path: Pa
     module, trainer = Net(), quiet(max_epochs=2)
     trainer.fit(module, *data(), ckpt_path=tmp_path / "end.ckpt")
     assert {name: value.tolist() for name, value in module.state_dict().items()} == expected["weights"]
-
-
-def test_a_resume_keeps_early_stopping_and_averaged_weights(tmp_path: Path) -> None:
-    def flags() -> dict[str, Any]:
-        stops = EarlyStopping("val", patience=3, min_delta=1e9)
-        return {"max_epochs": 9, "callbacks": [stops, MovingAverage(0.9)]}
-
-    torch.manual_seed(1)
-    module, trainer = Net(), quiet(**flags())
-    expected = facts(module, trainer, trainer.fit(module, *data()))
-    torch.manual_seed(1)
-    given = flags()
-    given["callbacks"].append(Cut("on_train_batch_end", 9, tmp_path / "cut.ckpt"))
-    with pytest.raises(Killed):
-        quiet(**given).fit(Net(), *data())
-    module, trainer = Net(), quiet(**flags())
-    assert facts(module, trainer, trainer.fit(module, *data(), ckpt_path=tmp_path / "cut.ckpt")) == expected
-    assert expected["result"][0] == 4
 
 
 @pytest.mark.parametrize(

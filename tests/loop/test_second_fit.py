@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -127,15 +127,12 @@ def test_a_second_fit_that_was_stopped_reported_the_reason_of_the_first() -> Non
 
 
 def test_a_second_fit_validates_on_its_own_loaders() -> None:
-    class Sees(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append(batch.item())
-
     seen: list[float] = []
+    module = acting(Validated, validation_step=lambda m, batch, at: seen.append(batch.item()))
     trainer = quiet(max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(Sees(), numbers(1), numbers(2))
+    trainer.fit(module, numbers(1), numbers(2))
     trainer.max_epochs = 2
-    trainer.fit(Sees(), numbers(1), numbers(3))
+    trainer.fit(module, numbers(1), numbers(3))
     assert seen == [1.0, 2.0, 1.0, 2.0, 3.0]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.strategies import DDPStrategy
 from lockstep.utilities import CombinedLoader
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, Stream, acting, heard, numbers, on_ranks, quiet
@@ -233,66 +232,6 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
 
 
 # -- empty shares ------------------------------------------------------------------------------------------
-
-
-class Remembers(Slope):
-    """Has everything that a borrowed sample could leave a trace in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics import MeanMetric
-
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-        self.metric = MeanMetric()
-        self.draws: list[bool] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before = torch.random.get_rng_state()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.draws.append(not torch.equal(self.before, torch.random.get_rng_state()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen += batch.sum()
-        self.metric(batch.mean())
-        torch.rand(1)
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
-        self.log("mean", batch.mean(), on_step=False, on_epoch=True)
-        self.log("sum", batch.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
-        return (self.w * batch).mean()
-
-    def on_train_epoch_end(self) -> None:
-        self.log("each rank counts once", float(self.global_rank))
-
-
-def borrow(samples: int) -> dict[str, Any]:
-    module = Remembers()
-    # rank 0's buffers would come to all ranks
-    trainer = quiet(strategy=DDPStrategy(broadcast_buffers=False), devices=2, max_epochs=1)
-    trainer.fit(module, numbers(samples))
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return {"gradients": module.gradients, "seen": module.seen.item(), "metrics": metrics, "draws": module.draws}
-
-
-def test_a_borrowed_sample_leaves_no_trace(ranks: RankPool) -> None:
-    """3 samples on 2 ranks: rank 1 has none for the second window."""
-    zero, one = ranks(2).run(borrow, 3)
-    assert zero["gradients"] == one["gradients"] == [1.5, 3.0]
-    assert (zero["seen"], one["seen"]) == (4.0, 2.0)
-    assert (zero["draws"], one["draws"]) == ([True, True], [True])
-    for found in (zero["metrics"], one["metrics"]):
-        assert found["mean"] == pytest.approx(2.0)
-        assert found["sum"] == pytest.approx(6.0)
-        assert found["metric_epoch"] == pytest.approx(2.0)
-        assert found["each rank counts once"] == 0.5
-
-
-def test_a_rank_that_only_borrows_has_its_metrics_too(ranks: RankPool) -> None:
-    """It had not logged the metric, and the others were told that it is missing there."""
-    for found in ranks(2).run(borrow, 1):
-        assert found["gradients"] == [1.0]
-        assert found["metrics"]["metric_epoch"] == 1.0
-        assert found["metrics"]["mean"] == 1.0
 
 
 def uneven(stream: bool) -> list[float]:

@@ -230,7 +230,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
         ends.callback(instrument(session).conclude)
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
-    take_up_changes(session)
+    take_up_changes(session)  # `setup` may add callbacks
     strategy.barrier("after setup")
     _configure_model(session)
     if session.config.compile is not None:
@@ -290,7 +290,7 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
     """Return what the module's ``configure_optimizers`` returns, as lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-    with whole_shapes(module):  # users choose groups by shapes, of which a sharded parameter shows a part
+    with whole_shapes(module):  # users choose groups by shapes; a sharded parameter shows its part only
         returned = session.hooks.own("configure_optimizers")
     return parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
 
@@ -418,7 +418,7 @@ def take_up_changes(session: Session) -> None:
         check_callbacks("trainer.callbacks", session.callbacks)
         if session.watched is not None:
             _give_logs(session.callbacks, session.module, session.watched)
-    session.hooks.look_again(in_order(session.callbacks))
+    session.hooks.rebind(in_order(session.callbacks))
 
 
 def _configure_model(session: Session) -> None:

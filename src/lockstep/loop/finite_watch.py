@@ -28,7 +28,7 @@ IN_CHECKPOINT = ("state_dict", "current_model_state", "optimizer_states")
 
 
 class WatchedRun(Protocol):
-    """What `FiniteWatch` needs of a session."""
+    """Interface of a session for `FiniteWatch`."""
 
     config: RunConfig
     strategy: Strategy
@@ -245,7 +245,7 @@ class FiniteWatch:
         """
         session = self._session
         assert session is not None
-        self.read()
+        self.read()  # losses that wait on the device may hold the first cause
         first, broken = self._gathered(not_finite(self._to_search(self.at_start)))
         self._first, self.has_found = None, False
         if session.world_size > 1:

@@ -180,7 +180,7 @@ class FitLoop(FitNames):
         session, before = self.session, self.session.fit
         # the counting of batches stays: a second fit of a resumed run cuts batches as the run did
         session.fit = FitState(
-            before.progress.go_on(), given=before.given, resume=Resume(batches=before.resume.batches)
+            before.progress.for_next_fit(), given=before.given, resume=Resume(batches=before.resume.batches)
         )
         self.validation.feed = before.resume.batches.saved = None
         session.should_stop = session.received_sigterm = self.begun = self.in_train_start = False
@@ -383,7 +383,7 @@ class FitLoop(FitNames):
         feed.begin(progress.epoch, progress.batch, accumulate)
         self.ending.start_epoch()
         session.results.enter("training_step")  # so that a step only sets the table
-        whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
+        whole = progress.phase != EPOCH_START and self._continue_after_batch(accumulate)
         self.ending.act_on_signals()
         windows = iter(()) if whole or self.ending.in_epoch() else feed.windows(accumulate)
         session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
@@ -442,12 +442,12 @@ class FitLoop(FitNames):
             self.ending.had_no_batches = not whole and not progress.batch
         self._end_epoch(whole, feed)
 
-    def _go_on_after_batch(self, accumulate: int) -> bool:
+    def _continue_after_batch(self, accumulate: int) -> bool:
         """Do what was due after the batch of the checkpoint; return True if it was the epoch's last one."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
-        self.step.go_on_after(progress.batch, accumulate)
+        self.step.continue_after(progress.batch, accumulate)
         if progress.phase == BATCH_END and self.validates and self._validation_due(at_end):
             self._validate(at_end)
         if at_end and progress.phase != WINDOW_END:

@@ -75,6 +75,7 @@ class FitNames:
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` query objects that have no attributes yet
         if name.startswith("__") or "session" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise no_inner_part(f"trainer.fit_loop.{name}")

@@ -70,6 +70,7 @@ Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
 def is_replaced(name: str, instance: object, base: type) -> bool:
     """Return True if ``instance``, by its class or itself, has another ``name`` than ``base``, so it must be called."""
     found = getattr(instance, name, None)
+    # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
 
 
@@ -93,7 +94,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((k for k in (LightningModule, LightningDataModule, Callback) if isinstance(instance, k)), None)
     if parent is None:
         raise ValueError(
-            f"is_overridden({method_name!r}, {type(instance).__name__}): say by `parent=` which class is its base."
+            f"is_overridden({method_name!r}, {type(instance).__name__}): pass its base class as `parent=`."
         )
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}, ...): {parent.__name__} has no such method.")
@@ -144,11 +145,11 @@ class Hooks:
     Attributes:
         epoch_end_monitors: methods of callbacks that read metrics: their ``on_train_epoch_end`` runs last, after the
             module has logged there.
-        looked_again: called after hooks that users have changed were bound again.
+        on_rebound: called after hooks that users have changed were bound again.
     """
 
     on_train_epoch_end: Bound | None
-    looked_again: Callable[[], None] | None
+    on_rebound: Callable[[], None] | None
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Bound | None: ...
@@ -158,15 +159,15 @@ class Hooks:
     ) -> None:
         self.module, self.results = module, results
         self._trainer = trainer
-        self.looked_again = None
+        self.on_rebound = None
         self._bind(callbacks)
 
-    def look_again(self, callbacks: Sequence[Callback]) -> None:
+    def rebind(self, callbacks: Sequence[Callback]) -> None:
         """Bind again if users have changed the Trainer's callbacks, or hooks on the module itself."""
         if [*map(id, callbacks)] != [*map(id, self._callbacks)] or self._given_hooks() != self._given:
             self._bind(callbacks)
-            if self.looked_again is not None:
-                self.looked_again()
+            if self.on_rebound is not None:
+                self.on_rebound()
 
     def _given_hooks(self) -> dict[str, Any]:
         """Return the hooks that are attributes of the module itself, not of its class."""

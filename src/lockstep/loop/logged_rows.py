@@ -167,7 +167,7 @@ def extreme(op: str, one: Any, other: Any) -> Any:
     if isinstance(other, Tensor):
         pick = torch.minimum if op == "min" else torch.maximum
         return pick(torch.as_tensor(one, dtype=other.dtype, device=other.device), other)
-    if one != one or other != other:
+    if one != one or other != other:  # NaN is unequal to itself
         return math.nan
     if one == other:
         first = math.copysign(1.0, one) < math.copysign(1.0, other)

@@ -24,6 +24,7 @@ def memory_of(session: Session) -> MemoryUse:
         MisconfigurationException: no call of the Trainer has set up a module.
     """
     strategy = session.strategy
+    # a fit's buckets are released at its end, so a count after it would miss them
     if session.state.stage is None and session.used is not None:
         return session.used
     if strategy.module is None:

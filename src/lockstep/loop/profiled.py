@@ -77,7 +77,7 @@ class Instruments:
 
         self._replace(session.hooks, "own", timed_own_hook)
         # hooks that are bound again, after a change by users, are not timed yet
-        self._replace(session.hooks, "looked_again", lambda: self._time_hooks(session.hooks))
+        self._replace(session.hooks, "on_rebound", lambda: self._time_hooks(session.hooks))
         self._time_strategy(session.strategy)
         self._time_fit(trainer)
         self._time_data(session)

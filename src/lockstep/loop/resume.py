@@ -1,4 +1,4 @@
-"""What a fit continues from besides weights and optimizers, so that a resumed run ends in the same bits.
+"""State that a fit continues from besides weights and optimizers, so that a resumed run ends in the same bits.
 
 A checkpoint can be saved between any two micro-batches, in a validation, or by a rank that failed alone. A resume
 continues at the same place, with the same ranks or with others. `Resume` holds what that takes while a fit runs;

@@ -34,7 +34,7 @@ class Schedulers:
     def use(self, configs: list[LRSchedulerConfig]) -> None:
         """Use these schedulers from now on."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
-        if self._session.module.automatic_optimization:
+        if self._session.module.automatic_optimization:  # otherwise the user steps them
             for config in configs:
                 of[config.interval, bool(config.reduce_on_plateau)].append(config)
         self.by_step, self._by_epoch = of["step", False], of["epoch", False]

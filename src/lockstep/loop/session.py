@@ -272,7 +272,7 @@ class Session:
 
     def branch(self, **changes: object) -> Session:
         """Make another session with the parts of this one, some replaced."""
-        made = object.__new__(Session)
+        made = object.__new__(Session)  # `__init__` would reset the second half
         vars(made).update(vars(self), **changes)
         return made
 
@@ -296,6 +296,7 @@ class Session:
 
     def keep_callbacks(self) -> None:
         """Adopt the user's changes of the list of callbacks, before a call: they are the Trainer's from now on."""
+        # by identity, since a user's callback may define `__eq__`
         shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
         if shown == now:
             return

@@ -178,6 +178,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
 
 def session_here(session: Session) -> Session:
     """Return a session of one process with the returned weights, for checkpoints saved after the call."""
+    # the ranks have ended, and with them the process group of the call's strategy
     strategy, io = SingleDeviceStrategy(), session.strategy.checkpoint_io
     strategy.connect(World.single(), torch.device("cpu"), session.strategy.precision)
     strategy.module, session.module.trainer = session.module, session.trainer

@@ -161,7 +161,7 @@ def _begun(session: Session, progress: Progress) -> int:
     """Return the number of finished batches of the current window."""
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
-        return 0
+        return 0  # at the end of an epoch, or before it has loaders
     return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
 
 
@@ -454,7 +454,7 @@ def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
     absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
     if checkpoint is not None and module.strict_loading:
         call = f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r})"
-        with taking(session.ckpt_path, "what it says of its base"):
+        with taking(session.ckpt_path, "its record of frozen weights"):
             frozen.check(checkpoint, module, session.strategy.named_parameters(), call)
     whole = checkpoint is not None and absent is None
     if session.fitting and not whole:  # otherwise `restore_model` has recorded it

@@ -37,7 +37,7 @@ def taking(path: object, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MisconfigurationException, CorruptCheckpoint, RankFailed):
+    except (MisconfigurationException, CorruptCheckpoint, RankFailed):  # they name what is wrong
         raise
     except Exception as error:
         raise CorruptCheckpoint(

@@ -127,7 +127,7 @@ class Step:
         """
         raise NotImplementedError
 
-    def go_on_after(self, batch: int, accumulate: int) -> None:
+    def continue_after(self, batch: int, accumulate: int) -> None:
         """Prepare for a resumed run that continues after this micro-batch."""
 
     def take_step(self) -> None:
@@ -647,7 +647,7 @@ class Ahead(Step):
         losses[number] = loss.detach().clone() if number not in losses else losses[number] + loss.detach()
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def go_on_after(self, batch: int, accumulate: int) -> None:
+    def continue_after(self, batch: int, accumulate: int) -> None:
         """Set :attr:`at_once` for a resumed run that continues after this micro-batch."""
         self.at_once = (batch - 1) % accumulate + 1
 
