@@ -147,15 +147,11 @@ class Moody(Judged):
         self.frozen.eval()
         self.modes: list[Any] = []
 
-    def note(self) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         self.modes.append((self.training, self.frozen.training, self.free.training, torch.is_grad_enabled()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note()
-        return super().training_step(batch, batch_idx)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.note()
+        self.on_train_batch_start()
         assert torch.is_inference_mode_enabled() is self.expected
 
 
@@ -258,15 +254,14 @@ def test_workers_that_persist_end_with_the_call() -> None:
     """They were kept after validate, test and predict; the guard against leaks tells."""
     data = TensorDataset(torch.arange(4.0))
     loader = DataLoader(data, num_workers=1, persistent_workers=True)
-    assert len(quiet().predict(type("Echo", (Slope,), {"forward": lambda self, x: x})(), loader)) == 4
+    assert len(quiet().predict(acting(forward=lambda m, x: x), loader)) == 4
 
 
 def test_a_gradient_in_an_evaluation_needs_inference_mode_off() -> None:
-    class Forces(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            with torch.enable_grad():
-                (force,) = torch.autograd.grad((self.w * batch).sum(), self.w)
-            self.log("force", force)
+    def force(module: Any, batch: Any, at: int) -> None:
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad((module.w * batch).sum(), module.w)
+        module.log("force", found)
 
     trainer = quiet(inference_mode=False)
-    assert trainer.validate(Forces(), numbers(3), verbose=False) == [{"force": 2.0}]
+    assert trainer.validate(acting(Validated, validation_step=force), numbers(3), verbose=False) == [{"force": 2.0}]

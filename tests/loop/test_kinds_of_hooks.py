@@ -196,29 +196,15 @@ def test_a_wrapped_hook_of_a_deciding_callback_still_comes_last() -> None:
 def test_setup_is_given_its_stage_by_name_and_as_lightnings_word() -> None:
     seen: list[Any] = []
 
-    class ByName(Slope):
-        def setup(self, *, stage: Any) -> None:
-            seen.append(stage)
+    def by_name(self: Any, *arguments: Any, stage: Any) -> None:
+        seen.append(stage)
 
-        def teardown(self, *, stage: Any) -> None:
-            seen.append(stage)
-
-    class Callbacks(Callback):
-        def setup(self, trainer: Any, pl_module: Any, *, stage: Any) -> None:
-            seen.append(stage)
-
-        def teardown(self, trainer: Any, pl_module: Any, **kwargs: Any) -> None:
-            seen.append(kwargs["stage"])
-
-    class Data(LightningDataModule):
-        def setup(self, *, stage: Any) -> None:
-            seen.append(stage)
-
-        def train_dataloader(self) -> Any:
-            return numbers(1)
-
+    named = {"setup": by_name, "teardown": by_name}
+    module, callback = type("ByName", (Slope,), named)(), type("Callbacks", (Callback,), named)()
+    given = {"setup": by_name, "train_dataloader": lambda self: numbers(1)}
+    data = type("Data", (LightningDataModule,), given)()
     other = LambdaCallback(setup=lambda trainer, module, when: seen.append(when))  # by another name
-    quiet(max_epochs=1, callbacks=[Callbacks(), other]).fit(ByName(), datamodule=Data())
+    quiet(max_epochs=1, callbacks=[callback, other]).fit(module, datamodule=data)
     assert seen == ["fit"] * 6
     assert all(stage is TrainerFn.FITTING and stage.value == "fit" for stage in seen)
 

@@ -77,21 +77,6 @@ def test_a_metric_with_lists_on_a_rank_without_samples_ended_in_an_abort(ranks: 
         assert found == {"judged": 1.0}
 
 
-class Computed(Slope):
-    """Metrics that the user computes, in the module and in a callback."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.auroc = AUROC(task="binary")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.auroc.update(batch / 10, (batch > 1).long())
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("auroc", self.auroc.compute())
-        self.auroc.reset()
-
-
 class Beside(Callback):
     def __init__(self) -> None:
         self.parts = MetricCollection({"cat": CatMetric(), "sum": SumMetric()})
@@ -107,8 +92,13 @@ class Beside(Callback):
 
 
 def computed(samples: int) -> tuple[dict[str, float], list[Any]]:
-    plain, beside = Metric._sync_dist, Beside()
-    found = on_ranks(callbacks=beside).validate(Computed(), numbers(samples), verbose=False)[0]
+    plain, beside, auroc = Metric._sync_dist, Beside(), AUROC(task="binary")
+    module = acting(
+        Validated,
+        validation_step=lambda m, batch, at: auroc.update(batch / 10, (batch > 1).long()),
+        on_validation_epoch_end=lambda m: m.log("auroc", auroc.compute()),
+    )
+    found = on_ranks(callbacks=beside).validate(module, numbers(samples), verbose=False)[0]
     assert Metric._sync_dist is plain
     return found, beside.found
 
@@ -238,24 +228,17 @@ def test_rows_say_where_ranks_differ_however_many_there_are() -> None:
     assert rows.ranks_differ(comm._by_tree(rows.make(5, False, [(1.0, 1.0, 0.0)] * 5)[None], rows.combine))
 
 
-class Extremes(Slope):
-    def __init__(self, values: list[float], on_tensors: bool) -> None:
-        super().__init__()
-        self.values, self.on_tensors = values, on_tensors
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        value = self.values[int(batch.item()) - 1]
-        for op in ("min", "max"):
-            logged: Any = torch.tensor(value, dtype=torch.float64) if self.on_tensors else value
-            self.log(op, logged, on_step=True, on_epoch=True, reduce_fx=op, sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-
 def extremes(on_tensors: bool, world: int) -> list[dict[str, float]]:
     found = []
     for _, values, _ in EXTREMES:
         trainer = quiet(max_epochs=1) if world == 1 else on_ranks(max_epochs=1)
-        trainer.fit(Extremes(values, on_tensors), numbers(len(values)))
+        logged = [torch.tensor(value, dtype=torch.float64) if on_tensors else value for value in values]
+
+        def log(module: Any, batch: Any, at: int, logged: list[Any] = logged) -> None:
+            for op in ("min", "max"):
+                module.log(op, logged[int(batch.item()) - 1], on_epoch=True, reduce_fx=op, sync_dist=True)
+
+        trainer.fit(acting(training_step=log), numbers(len(values)))
         found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
     return found
 

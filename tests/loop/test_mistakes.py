@@ -54,11 +54,6 @@ class MetaLeft(Good):
             self.head = nn.Linear(4, 1)
 
 
-class Replaced(Good):
-    def on_train_start(self) -> None:
-        self.words = nn.Embedding(20, 4)
-
-
 def returning(name: str, change: Callable[[Good, Tensor], Any]) -> type[Good]:
     return type(name, (Good,), {"training_step": lambda self, batch, batch_idx: change(self, batch)})
 
@@ -94,24 +89,21 @@ class HoldsOn(Good):
         return loss
 
 
-class Others(Good):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(Good().parameters(), 0.1)
+def replaced(name: str, **methods: Any) -> type[Good]:
+    return type(name, (Good,), methods)
 
 
-class AllFrozen(Good):
-    def on_train_start(self) -> None:
-        self.requires_grad_(False)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
 
 
-class NoOptimizer(Good):
-    def configure_optimizers(self) -> Any:
-        return "SGD"
-
-
-class NoScheduler(Good):
-    def configure_optimizers(self) -> Any:
-        return {"optimizer": torch.optim.SGD(self.parameters(), 0.1), "lr_scheduler": "step"}
+REPLACED = [
+    replaced("Replaced", on_train_start=lambda self: setattr(self, "words", nn.Embedding(20, 4))),
+    replaced("Others", configure_optimizers=lambda self: sgd(Good().parameters())),
+    replaced("AllFrozen", on_train_start=lambda self: self.requires_grad_(False)),
+    replaced("NoOptimizer", configure_optimizers=lambda self: "SGD"),
+    replaced("NoScheduler", configure_optimizers=lambda s: {"optimizer": sgd(s.parameters()), "lr_scheduler": "step"}),
+]
 
 
 ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -121,7 +113,7 @@ ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "fsdp": (FSDPStrategy, 2),
 }
 MISTAKES: list[type[Good]] = [
-    *(Sparse, MetaLeft, Replaced, *RETURNING, OwnBackward, HoldsOn, Others, AllFrozen, NoOptimizer, NoScheduler),
+    *(Sparse, MetaLeft, *RETURNING, OwnBackward, HoldsOn, *REPLACED),
 ]
 WORDS_OF_TORCH = ("assign a", "Could not run", "Function ", "vars()")
 
