@@ -93,7 +93,7 @@ class NoOptimizer(Optimizer):
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
-        self.param_groups = []  # a LearningRateMonitor would log the default rate
+        self.param_groups = []  # callbacks would look for the learning rate of a group
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict."""

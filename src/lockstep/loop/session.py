@@ -272,7 +272,7 @@ class Session:
 
     def branch(self, **changes: object) -> Session:
         """Make another session with the parts of this one, some replaced."""
-        made = object.__new__(Session)  # `__init__` would reset the second half
+        made = object.__new__(Session)  # `__init__` would make new counters
         vars(made).update(vars(self), **changes)
         return made
 
