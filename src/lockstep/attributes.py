@@ -31,12 +31,11 @@ from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks
-from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
-from lockstep.loop.session import Session
+from lockstep.loop.session import RunLoaders, Session
 from lockstep.loop.state import collect
 from lockstep.memory.meter import MemoryUse
 from lockstep.module import LightningModule

@@ -65,8 +65,7 @@ from lockstep.loop.ending import Result
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.loaders import RunLoaders
-from lockstep.loop.session import Session
+from lockstep.loop.session import RunLoaders, Session
 from lockstep.module import LightningModule
 from lockstep.names.old_flags import old_flags_of, translate
 from lockstep.precision.formats import make_precision

@@ -208,7 +208,7 @@ def test_when_a_rank_is_killed_the_run_ends_with_the_bits_of_one_that_nobody_dis
     text = killed(tmp_path, [(2, Kill(rank=1, step=20))], restarts=1)
     assert "was killed by SIGKILL" in text
     assert "lockstep run, attempt 2: the fit has ended there, and is not run again" in text
-    assert re.search(r"attempt 2: the fit goes on from .*/lockstep-run-restarted-\w+-\w+-fit-2.ckpt", text)
+    assert re.search(r"attempt 2: the fit continues from .*/lockstep-run-restarted-\w+-\w+-fit-2.ckpt", text)
     assert digests(text) == undisturbed(ranks, tmp_path)
     left = {
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file() and "whole" not in str(path)
@@ -325,7 +325,7 @@ def test_resume_goes_on_where_sigterm_has_ended_the_run(tmp_path: Path) -> None:
     assert "SIGTERM: all ranks save to" in text
     second, _ = sleeper(tmp_path, 100, "--resume")
     text, _ = second.communicate(timeout=60)
-    assert "lockstep run, attempt 2: the fit goes on from" in text
+    assert "lockstep run, attempt 2: the fit continues from" in text
     assert f"ended: max_epochs=1 reached {-0.01 * sum(range(1, 101)) / 2}" in text
     assert {path.name for path in tmp_path.iterdir()} == {"sleeper.py", "ready-0", "ready-1"}
 

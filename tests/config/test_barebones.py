@@ -51,7 +51,7 @@ def test_nothing_is_logged() -> None:
             return super().training_step(batch, batch_idx)
 
     trainer, module = Trainer(**BARE, max_epochs=1), Logs()
-    with pytest.warns(UserWarning, match=r"self.log\(...\) keeps nothing under Trainer\(barebones=True\)"):
+    with pytest.warns(UserWarning, match=r"self.log\(...\) records nothing under Trainer\(barebones=True\)"):
         result = trainer.fit(module, numbers(3))
     assert (result.metrics, len(module.batches)) == ({}, 3)
 

@@ -75,7 +75,7 @@ def contradicted_in_dry_run(program: Program, d: Difference, theirs: Record, our
 
 def without_loss(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Two errors for one cause."""
-    return d.name == "raised" and "steers by the loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
+    return d.name == "raised" and "needs the loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
 
 
 def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

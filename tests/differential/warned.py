@@ -24,12 +24,12 @@ TOPICS = {
     "no effect": (
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
-        r"has nowhere to write: the Trainer|and there is no logger: give"
+        r"has nowhere to write: the Trainer|and there is no logger: set"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
     "training_step returned None": r"returned `?None",
-    "a batch that is None": r"yielded None|gave None for a batch",
+    "a batch that is None": r"yielded None|returned None for a batch",
     "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
     "monitor of a manual scheduler": r"scheduler dict contains the key.*monitor",
     "earlier weights": r"the weights of step \d+ are ranked by",
@@ -63,7 +63,7 @@ TOPICS = {
     "hooks of windows": r"accumulate_grad_batches != 1\)` and overriding",
     "modules in eval mode": r"in eval mode",
     "nothing left to train": r"there is nothing left to train",
-    "uneven loaders": r"loaders side by side are cut unevenly",
+    "uneven loaders": r"loaders that are read together are cut unevenly",
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
     "summary's precision": r"Precision .* is not supported by the model summary",
     "lost states": r"callbacks used to create the checkpoint|the states of callbacks that this Trainer",

@@ -167,8 +167,8 @@ def refused() -> list[str]:
 
 def test_what_cannot_go_by_windows_is_refused(ranks: RankPool) -> None:
     ((closure, losses),) = ranks(1).run(refused)
-    assert "no closure can run them again" in closure
-    assert "calls no `on_before_backward`" in losses
+    assert "a closure cannot run them again" in closure
+    assert "does not call `on_before_backward`" in losses
 
 
 # -- parts of another size -----------------------------------------------------------------------------------

@@ -26,42 +26,18 @@ STAGES = ("train", "validation", "test", "predict")
 
 # Called at the same points on a module and on a callback.
 SHARED_HOOKS = [
-    "setup",
-    "teardown",
-    "on_fit_start",
-    "on_fit_end",
+    *("setup", "teardown", "on_fit_start", "on_fit_end"),
     *(f"on_{stage}_{point}" for stage in STAGES for point in ("start", "end", "epoch_start", "epoch_end")),
     *(f"on_{stage}_batch_{point}" for stage in STAGES for point in ("start", "end")),
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
 ]
 CALLBACK_HOOKS = [*SHARED_HOOKS, "on_sanity_check_start", "on_sanity_check_end", "on_exception"]
-MODULE_HOOKS = [
-    *SHARED_HOOKS,
-    "prepare_data",
-    "configure_model",
-    "configure_callbacks",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_predict_model_eval",
-]
+MODULE_HOOKS = [*SHARED_HOOKS, "prepare_data", "configure_model", "configure_callbacks", "on_predict_model_eval"]
+MODULE_HOOKS += [f"on_{stage}_model_{mode}" for stage in ("validation", "test") for mode in ("eval", "train")]
 # Methods that do work, which may go another way where nobody overrides them: overridden in some scenarios.
-WORKING_HOOKS = [
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-]
+WORKING_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "backward"]
+WORKING_HOOKS += ["optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"]
 DATA_HOOKS = ["prepare_data", "setup", "teardown", "on_exception"]
 
 
@@ -203,9 +179,8 @@ def make_module(package: Any, scenario: Scenario, recorder: Recorder) -> Any:
 
         def step(self, name: str, batch: Any, **indices: int) -> Tensor:
             recorder.note(f"module.{name}", indices)
-            batch = (
-                torch.cat([part for part in batch.values() if part is not None]) if isinstance(batch, dict) else batch
-            )
+            if isinstance(batch, dict):
+                batch = torch.cat([part for part in batch.values() if part is not None])
             loss: Tensor = self.layer(batch).square().mean()
             return loss
 
@@ -281,10 +256,8 @@ def make_optimizers(module: Any, scenario: Scenario, recorder: Recorder) -> Any:
 
     scheduler.step = stepped
     interval = "step" if scenario.scheduler == "step" else "epoch"
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": "loss"},
-    }
+    config = {"scheduler": scheduler, "interval": interval, "monitor": "loss"}
+    return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 def loader_methods(owner: str, scenario: Scenario, recorder: Recorder) -> dict[str, Any]:
@@ -297,22 +270,14 @@ def loader_methods(owner: str, scenario: Scenario, recorder: Recorder) -> dict[s
 
         return loader
 
-    makers = {
-        "train": training_data,
-        "val": evaluation_data,
-        "test": evaluation_data,
-        "predict": evaluation_data,
-    }
+    makers = {"train": training_data, **dict.fromkeys(("val", "test", "predict"), evaluation_data)}
     return {f"{stage}_dataloader": method(f"{stage}_dataloader", make) for stage, make in makers.items()}
 
 
 def make_trainer(package: Any, scenario: Scenario, recorder: Recorder, folder: str, **flags: Any) -> Any:
     """A quiet Trainer with one recording callback, and ModelCheckpoint where the scenario saves."""
-    callback = type(
-        "RecordedCallback",
-        (package.Callback,),
-        overridden(package.Callback, "callback", CALLBACK_HOOKS, recorder),
-    )
+    methods = overridden(package.Callback, "callback", CALLBACK_HOOKS, recorder)
+    callback = type("RecordedCallback", (package.Callback,), methods)
     callbacks = [callback()]
     if scenario.checkpoint_every:
         checkpoint = importlib.import_module(f"{package.__name__}.callbacks").ModelCheckpoint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,48 @@ class SaveAt(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) == self.place:
             trainer.save_checkpoint(self.path)
+
+
+class Killed(Exception):
+    """Replaces a SIGKILL."""
+
+
+class Cut(Callback):
+    """Saves at the ``nth`` call of ``hook`` after the sanity check, and ends the run there."""
+
+    def __init__(self, hook: str, nth: int, path: Path) -> None:
+        self.path, self.left = path, nth
+        setattr(self, hook, self.cut)
+
+    def cut(self, trainer: Any, *args: Any) -> None:
+        self.left -= not trainer.sanity_checking
+        if not self.left and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+def acting(base: type = Slope, **acts: Callable[..., Any]) -> Any:
+    """A module of ``base`` whose hooks call ``act(module, *arguments)``; the base's own follows if that gives None."""
+
+    def hook(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        inherited = getattr(base, name, lambda *args: None)
+
+        def run(self: Any, *args: Any) -> Any:
+            found = act(self, *args)
+            return inherited(self, *args) if found is None else found
+
+        run.__name__ = name  # which profilers report
+        return run
+
+    return type("Acting", (base,), {name: hook(name, act) for name, act in acts.items()})()
+
+
+def heard(run: Callable[[], Any], *words: str) -> list[str]:
+    """The warnings of a run in which all of these words are."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run()
+    return [text for text in (str(each.message) for each in seen) if all(word in text for word in words)]
 
 
 class Recorder(Logger):

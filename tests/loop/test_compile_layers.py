@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep import LightningModule, Trainer
-from lockstep.callbacks import Callback
+from lockstep import LightningModule
+from lockstep.callbacks import LambdaCallback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import CompiledForward, has_compiled
+from lockstep.loop.compiled import from_compiled, is_compiled, to_uncompiled
+from lockstep.loop.hooks import is_overridden
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.accelerator.left_out import strategies
 from tests.equivalence.models import Blocks
 from tests.equivalence.models import rows as sums
-from tests.loop.pieces import quiet
+from tests.loop.pieces import Slope, acting, numbers, quiet
 from tests.tools.pool import RankPool
 
 EAGER = {"backend": "eager"}
@@ -136,22 +138,14 @@ def test_a_fit_has_the_numbers_of_one_that_compiles_nothing(module: type[Net], b
         torch.testing.assert_close(made.state_dict()[name], value, rtol=0, atol=0)
 
 
-def test_all_is_as_it_was_when_the_call_is_over() -> None:
-    made = fitted(compile=EAGER)
-    assert not has_compiled(made)
-    assert all("forward" not in vars(layer) for layer in made.modules())
+def test_all_is_as_it_was_when_the_call_is_over_or_has_failed() -> None:
+    made, failed = fitted(compile=EAGER), acting(Net, training_step=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quiet(compile=EAGER).fit(failed, loader())
+    for each in (made, failed):
+        assert not has_compiled(each)
+        assert all("forward" not in vars(layer) for layer in each.modules())
     pickle.loads(pickle.dumps(made))
-
-
-def test_all_is_as_it_was_when_the_call_has_failed() -> None:
-    class Fails(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            raise ValueError("no")
-
-    made = Fails()
-    with pytest.raises(ValueError, match="no"):
-        quiet(compile=EAGER).fit(made, loader())
-    assert not has_compiled(made)
 
 
 def test_a_forward_of_ones_own_is_compiled_and_comes_back() -> None:
@@ -165,12 +159,9 @@ def test_a_forward_of_ones_own_is_compiled_and_comes_back() -> None:
 def test_copies_within_a_fit_run_compiled_by_themselves() -> None:
     copies: list[Net] = []
 
-    class Copies(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            copies.append(copy.deepcopy(pl_module))  # type: ignore[arg-type]
-
     made = Net()
-    quiet(max_epochs=1, compile={**EAGER, "blocks": True}, callbacks=[Copies()]).fit(made, loader())
+    copying = LambdaCallback(on_train_end=lambda trainer, module: copies.append(copy.deepcopy(module)))
+    quiet(max_epochs=1, compile={**EAGER, "blocks": True}, callbacks=[copying]).fit(made, loader())
     (copied,) = copies
     first: Any = copied.blocks[0]
     forward = vars(first)["forward"]
@@ -224,7 +215,7 @@ def test_layers_that_the_user_has_compiled_train_under_every_strategy(engine: st
 
 def test_what_is_compiled_is_logged() -> None:
     said: list[str] = []
-    with patch("lockstep.loop.compile_layers.rank_zero_info", said.append):
+    with patch("lockstep.loop.compiled.rank_zero_info", said.append):
         quiet(max_epochs=1, compile={**EAGER, "blocks": [Block]}).fit(Net(), loader())
     assert said == ["trainer.fit: 2 x Block are compiled by eager: the first batch of each shape takes longer."]
 
@@ -277,3 +268,65 @@ def _in_two_parts() -> str:
 def test_a_schedule_that_cuts_a_backward_in_two_is_refused(ranks: RankPool) -> None:
     for said in ranks(2).run(_in_two_parts, group=False, timeout=100):
         assert "is compiled" in said
+
+
+# -- `torch.compile(module)` given to the Trainer: the module inside is fitted, and runs compiled ----------------
+
+
+class Logs(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        compiled.append(torch.compiler.is_compiling())
+        loss = (self.w * batch).mean()
+        self.log("loss", loss)
+        return loss
+
+
+compiled: list[bool] = []
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_module_trains_to_the_same_numbers() -> None:
+    modules = [Logs(lr=0.1), Logs(lr=0.1)]
+    logged = []
+    for module, given in zip(modules, [modules[0], torch.compile(modules[1], backend="eager")], strict=True):
+        trainer = quiet(max_epochs=1)
+        trainer.fit(given, numbers(3))
+        assert trainer.lightning_module is module
+        logged.append(trainer.callback_metrics)
+    assert torch.equal(modules[0].w, modules[1].w)
+    assert logged[0] == logged[1] != {}
+    assert modules[1]._compiler_ctx is not None
+
+
+def test_a_compiled_step_is_what_runs() -> None:
+    compiled.clear()
+    module = Logs()
+    quiet(max_epochs=1).fit(torch.compile(module, backend="eager"), numbers(2))
+    assert "training_step" in vars(module)
+    assert compiled != [False, False]  # the compiler has looked into it
+
+
+def test_a_module_and_back() -> None:
+    module = Slope()
+    wrapped = torch.compile(module, backend="eager")
+    assert is_compiled(wrapped)
+    assert not is_compiled(module)
+    assert from_compiled(wrapped) is module is from_compiled(wrapped)
+    assert {"training_step", "log"} <= vars(module).keys()
+    assert not is_overridden("validation_step", module, LightningModule)  # only what the module has is compiled
+    assert to_uncompiled(module) is module
+    assert not {"training_step", "log", "forward"} & vars(module).keys()
+    assert module._compiler_ctx is None
+    assert to_uncompiled(torch.compile(module, backend="eager")) is module
+
+
+def test_what_is_not_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"from_compiled\(Slope\): pass the result of torch.compile"):
+        from_compiled(Slope())
+    with pytest.raises(ValueError, match=r"to_uncompiled\(Slope\): this module is not compiled"):
+        to_uncompiled(Slope())
+    layer = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    with pytest.raises(ValueError, match="a Linear was compiled, which is not a LightningModule"):
+        from_compiled(layer)
+    with pytest.raises((MisconfigurationException, TypeError), match="OptimizedModule"):
+        quiet().fit(layer, numbers(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.loop.logging import LogCollector
-from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 VALUES = {0: [6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 1: [1.0, 3.0, 2.0, 8.0, 7.0, 9.0]}
@@ -205,70 +206,38 @@ def test_sync_dist_on_one_rank_hangs_nobody(ranks: RankPool, only: int) -> None:
     assert ranks(2).run(stop_by, 99.0, only, timeout=40) == [(VALUES[only], 6, [6])] * 2
 
 
-def stop_by_both() -> Any:
-    return stop_by(99.0, on_epoch=True)
-
-
 def test_sync_dist_of_a_value_that_is_kept_by_step_and_by_epoch(ranks: RankPool) -> None:
-    assert ranks(2).run(stop_by_both) == [(MEANS, 6, [6])] * 2
+    assert ranks(2).run(partial(stop_by, on_epoch=True), 99.0) == [(MEANS, 6, [6])] * 2
 
 
-def one_process() -> tuple[list[float | None], int]:
-    class Whole(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", MEANS[batch_idx], sync_dist=True)
-            return super().training_step(batch, batch_idx)
-
-    stops = Stops(5.2)
-    trainer = quiet(max_epochs=1, callbacks=[stops])
-    trainer.fit(Whole(), numbers(12, 2))
-    return stops.seen, trainer.global_step
+def stepped(module: Any, *_: Any) -> None:
+    module.optimizers().step()
 
 
-def test_one_process_stops_at_the_same_step() -> None:
-    assert one_process() == (MEANS[: MEANS.index(5.5) + 1], MEANS.index(5.5) + 1)
-
-
-def micro_batches() -> list[float | None]:
-    stops = Stops(99.0)
-    on_ranks(max_epochs=1, accumulate_grad_batches=3, callbacks=[stops]).fit(Parts(sync_dist=True), numbers(12))
+def read_in_each_step(way: str) -> list[float | None]:
+    stops, module = Stops(99.0), Parts(sync_dist=True)
+    if way == "by hand":
+        module = acting(Parts, on_train_batch_start=stepped)
+        module.options, module.automatic_optimization = {"sync_dist": True}, False
+    accumulate = 3 if way == "in windows" else 1
+    on_ranks(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[stops]).fit(module, numbers(12))
     return stops.seen
 
 
-def test_sync_dist_holds_for_every_micro_batch_of_a_window(ranks: RankPool) -> None:
-    assert ranks(2).run(micro_batches) == [MEANS] * 2
-
-
-def by_hand() -> list[float | None]:
-    class ByHand(Parts):
-        def __init__(self) -> None:
-            super().__init__(sync_dist=True)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
-
-    stops = Stops(99.0)
-    on_ranks(max_epochs=1, callbacks=[stops]).fit(ByHand(), numbers(12))
-    return stops.seen
-
-
-def test_sync_dist_holds_in_manual_optimization(ranks: RankPool) -> None:
-    assert ranks(2).run(by_hand) == [MEANS] * 2
+@pytest.mark.parametrize("way", ["in windows", "by hand"])
+def test_sync_dist_holds_for_every_micro_batch(ranks: RankPool, way: str) -> None:
+    assert ranks(2).run(read_in_each_step, way) == [MEANS] * 2
 
 
 def begin_late() -> list[float | None]:
     """Rank 1 alone begins with sync_dist in its third step; values are logged every second step."""
 
-    class Late(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_rank == 1 and batch_idx >= 2:
-                self.log("loss", VALUES[1][batch_idx], sync_dist=True)
-            return super().training_step(batch, batch_idx)
+    def log(module: Any, batch: Any, at: int) -> None:
+        if module.global_rank == 1 and at >= 2:
+            module.log("loss", VALUES[1][at], sync_dist=True)
 
     stops = Stops(99.0)
-    on_ranks(max_epochs=1, log_every_n_steps=2, callbacks=[stops]).fit(Late(), numbers(12))
+    on_ranks(max_epochs=1, log_every_n_steps=2, callbacks=[stops]).fit(acting(training_step=log), numbers(12))
     return stops.seen
 
 
@@ -311,19 +280,17 @@ def test_who_does_not_ask_for_sync_dist_pays_for_the_first_step_alone(ranks: Ran
 def resume(folder: Path) -> tuple[list[float | None], list[float | None]]:
     """Values are logged with sync_dist in even steps only; the second half begins with an odd one."""
 
-    class Even(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx % 2 == 0:
-                self.log("loss", VALUES[self.global_rank][batch_idx], sync_dist=True)
-            return super().training_step(batch, batch_idx)
+    def log(module: Any, batch: Any, at: int) -> None:
+        if at % 2 == 0:
+            module.log("loss", VALUES[module.global_rank][at], sync_dist=True)
 
     path = folder / "half.ckpt"
     first = Stops(99.0)
     trainer = on_ranks(max_steps=3, callbacks=[first])
-    trainer.fit(Even(), numbers(12))
+    trainer.fit(acting(training_step=log), numbers(12))
     trainer.save_checkpoint(path)
     second = Stops(99.0)
-    on_ranks(max_steps=6, callbacks=[second]).fit(Even(), numbers(12), ckpt_path=path)
+    on_ranks(max_steps=6, callbacks=[second]).fit(acting(training_step=log), numbers(12), ckpt_path=path)
     return first.seen, second.seen
 
 

@@ -18,7 +18,7 @@ from lockstep.loop.logged_entry import merged
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import load_metric
 from lockstep.strategies import DDPStrategy
-from tests.loop.pieces import quiet
+from tests.loop.pieces import Killed, quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,10 +83,6 @@ class ByHand(Reads):
 def rows(length: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     x = torch.randn(length, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     return DataLoader(TensorDataset(x, torch.arange(length)), batch_size, **{"shuffle": True, **options})
-
-
-class Killed(Exception):
-    """In the place of a SIGKILL."""
 
 
 class Cut(Callback):
@@ -161,10 +157,10 @@ class Rows:
     """Makes the loader in each rank."""
 
     def __init__(self, length: int, batch_size: int, **options: Any) -> None:
-        self.length, self.batch_size, self.options = length, batch_size, options
+        self.given = {"length": length, "batch_size": batch_size, **options}
 
     def __call__(self) -> DataLoader[Any]:
-        return rows(self.length, self.batch_size, **self.options)
+        return rows(**self.given)
 
 
 def until(step: int, found: dict[str, Any]) -> dict[str, Any]:
@@ -238,10 +234,7 @@ def test_everywhere_as_one_process(
     flags = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
     windows = min(windows, 2 * -(-47 // (3 * before * accumulate)) - 2)
     expected = life(make, {**flags, "accumulate_grad_batches": before * accumulate})
-    cuts = [
-        CutAfterStep(windows, tmp_path / "first.ckpt"),
-        CutAfterStep(1, tmp_path / "second.ckpt"),
-    ]
+    cuts = [CutAfterStep(windows, tmp_path / "first.ckpt"), CutAfterStep(1, tmp_path / "second.ckpt")]
     saves = {**flags, "enable_checkpointing": True}
     first = until(windows, play(ranks, before, make, saves, None, cuts[0]))
     second = until(windows + 1, play(ranks, after, make, saves, cuts[0].path, cuts[1]))
@@ -271,13 +264,9 @@ def test_a_window_under_way_is_begun_again_and_a_move_is_resumed_to_the_same_bit
     assert by_step(second["seen"] + third["seen"]) == by_step(whole["seen"])
 
 
-def adam(module: LightningModule) -> Any:
-    return torch.optim.AdamW(module.parameters(), lr=0.01)
-
-
 class Adam(Reads):
     def configure_optimizers(self) -> Any:
-        return adam(self)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 def test_optimizers_whose_work_is_shared_go_on(ranks: RankPool, tmp_path: Path) -> None:
@@ -365,7 +354,7 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
             self._reductions["sum_value"] = None
 
     assert told(Own, [1.0]).compute() == 1.0
-    with pytest.warns(UserWarning, match="Own has a state that cannot be put together from several ranks"):
+    with pytest.warns(UserWarning, match="Own has a state that cannot be merged from several ranks"):
         assert told(Own, [1.0], [2.0])._update_count == 0
 
 

@@ -3,7 +3,6 @@ of one process."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from lockstep import LightningModule
 from lockstep import callbacks as all_callbacks
 from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lockstep.strategies import DDPStrategy
-from tests.loop.pieces import Recorder, Slope, Stream, numbers, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, Stream, Validated, acting, heard, numbers, on_ranks, quiet
 from tests.tools.extensions import is_there
 from tests.tools.hooked import hooked
 from tests.tools.pool import RankPool
@@ -241,14 +240,14 @@ class Updates(Slope):
         self.log("loss", batch.mean(), sync_dist=True)
         return super().training_step(batch, batch_idx)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.updates["zero_grad"] += 1
+    def on_before_zero_grad(self, optimizer: Any, what: str = "zero_grad") -> None:
+        self.updates[what] += 1
 
     def on_after_backward(self) -> None:
-        self.updates["after backward"] += 1
+        self.on_before_zero_grad(None, "after backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.updates["step"] += 1
+        self.on_before_zero_grad(None, "step")
 
 
 def update(folder: str, saver: Callable[..., Any]) -> dict[str, Any]:
@@ -279,13 +278,8 @@ def test_the_update_and_lockstep_s_own_callbacks_run_on_every_rank(ranks: RankPo
     assert (found[0]["rates"], found[0]["steps"]) == (5, (5, 5))
 
 
-class Ends(Slope):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 4 else None
-
-
 def end() -> list[Any]:
-    module = Ends()
+    module = acting(on_train_batch_start=lambda m, batch, at: -1 if at == 4 else None)
     result = on_ranks(max_epochs=2).fit(module, numbers(SAMPLES))
     return [result.epochs, result.global_step]
 
@@ -298,58 +292,45 @@ def test_ranks_without_samples_end_the_epoch_with_the_others(ranks: RankPool) ->
 # -- what cannot be joined is refused; what is left out is said
 
 
-class Gathers(Slope):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.all_gather(batch.mean())
-        return super().training_step(batch, batch_idx)
+CALLS: dict[str, Any] = {
+    "all_gather": lambda module: module.all_gather(torch.ones(())),
+    "save_checkpoint": lambda module: module.trainer.save_checkpoint("/dev/null/never"),
+    "reduced_metrics": lambda module: module.trainer.reduced_metrics(),
+    "barrier": lambda module: module.trainer.strategy.barrier(),
+    "broadcast": lambda module: module.trainer.strategy.broadcast(torch.ones(())),
+    "reduce": lambda module: module.trainer.strategy.reduce(torch.ones(())),
+}
 
 
-class Calls(Slope):
-    def __init__(self, call: str) -> None:
-        super().__init__()
-        self.call = call
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.call == "save_checkpoint":
-            self.trainer.save_checkpoint("/dev/null/never")
-        elif self.call == "reduced_metrics":
-            self.trainer.reduced_metrics()
-        elif self.call == "barrier":
-            self.trainer.strategy.barrier()
-        else:
-            getattr(self.trainer.strategy, self.call)(torch.ones(()))
-
-
-def call(make: Callable[[], Any], samples: int) -> None:
-    on_ranks(max_epochs=1).fit(make(), numbers(samples))
+def call(name: str, samples: int) -> None:
+    hook = "training_step" if name == "all_gather" else "on_train_batch_end"
+    module = acting(**{hook: lambda module, *_: (CALLS[name](module), None)[1]})
+    on_ranks(max_epochs=1).fit(module, numbers(samples))
 
 
 @pytest.mark.everyday(3)
-@pytest.mark.parametrize("name", ["save_checkpoint", "reduced_metrics", "barrier", "broadcast", "reduce", "all_gather"])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_collective_that_ranks_without_samples_cannot_join_is_refused_by_name(ranks: RankPool, name: str) -> None:
-    make = Gathers if name == "all_gather" else lambda: Calls(name)
     expected = rf"{name}\(.* was called for a micro-batch for which ranks \[1, 2\] have no samples[\s\S]*drop_last=True"
     with pytest.raises(Exception, match=expected):
-        ranks(WORLD).run(call, make, 1, timeout=40)
+        ranks(WORLD).run(call, name, 1, timeout=40)
 
 
 def test_a_collective_is_fine_where_every_rank_has_samples(ranks: RankPool) -> None:
-    ranks(WORLD).run(call, Gathers, 12, timeout=40)
+    ranks(WORLD).run(call, "all_gather", 12, timeout=40)
 
 
-def heard(samples: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        on_ranks(max_epochs=2, callbacks=[CountsToo()]).fit(Counts(), numbers(samples))
-    return [str(warning.message) for warning in seen if "does not go round" in str(warning.message)]
+def unshared(samples: int) -> list[str]:
+    fit = lambda: on_ranks(max_epochs=2, callbacks=[CountsToo()]).fit(Counts(), numbers(samples))  # noqa: E731
+    return heard(fit, "does not divide evenly")
 
 
 def test_hooks_that_do_not_run_on_ranks_without_samples_are_named_once(ranks: RankPool) -> None:
-    zero, one, two = ranks(WORLD).run(heard, SAMPLES)
+    zero, one, two = ranks(WORLD).run(unshared, SAMPLES)
     assert (len(zero), one, two) == (1, [], [])
     for said in ("ranks [1, 2]", "CountsToo.on_train_batch_end", "Counts.on_train_batch_start", "on_before_zero_grad"):
         assert said in zero[0]
-    assert ranks(WORLD).run(heard, 12) == [[], [], []]
+    assert ranks(WORLD).run(unshared, 12) == [[], [], []]
 
 
 # -- manual optimization runs on a padding batch, which leaves no trace
@@ -437,28 +418,23 @@ def test_a_padding_batch_leaves_no_trace_in_the_module(ranks: RankPool) -> None:
 # -- evaluation: shares differ by one sample at most, and nobody is given another's
 
 
-class Evaluates(Slope):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
+def evaluate(stream: bool) -> dict[str, int]:
+    seen: Counter[str] = Counter()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen["validation"] += len(batch)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["end"] += len(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen["predict"] += len(batch)
+    def see(name: str, batch: Any) -> Any:
+        seen[name] += len(batch)
         return batch
 
-
-def evaluate(stream: bool) -> dict[str, int]:
-    module = Evaluates()
+    module = acting(
+        Validated,
+        validation_step=lambda m, batch, at: see("validation", batch),
+        on_validation_batch_end=lambda m, outputs, batch, at: see("end", batch),
+        predict_step=lambda m, batch, at: see("predict", batch),
+    )
     data = DataLoader(Stream(SAMPLES), batch_size=2) if stream else numbers(SAMPLES, 2)
     on_ranks().validate(module, data, verbose=False)
     on_ranks().predict(module, data)
-    return dict(module.seen)
+    return dict(seen)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -479,10 +455,7 @@ class Nothing(Slope):
 
 
 def without_a_loss() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        on_ranks(max_epochs=1).fit(Nothing(), numbers(4))
-    return [str(warning.message) for warning in caught if "on_after_backward" in str(warning.message)]
+    return heard(lambda: on_ranks(max_epochs=1).fit(Nothing(), numbers(4)), "on_after_backward")
 
 
 def test_a_rank_without_a_loss_says_that_a_hook_which_changes_gradients_does_not_run(ranks: RankPool) -> None:

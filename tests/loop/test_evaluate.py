@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -69,14 +69,13 @@ def test_hooks_of_a_single_loader_are_not_told_its_number() -> None:
 
 
 def test_single_steps_go_to_the_loggers_by_the_batches_of_their_loader() -> None:
-    class Steps(Slope):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-            if batch_idx != 0:
-                self.log("x", batch.sum(), on_step=True, on_epoch=False)
+    def log(module: Any, batch: Any, at: int, loader: int) -> None:
+        if at:
+            module.log("x", batch.sum(), on_step=True, on_epoch=False)
 
     recorder = Recorder()
     trainer = quiet(logger=recorder)
-    trainer.validate(Steps(), [numbers(2), numbers(3)], verbose=False)
+    trainer.validate(type("Steps", (Slope,), {"validation_step": log})(), [numbers(2), numbers(3)], verbose=False)
     assert [(step, sorted(sent)) for step, sent in recorder.sent] == [
         (1, ["x/dataloader_idx_0"]),
         (1, ["x/dataloader_idx_1"]),
@@ -87,13 +86,10 @@ def test_single_steps_go_to_the_loggers_by_the_batches_of_their_loader() -> None
 def test_single_steps_are_shown_with_and_without_a_logger_but_decide_nothing() -> None:
     """They were each rank's own among what callbacks decide by; Lightning does not show them there either."""
 
-    class Steps(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("x", batch.sum(), on_step=True)
-
+    module = acting(Validated, validation_step=lambda m, batch, at: m.log("x", batch.sum(), on_step=True))
     for logger in (False, Recorder()):
         trainer = quiet(logger=logger)
-        trainer.validate(Steps(), numbers(2), verbose=False)
+        trainer.validate(module, numbers(2), verbose=False)
         assert trainer.callback_metrics == {"x": 1.5, "x_epoch": 1.5}
         assert trainer.logged_metrics == {"x_step": 2.0, "x_epoch": 1.5}
 
@@ -120,19 +116,12 @@ def test_predict_returns_what_predict_step_returned() -> None:
     assert [part.tolist() for part in trainer.predict(Judged(), numbers(3, 2))] == [[1.0, 2.0], [3.0]]
     assert trainer.predict(Judged(), numbers(3), return_predictions=False) is None
 
-    class Numbered(Judged):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return (batch.item(), dataloader_idx)
-
-    assert trainer.predict(Numbered(), [numbers(2), numbers(1)]) == [[(1.0, 0), (2.0, 0)], [(1.0, 1)]]
+    numbered = type("Numbered", (Judged,), {"predict_step": lambda self, batch, at, loader=0: (batch.item(), loader)})
+    assert trainer.predict(numbered(), [numbers(2), numbers(1)]) == [[(1.0, 0), (2.0, 0)], [(1.0, 1)]]
 
 
 def test_predict_calls_forward_by_default() -> None:
-    class Plain(Slope):
-        def forward(self, x: Any) -> Any:
-            return 2 * x
-
-    assert quiet().predict(Plain(), numbers(2)) == [torch.tensor([2.0]), torch.tensor([4.0])]
+    assert quiet().predict(acting(forward=lambda m, x: 2 * x), numbers(2)) == [torch.tensor([2.0]), torch.tensor([4.0])]
 
 
 def predict(samples: int) -> list[Any]:
@@ -158,15 +147,11 @@ class Moody(Judged):
         self.frozen.eval()
         self.modes: list[Any] = []
 
-    def note(self) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         self.modes.append((self.training, self.frozen.training, self.free.training, torch.is_grad_enabled()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note()
-        return super().training_step(batch, batch_idx)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.note()
+        self.on_train_batch_start()
         assert torch.is_inference_mode_enabled() is self.expected
 
 
@@ -189,18 +174,10 @@ def test_inference_mode_is_a_flag(flag: bool) -> None:
 
 
 def test_a_module_may_set_its_own_modes() -> None:
-    class Own(Judged):
-        def on_validation_model_eval(self) -> None:
-            calls.append("eval")
-
-        def on_validation_model_train(self) -> None:
-            calls.append("train")
-
-        def on_validation_model_zero_grad(self) -> None:
-            calls.append("zero")
-
     calls: list[str] = []
-    quiet(max_epochs=1, num_sanity_val_steps=0).fit(Own(), numbers(1), numbers(1))
+    hooks = {f"on_validation_model_{name}": lambda m, name=name: calls.append(name) for name in ("eval", "train")}
+    hooks["on_validation_model_zero_grad"] = lambda m: calls.append("zero")
+    quiet(max_epochs=1, num_sanity_val_steps=0).fit(acting(Judged, **hooks), numbers(1), numbers(1))
     assert calls == ["zero", "eval", "train"]
 
 
@@ -215,23 +192,14 @@ class Data(LightningDataModule):
     def prepare_data(self) -> None:
         self.calls.append("prepare")
 
-    def setup(self, stage: str) -> None:
-        self.calls.append(f"setup {stage}")
+    def setup(self, stage: str, call: str = "setup") -> None:
+        self.calls.append(f"{call} {stage}")
 
     def teardown(self, stage: str) -> None:
-        self.calls.append(f"teardown {stage}")
+        self.setup(stage, "teardown")
 
-    def train_dataloader(self) -> Any:
-        return numbers(2)
-
-    def val_dataloader(self) -> Any:
-        return numbers(3)
-
-    def test_dataloader(self) -> Any:
-        return numbers(5)
-
-    def predict_dataloader(self) -> Any:
-        return numbers(1)
+    train_dataloader, val_dataloader = (lambda self: numbers(2)), (lambda self: numbers(3))
+    test_dataloader, predict_dataloader = (lambda self: numbers(5)), (lambda self: numbers(1))
 
 
 def test_a_data_module_serves_every_call() -> None:
@@ -255,8 +223,7 @@ def test_which_weights_are_judged(tmp_path: Path) -> None:
     """The loss is 2 - w and w grows by 1 an epoch; the best by `max` is the first."""
 
     class Falls(Judged):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return -self.w
+        training_step = lambda self, *_: -self.w  # noqa: E731
 
     keeps = ModelCheckpoint(tmp_path, monitor="loss", mode="max", save_last=True)
     trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeps])
@@ -287,15 +254,14 @@ def test_workers_that_persist_end_with_the_call() -> None:
     """They were kept after validate, test and predict; the guard against leaks tells."""
     data = TensorDataset(torch.arange(4.0))
     loader = DataLoader(data, num_workers=1, persistent_workers=True)
-    assert len(quiet().predict(type("Echo", (Slope,), {"forward": lambda self, x: x})(), loader)) == 4
+    assert len(quiet().predict(acting(forward=lambda m, x: x), loader)) == 4
 
 
 def test_a_gradient_in_an_evaluation_needs_inference_mode_off() -> None:
-    class Forces(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            with torch.enable_grad():
-                (force,) = torch.autograd.grad((self.w * batch).sum(), self.w)
-            self.log("force", force)
+    def force(module: Any, batch: Any, at: int) -> None:
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad((module.w * batch).sum(), module.w)
+        module.log("force", found)
 
     trainer = quiet(inference_mode=False)
-    assert trainer.validate(Forces(), numbers(3), verbose=False) == [{"force": 2.0}]
+    assert trainer.validate(acting(Validated, validation_step=force), numbers(3), verbose=False) == [{"force": 2.0}]

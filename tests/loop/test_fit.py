@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import UserDict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.loggers import CSVLogger, TensorBoardLogger
+from lockstep.utilities import CombinedLoader
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, Stream, Validated, numbers, quiet
+from tests.loop.pieces import Recorder, Slope, Stream, Validated, acting, numbers, quiet
 
 
 @pytest.mark.parametrize(
@@ -22,13 +28,11 @@ from tests.loop.pieces import Recorder, Slope, Stream, Validated, numbers, quiet
         ({"max_epochs": 0}, 0, "max_epochs=0 reached"),
         ({"max_steps": 3}, 3, "max_steps=3 reached"),
         ({"max_steps": 0}, 0, "max_steps=0 reached"),
-        ({"max_steps": 7}, 7, "max_steps=7 reached"),
         ({"max_epochs": 1, "max_steps": 7}, 5, "max_epochs=1 reached"),
         ({"max_epochs": 3, "max_steps": 7}, 7, "max_steps=7 reached"),
         ({"max_epochs": 1, "limit_train_batches": 3}, 3, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 0.5}, 2, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 1.0}, 5, "max_epochs=1 reached"),
-        ({"max_epochs": 1, "limit_train_batches": 1}, 1, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 99}, 5, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 0}, 0, "no training batches"),
         ({"fast_dev_run": True}, 1, "max_epochs=1 reached"),
@@ -58,9 +62,12 @@ def test_max_time_does_not_end_a_fit_that_is_quicker() -> None:
     assert (len(module.batches), result.stopped) == (10, "max_epochs=2 reached")
 
 
-class StopsAtOnce(Slope):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.trainer.should_stop = True
+def stop(module: Any, *args: Any) -> None:
+    module.trainer.should_stop = True
+
+
+def stops_at_once() -> Any:
+    return acting(on_train_batch_end=stop)
 
 
 @pytest.mark.parametrize(
@@ -76,33 +83,29 @@ class StopsAtOnce(Slope):
     ],
 )
 def test_nobody_stops_a_fit_before_its_least_length(flags: dict[str, Any], batches: int) -> None:
-    module = StopsAtOnce()
+    module = stops_at_once()
     result = quiet(max_epochs=4, **flags).fit(module, numbers(5))
     assert (len(module.batches), result.stopped) == (batches, "trainer.should_stop was set")
 
 
 def test_a_stop_that_waits_for_the_least_length_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "lockstep"):
-        quiet(max_epochs=4, min_epochs=2).fit(StopsAtOnce(), numbers(5))
-        assert caplog.text.count("a stop was asked for, and training goes on until min_epochs=2 and min_steps=0") == 1
+        quiet(max_epochs=4, min_epochs=2).fit(stops_at_once(), numbers(5))
+        assert caplog.text.count("a stop was requested; training continues until min_epochs=2 and min_steps=0") == 1
         caplog.clear()
-        quiet(max_epochs=4).fit(StopsAtOnce(), numbers(5))
-    assert "a stop was asked for" not in caplog.text
+        quiet(max_epochs=4).fit(stops_at_once(), numbers(5))
+    assert "a stop was requested" not in caplog.text
 
 
 def test_a_fit_may_be_stopped_before_it_begins() -> None:
-    class Reluctant(Slope):
-        def on_train_start(self) -> None:
-            self.trainer.should_stop = True
-
-    module = Reluctant()
+    module = acting(on_train_start=stop)
     assert quiet(max_epochs=4).fit(module, numbers(5)).stopped == "trainer.should_stop was set"
     assert module.batches == []
 
 
 def test_should_stop_of_one_fit_does_not_end_the_next() -> None:
     trainer = quiet(max_epochs=2)
-    assert trainer.fit(StopsAtOnce(), numbers(5)).epochs == 0
+    assert trainer.fit(stops_at_once(), numbers(5)).epochs == 0
     assert trainer.fit(Slope(), numbers(5)).epochs == 2
 
 
@@ -121,13 +124,10 @@ def test_fast_dev_run_tries_everything_once_and_logs_nowhere() -> None:
 
 
 def test_the_epoch_counts_what_is_finished() -> None:
-    class Notes(Slope):
-        def on_train_epoch_start(self) -> None:
-            seen.append((self.current_epoch, self.global_step))
-
     seen: list[tuple[int, int]] = []
+    module = acting(on_train_epoch_start=lambda m: seen.append((m.current_epoch, m.global_step)))
     trainer = quiet(max_epochs=3)
-    assert trainer.fit(Notes(), numbers(4)).epochs == 3
+    assert trainer.fit(module, numbers(4)).epochs == 3
     assert seen == [(0, 0), (1, 4), (2, 8)]
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
 
@@ -136,13 +136,12 @@ def test_the_epoch_counts_what_is_finished() -> None:
 
 
 def test_several_loaders_come_as_the_nest_that_they_were_given_in() -> None:
-    class Sees(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append({name: part.tolist() for name, part in batch.items()})
-            return self.w * batch["long"].mean()
+    def see(module: Any, batch: Any, at: int) -> Any:
+        seen.append({name: part.tolist() for name, part in batch.items()})
+        return module.w * batch["long"].mean()
 
     seen: list[Any] = []
-    quiet(max_epochs=1).fit(Sees(), {"long": numbers(3), "short": numbers(2)})
+    quiet(max_epochs=1).fit(acting(training_step=see), {"long": numbers(3), "short": numbers(2)})
     assert seen == [{"long": [1.0], "short": [1.0]}, {"long": [2.0], "short": [2.0]}, {"long": [3.0], "short": [1.0]}]
 
 
@@ -160,22 +159,17 @@ def test_iterable_data_sets_train_with_and_without_a_length(length: bool) -> Non
     assert result.epochs == 2
 
 
-def test_a_stream_without_a_length_can_be_limited() -> None:
+def test_a_stream_without_a_length_can_be_limited_to_batches_but_not_to_a_fraction() -> None:
     module = Slope()
     quiet(max_epochs=2, limit_train_batches=2).fit(module, DataLoader(Stream(5), batch_size=1))
     assert module.gradients == [1.0, 2.0] * 2
-
-
-def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0.5"):
         quiet(max_epochs=1, limit_train_batches=0.5).fit(Slope(), DataLoader(Stream(5)))
 
 
 def test_estimated_stepping_batches_counts_windows_of_all_epochs() -> None:
-    class Asks(Slope):
-        def configure_optimizers(self) -> Any:
-            estimates.append(self.trainer.estimated_stepping_batches)  # type: ignore[attr-defined]
-            return super().configure_optimizers()
+    def ask(module: Any) -> None:
+        estimates.append(module.trainer.estimated_stepping_batches)
 
     estimates: list[float] = []
     for flags in (
@@ -185,29 +179,21 @@ def test_estimated_stepping_batches_counts_windows_of_all_epochs() -> None:
         {"max_epochs": 3, "max_steps": 4},
         {"max_steps": 4},
     ):
-        result = quiet(**flags).fit(Asks(), numbers(5))
+        result = quiet(**flags).fit(acting(configure_optimizers=ask), numbers(5))
         assert result.global_step == estimates[-1]
     assert estimates == [15, 9, 7, 4, 4]
 
 
 def test_the_accumulation_of_the_epoch_that_runs_is_told() -> None:
-    class Notes(Slope):
-        def on_train_epoch_start(self) -> None:
-            seen.append(self.trainer.accumulate_grad_batches)
-
     seen: list[int] = []
-    quiet(max_epochs=3, accumulate_grad_batches={0: 8, 2: 4}).fit(Notes(), numbers(2))
+    module = acting(on_train_epoch_start=lambda m: seen.append(m.trainer.accumulate_grad_batches))
+    quiet(max_epochs=3, accumulate_grad_batches={0: 8, 2: 4}).fit(module, numbers(2))
     assert seen == [8, 8, 4]
 
 
 def test_batches_reach_training_step_as_the_loader_made_them() -> None:
-    class Keeps(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            got.append(batch)
-            return (self.w * batch).mean()
-
     made, got = [torch.ones(1, dtype=torch.float64) for _ in range(3)], []
-    quiet(max_epochs=1).fit(Keeps(), made)
+    quiet(max_epochs=1).fit(acting(training_step=lambda m, batch, at: got.append(batch)), made)
     assert all(mine is theirs for mine, theirs in zip(made, got, strict=True))
 
 
@@ -216,41 +202,152 @@ class Named(Tensor):
 
 
 class LossOfAnotherClass(Slope):
-    def __init__(self) -> None:
-        super().__init__(lr=0.1)
-        self.shown: list[Any] = []
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss.as_subclass(Named))
-        return loss.as_subclass(Named)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.shown.append(outputs)
+        loss = super().training_step(batch, batch_idx).as_subclass(Named)
+        self.log("loss", loss)
+        return loss
 
 
 def test_a_loss_may_be_of_a_class_derived_from_tensor() -> None:
     """`on_train_batch_end` was to see it, and it was taken for a dict."""
-    plain, module = Slope(lr=0.1), LossOfAnotherClass()
+    shown: list[Any] = []
+    plain, module = Slope(), acting(LossOfAnotherClass, on_train_batch_end=lambda m, outputs, *_: shown.append(outputs))
     for each in (plain, module):
+        each.lr = 0.1
         trainer = quiet(max_epochs=2)
         trainer.fit(each, numbers(4))
     assert module.w.item() == plain.w.item()
-    assert [type(output["loss"]) for output in module.shown] == [Named] * 8
-    assert trainer.callback_metrics["loss"].item() == module.shown[-1]["loss"].item()
+    assert [type(output["loss"]) for output in shown] == [Named] * 8
+    assert trainer.callback_metrics["loss"].item() == shown[-1]["loss"].item()
 
 
 def test_a_step_returns_any_mapping() -> None:
     class Mapped(Slope):
-        shown: Any = None
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return UserDict(loss=super().training_step(batch, batch_idx), more=batch)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.shown = outputs
-
-    module = Mapped(lr=0.5)
+    shown: list[Any] = []
+    module = acting(Mapped, on_train_batch_end=lambda m, outputs, *_: shown.append(outputs))
+    module.lr = 0.5
     quiet(max_epochs=1).fit(module, numbers(2))
     assert module.w == -1.5
-    assert module.shown == {"loss": -1.0, "more": 2.0}
+    assert shown[-1] == {"loss": -1.0, "more": 2.0}
+
+
+# -- What the page about Lightning's names says works, where it did not ------------------------------------------
+
+
+def loaders(mode: Any) -> CombinedLoader:
+    return CombinedLoader({"a": numbers(4), "b": numbers(2)}, mode)
+
+
+class Together(Slope):
+    """Its evaluations take batches of several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(batch_idx)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize(("mode", "batches"), [("min_size", 2), ("max_size", 4), ("max_size_cycle", 4)])
+def test_batches_of_loaders_side_by_side_are_told_for_each(mode: str, batches: int) -> None:
+    trainer, module = quiet(max_epochs=1), Together()
+    trainer.fit(module, numbers(2), loaders(mode))
+    assert trainer.num_val_batches == [4, 2]
+    assert trainer.num_sanity_val_batches == [2, 2]
+    assert module.validated == [0, 1, *range(batches)]
+    trainer.test(module, loaders(mode), verbose=False)
+    trainer.predict(module, loaders(mode))
+    assert trainer.num_test_batches == trainer.num_predict_batches == [4, 2]
+
+
+def test_a_fit_that_goes_on_behind_an_epoch_begins_with_the_next_one(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    quiet(max_epochs=2, callbacks=keeps, enable_checkpointing=True).fit(Slope(), numbers(2))
+    seen: list[tuple[str, int]] = []
+    module = acting(
+        on_train_start=lambda m: seen.append(("train", m.current_epoch)),
+        on_train_epoch_start=lambda m: seen.append(("epoch", m.current_epoch)),
+    )
+    quiet(max_epochs=2).fit(module, numbers(2), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert seen == [("train", 1), ("epoch", 1)]
+
+
+def test_a_run_that_is_past_its_last_epoch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "done.ckpt"
+    trainer = quiet(max_epochs=3)
+    trainer.fit(Slope(), numbers(2))
+    trainer.save_checkpoint(path)
+    with pytest.raises(MisconfigurationException, match=r"has finished 3 epochs, more than Trainer\(max_epochs=2\)"):
+        quiet(max_epochs=2).fit(Slope(), numbers(2), ckpt_path=path)
+    with pytest.warns(UserWarning, match="nothing left to train"):
+        quiet(max_epochs=3).fit(Slope(), numbers(2), ckpt_path=path)
+
+
+class Sized(Slope):
+    """Has an argument."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_an_argument_that_init_does_not_take_is_left_out_with_a_word(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Sized(2), numbers(2))
+    trainer.save_checkpoint(tmp_path / "sized.ckpt")
+    with pytest.warns(UserWarning, match=r"load_from_checkpoint\(widht=\.\.\.\).*which is left out"):
+        assert Sized.load_from_checkpoint(tmp_path / "sized.ckpt", widht=3).hparams.width == 2
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_the_file_of_hyperparameters_is_there_without_any(kind: Any, tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    trainer = quiet(max_epochs=1, logger=logger)
+    trainer.fit(Slope(), numbers(2))
+    trainer.save_checkpoint(tmp_path / "at.ckpt")
+    Slope.load_from_checkpoint(tmp_path / "at.ckpt", hparams_file=os.path.join(logger.log_dir, "hparams.yaml"))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_loggers_own_name_and_folder_say_where_it_writes(kind: Any, tmp_path: Path) -> None:
+    class Own(kind):  # type: ignore[misc, valid-type]
+        @property
+        def name(self) -> str:
+            return "mine"
+
+        @property
+        def save_dir(self) -> str:
+            return str(tmp_path / "elsewhere")
+
+    logger = Own(tmp_path, name="other")
+    assert logger.log_dir == str(tmp_path / "elsewhere" / "mine" / "version_0")
+
+
+def test_off_is_no_sanity_check() -> None:
+    assert quiet(num_sanity_val_steps=False).num_sanity_val_steps == 0
+    with pytest.raises(MisconfigurationException, match="num_sanity_val_steps=True"):
+        quiet(num_sanity_val_steps=True)
+
+
+def test_loggers_may_be_set_to_none_or_one(tmp_path: Path) -> None:
+    trainer, logger = quiet(), CSVLogger(tmp_path)
+    trainer.loggers = logger
+    assert trainer.loggers == [logger]
+    trainer.loggers = None
+    assert trainer.loggers == []
+    assert trainer.logger is None
+
+
+def test_another_fit_has_received_no_signal() -> None:
+    def strike(module: Any, *_: Any) -> None:
+        if not module.batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(SystemExit):
+        trainer.fit(acting(training_step=strike), numbers(4))
+    assert trainer.received_sigterm
+    trainer.fit(Slope(), numbers(2))
+    assert not trainer.received_sigterm

@@ -13,11 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import Callback, callbacks
-from lockstep.callbacks import (
-    EarlyStopping,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.engines.ranks import RankedStrategy
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.loop.test_signals import TASK
@@ -42,13 +38,16 @@ class Watched(Slope):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", (self.w * batch).mean() + 1 / (1 + self.global_step))
 
+    def note(self) -> None:
+        self.epochs.append({name: round(value.item(), 12) for name, value in self.trainer.callback_metrics.items()})
+
     def on_train_end(self) -> None:
         if self.trainer.interruption is None:
-            self.epochs.append({name: round(value.item(), 12) for name, value in self.trainer.callback_metrics.items()})
+            self.note()
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch and self.trainer.fit_loop.progress.batch == 0:
-            self.epochs.append({name: round(value.item(), 12) for name, value in self.trainer.callback_metrics.items()})
+            self.note()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)

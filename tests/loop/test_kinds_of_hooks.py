@@ -18,7 +18,7 @@ from lockstep.loop.hooks import NAMES
 from lockstep.trainer.states import TrainerFn
 from lockstep.utilities import rank_zero_only
 from lockstep.utilities.model_helpers import is_overridden
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 CALLS: list[str] = []
@@ -120,13 +120,10 @@ def test_where_a_rank_has_no_samples(ranks: RankPool) -> None:
 def test_a_lambda_callback_that_reads_outputs_is_named() -> None:
     """`__self__` ended the fit in the sanity check."""
 
-    class Dict(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": batch}
-
     seen: list[Any] = []
+    module = acting(Validated, validation_step=lambda m, batch, at: {"loss": batch})
     callback = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, *rest: seen.append(outputs))
-    quiet(max_epochs=1, callbacks=[callback]).fit(Dict(), numbers(1), numbers(1))
+    quiet(max_epochs=1, callbacks=[callback]).fit(module, numbers(1), numbers(1))
     assert len(seen) == 2
 
 
@@ -188,12 +185,9 @@ def test_mocks_around_the_base() -> None:
 def test_a_wrapped_hook_of_a_deciding_callback_still_comes_last() -> None:
     """EarlyStopping reads what the module logs in its own `on_train_epoch_end`."""
 
-    class Logs(Slope):
-        def on_train_epoch_end(self) -> None:
-            self.log("score", 1.0)
-
+    module = acting(on_train_epoch_end=lambda m: m.log("score", 1.0))
     stop = traced(EarlyStopping("score", patience=1, check_on_train_epoch_end=True), [], ["on_train_epoch_end"])
-    assert quiet(max_epochs=9, callbacks=[stop]).fit(Logs(), numbers(1)).epochs == 2
+    assert quiet(max_epochs=9, callbacks=[stop]).fit(module, numbers(1)).epochs == 2
 
 
 # -- setup
@@ -202,29 +196,15 @@ def test_a_wrapped_hook_of_a_deciding_callback_still_comes_last() -> None:
 def test_setup_is_given_its_stage_by_name_and_as_lightnings_word() -> None:
     seen: list[Any] = []
 
-    class ByName(Slope):
-        def setup(self, *, stage: Any) -> None:
-            seen.append(stage)
+    def by_name(self: Any, *arguments: Any, stage: Any) -> None:
+        seen.append(stage)
 
-        def teardown(self, *, stage: Any) -> None:
-            seen.append(stage)
-
-    class Callbacks(Callback):
-        def setup(self, trainer: Any, pl_module: Any, *, stage: Any) -> None:
-            seen.append(stage)
-
-        def teardown(self, trainer: Any, pl_module: Any, **kwargs: Any) -> None:
-            seen.append(kwargs["stage"])
-
-    class Data(LightningDataModule):
-        def setup(self, *, stage: Any) -> None:
-            seen.append(stage)
-
-        def train_dataloader(self) -> Any:
-            return numbers(1)
-
+    named = {"setup": by_name, "teardown": by_name}
+    module, callback = type("ByName", (Slope,), named)(), type("Callbacks", (Callback,), named)()
+    given = {"setup": by_name, "train_dataloader": lambda self: numbers(1)}
+    data = type("Data", (LightningDataModule,), given)()
     other = LambdaCallback(setup=lambda trainer, module, when: seen.append(when))  # by another name
-    quiet(max_epochs=1, callbacks=[Callbacks(), other]).fit(ByName(), datamodule=Data())
+    quiet(max_epochs=1, callbacks=[callback, other]).fit(module, datamodule=data)
     assert seen == ["fit"] * 6
     assert all(stage is TrainerFn.FITTING and stage.value == "fit" for stage in seen)
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
 from lockstep import Callback
 from lockstep.loop.logged_entry import Entry
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, numbers, quiet
+from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Logs(Slope):
@@ -67,35 +69,27 @@ def test_a_mean_weighs_by_samples_unless_told_otherwise() -> None:
 
 
 def test_metrics_start_afresh_in_each_epoch() -> None:
-    class Grows(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", float(self.current_epoch), on_step=False, on_epoch=True)
-
-        def on_train_epoch_start(self) -> None:
-            seen.append(dict(self.trainer.callback_metrics))
-
     seen: list[Any] = []
-    quiet(max_epochs=3).fit(Grows(), numbers(2))
+    module = acting(
+        training_step=lambda m, *_: m.log("x", float(m.current_epoch), on_step=False, on_epoch=True),
+        on_train_epoch_start=lambda m: seen.append(dict(m.trainer.callback_metrics)),
+    )
+    quiet(max_epochs=3).fit(module, numbers(2))
     assert seen == [{}, {"x": 0.0}, {"x": 1.0}]
 
 
 def test_a_loss_may_be_changed_in_place_after_it_was_logged() -> None:
-    class Changes(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            value = batch.mean()
-            self.log("x", value, on_step=True, on_epoch=True)
-            value.mul_(100)
+    def change(module: Any, batch: Any, at: int) -> None:
+        value = batch.mean()
+        module.log("x", value, on_step=True, on_epoch=True)
+        value.mul_(100)
 
-    assert logged(Changes()) == {"x": 2.0, "x_step": 3.0, "x_epoch": 2.0}
+    assert logged(acting(training_step=change)) == {"x": 2.0, "x_step": 3.0, "x_epoch": 2.0}
 
 
 def test_values_that_were_read_do_not_change_afterwards() -> None:
-    class Keeps(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            kept.append(trainer.callback_metrics["x"])
-
     kept: list[Tensor] = []
-    logged(Logs(), callbacks=[Keeps()])
+    logged(acting(Logs, on_train_batch_end=lambda m, *_: kept.append(m.trainer.callback_metrics["x"])))
     assert kept == [1.0, 2.0, 3.0]
 
 
@@ -118,27 +112,21 @@ def test_logging_keeps_no_graph_and_the_dtype() -> None:
 def test_a_name_that_comes_late_is_of_the_hook_that_logs_it() -> None:
     """From the second epoch on it was taken for one of `on_train_epoch_end`, which has no steps."""
 
-    class Late(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.current_epoch == 1:
-                self.log("late", 5.0, on_step=True)
-            return super().training_step(batch, batch_idx)
-
+    module = acting(training_step=lambda m, *_: m.log("late", 5.0, on_step=True) if m.current_epoch == 1 else None)
     trainer = quiet(max_epochs=2)
-    trainer.fit(Late(), numbers(1))
+    trainer.fit(module, numbers(1))
     assert trainer.callback_metrics == {"late": 5.0}
 
 
 def test_what_each_audience_is_shown() -> None:
-    class Three(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("bar", 1.0, prog_bar=True, logger=False)
-            self.log("file", 2.0)
-            self.log("both", 3.0, prog_bar=True, on_epoch=True)
-            self.log_dict({"one": 4.0, "two": 5.0}, prog_bar=True, logger=False)
+    def log(module: Any, *_: Any) -> None:
+        module.log("bar", 1.0, prog_bar=True, logger=False)
+        module.log("file", 2.0)
+        module.log("both", 3.0, prog_bar=True, on_epoch=True)
+        module.log_dict({"one": 4.0, "two": 5.0}, prog_bar=True, logger=False)
 
     trainer = quiet(max_epochs=1, logger=Recorder(), log_every_n_steps=1)
-    trainer.fit(Three(), numbers(1))
+    trainer.fit(acting(training_step=log), numbers(1))
     assert set(trainer.callback_metrics) == {"bar", "file", "both", "both_step", "both_epoch", "one", "two"}
     assert set(trainer.logged_metrics) == {"file", "both_step", "both_epoch"}
     assert trainer.progress_bar_metrics == {"bar": 1.0, "both_step": 3.0, "both_epoch": 3.0, "one": 4.0, "two": 5.0}
@@ -146,43 +134,18 @@ def test_what_each_audience_is_shown() -> None:
 
 # -- where -------------------------------------------------------------------------------------------------
 
-EVERYWHERE = [
-    ("on_train_start", "epoch"),
-    ("on_train_epoch_start", "epoch"),
-    ("on_train_batch_start", "step"),
-    ("on_before_zero_grad", "step"),
-    ("on_before_backward", "step"),
-    ("on_after_backward", "step"),
-    ("on_before_optimizer_step", "step"),
-    ("on_train_batch_end", "step"),
-    ("on_train_epoch_end", "epoch"),
-    ("on_validation_start", "epoch"),
-    ("on_validation_epoch_start", "epoch"),
-    ("on_validation_batch_start", "epoch"),
-    ("on_validation_batch_end", "epoch"),
-    ("on_validation_epoch_end", "epoch"),
-]
-NOWHERE = [
-    "setup",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_validation_end",
-    "on_train_end",
-    "on_fit_end",
-    "teardown",
-]
+STEPS = ["train_batch_start", "before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"]
+EPOCHS = ["train_start", "train_epoch_start", "train_epoch_end", "validation_start", "validation_epoch_start"]
+EPOCHS += ["validation_batch_start", "validation_batch_end", "validation_epoch_end"]
+EVERYWHERE = [(f"on_{hook}", "step") for hook in (*STEPS, "train_batch_end")]
+EVERYWHERE += [(f"on_{hook}", "epoch") for hook in EPOCHS]
+NOWHERE = ["setup", "configure_optimizers", "on_fit_start", "on_sanity_check_start"]
+NOWHERE += ["on_validation_end", "on_train_end", "on_fit_end", "teardown"]
 
 
-def calls_in(hook: str, call: Any, base: type = Slope) -> Any:
+def calls_in(hook: str, call: Any) -> Any:
     """A module whose ``hook`` calls ``call(module)``."""
-
-    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call(self)
-        inherited = getattr(base, hook, None)
-        return inherited(self, *args, **kwargs) if inherited else None
-
-    return type("Calls", (base,), {hook: own, "validation_step": lambda self, batch, batch_idx: None})()
+    return acting(Validated, **{hook: lambda module, *args: call(module) and None})
 
 
 @pytest.mark.parametrize("by_callback", [False, True])
@@ -214,15 +177,11 @@ def test_on_step_is_refused_where_there_is_no_step(hook: str, kind: str) -> None
 
 @pytest.mark.parametrize("hook", NOWHERE)
 def test_hooks_in_which_nothing_can_be_logged(hook: str) -> None:
-    module = calls_in(hook, lambda module: module.log("x", 2.0))
+    module, callback = calls_in(hook, lambda module: module.log("x", 2.0)), Callback()
     if hook == "on_sanity_check_start":
-        callback: Any = Callback()
-        callback.on_sanity_check_start = lambda trainer, module: module.log("x", 2.0)
-        callbacks = [callback]
-    else:
-        callbacks = []
+        callback.on_sanity_check_start = lambda trainer, module: module.log("x", 2.0)  # type: ignore[method-assign]
     with pytest.raises(MisconfigurationException, match=rf"self.log\('x', ...\) in `{hook}`"):
-        quiet(max_epochs=1, callbacks=callbacks).fit(module, numbers(2), numbers(2))
+        quiet(max_epochs=1, callbacks=[callback]).fit(module, numbers(2), numbers(2))
 
 
 def test_after_a_fit_nothing_can_be_logged() -> None:
@@ -235,12 +194,8 @@ def test_after_a_fit_nothing_can_be_logged() -> None:
 def test_before_anything_is_set_up_nothing_can_be_logged() -> None:
     """It was an AttributeError of NoneType."""
 
-    class Early(Slope):
-        def configure_callbacks(self) -> Any:
-            self.log("x", 1.0)
-
     with pytest.raises(MisconfigurationException, match=r"self.log"):
-        quiet(max_epochs=1).fit(Early(), numbers(1))
+        quiet(max_epochs=1).fit(acting(configure_callbacks=lambda m: m.log("x", 1.0)), numbers(1))
 
 
 def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
@@ -267,7 +222,7 @@ def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
         ),
         (lambda m: m.log("x", [1.0]), "`list` values cannot be logged: log one number"),
         (lambda m: m.log("x", None), "`NoneType` values cannot be logged"),
-        (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the first argument is the name"),
+        (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the name must be a str"),
         (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "is not useful"),
         (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), "twice in `training_step` with different"),
     ],
@@ -320,34 +275,25 @@ def test_loggers_get_what_lightning_sends_at_lightnings_steps() -> None:
 def test_the_step_at_which_a_fit_stopped_was_not_sent() -> None:
     """A value that ended the fit was in no logger, unless the step was one of those that are."""
 
-    class Ends(Logs):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.trainer.should_stop = batch_idx == 1
+    def end(module: Any, outputs: Any, batch: Any, at: int) -> None:
+        module.trainer.should_stop = at == 1
 
     recorder = Recorder()
-    quiet(max_epochs=2, logger=recorder, log_every_n_steps=50).fit(Ends(), numbers(8))
+    quiet(max_epochs=2, logger=recorder, log_every_n_steps=50).fit(acting(Logs, on_train_batch_end=end), numbers(8))
     assert recorder.sent == [(1, {"x": 2.0, "epoch": 0})]
 
 
 def test_a_value_of_a_single_step_is_sent_once() -> None:
-    class Once(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 0:
-                self.log("first", 7.0)
-
+    module = acting(training_step=lambda m, batch, at: m.log("first", 7.0) if at == 0 else None)
     recorder = Recorder()
-    quiet(max_epochs=1, logger=recorder, log_every_n_steps=2).fit(Once(), numbers(6))
+    quiet(max_epochs=1, logger=recorder, log_every_n_steps=2).fit(module, numbers(6))
     assert recorder.sent == [(1, {"first": 7.0, "epoch": 0})]
 
 
 def test_a_value_named_step_is_the_x_axis() -> None:
-    class Names(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("step", 100.0 + batch_idx)
-            self.log("x", 1.0)
-
+    module = acting(training_step=lambda m, batch, at: m.log_dict({"step": 100.0 + at, "x": 1.0}))
     recorder = Recorder()
-    quiet(max_epochs=1, logger=recorder, log_every_n_steps=1).fit(Names(), numbers(2))
+    quiet(max_epochs=1, logger=recorder, log_every_n_steps=1).fit(module, numbers(2))
     assert recorder.sent == [(100, {"x": 1.0}), (101, {"x": 1.0})]
 
 
@@ -358,14 +304,10 @@ def test_the_x_axis_counts_windows() -> None:
 
 
 def test_loggers_are_told_how_it_ended() -> None:
-    class Fails(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ZeroDivisionError
-
     recorder = Recorder()
     quiet(max_epochs=1, logger=recorder).fit(Slope(), numbers(1))
     with pytest.raises(ZeroDivisionError):
-        quiet(max_epochs=1, logger=recorder).fit(Fails(), numbers(1))
+        quiet(max_epochs=1, logger=recorder).fit(acting(training_step=lambda *_: 1 / 0), numbers(1))
     assert recorder.ended == ["success", "failed"]
 
 
@@ -376,15 +318,12 @@ def test_metrics_that_compute_more_than_a_number_are_refused() -> None:
     from torchmetrics import CatMetric
 
     class Cats(Slope):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cat = CatMetric()
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.cat.update(batch)
-            self.log("cat", self.cat, on_step=False, on_epoch=True)
+            cat(batch)
+            self.log("cat", cat, on_step=False, on_epoch=True)
 
-    with pytest.raises(MisconfigurationException, match=r"self.log\('cat', CatMetric\).*no single number"):
+    cat = CatMetric()
+    with pytest.raises(MisconfigurationException, match=r"self.log\('cat', CatMetric\).*not return a single number"):
         quiet(max_epochs=1).fit(Cats(), numbers(2))
 
 
@@ -435,13 +374,8 @@ def test_metrics_reduce_themselves_and_start_afresh() -> None:
 
     trainer = quiet(max_epochs=2)
     trainer.fit(Measures(), numbers(3))
-    assert trainer.callback_metrics == {
-        "mean": 4.0,
-        "mean_step": 6.0,
-        "mean_epoch": 4.0,
-        "pair/low": 2.0,
-        "pair/high": 3.0,
-    }
+    means = {"mean": 4.0, "mean_step": 6.0, "mean_epoch": 4.0}
+    assert trainer.callback_metrics == {**means, "pair/low": 2.0, "pair/high": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -464,39 +398,27 @@ def test_metrics_reduce_themselves_and_start_afresh() -> None:
 def test_a_mean_of_whole_numbers_or_flags_is_none_itself(values: list[Any], mean: float, dtype: torch.dtype) -> None:
     """An accuracy of flags was True, and the mean of 1 and 2 was 1: means were rounded to the type that was logged."""
 
-    class Kinds(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", values[batch_idx], on_step=True, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
+    module = acting(training_step=lambda m, batch, at: m.log("x", values[at], on_step=True, on_epoch=True))
     trainer = quiet(max_epochs=1)
-    trainer.fit(Kinds(), numbers(len(values)))
+    trainer.fit(module, numbers(len(values)))
     shown = trainer.callback_metrics["x_epoch"]
     assert (shown.item(), shown.dtype) == (mean, dtype)
     assert trainer.callback_metrics["x_step"].item() == float(values[-1])
 
 
 def test_a_tensor_that_grows_is_refused_as_at_first() -> None:
-    class Grows(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", torch.ones(1 + batch_idx))
-            return super().training_step(batch, batch_idx)
-
+    module = acting(training_step=lambda m, batch, at: m.log("x", torch.ones(1 + at)))
     with pytest.raises(MisconfigurationException, match=r"tensor of shape \(2,\)"):
-        quiet(max_epochs=1).fit(Grows(), numbers(3))
+        quiet(max_epochs=1).fit(module, numbers(3))
 
 
 @pytest.mark.parametrize("size", [-1, float("nan"), float("inf"), "four", torch.ones(2)])
 def test_a_batch_size_that_is_no_number_of_samples_is_refused(size: Any) -> None:
     """Weights of -1 cancelled out, and the mean was that of the batches."""
 
-    class Sized(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", batch.mean(), batch_size=1 if batch_idx == 0 else size)
-            return super().training_step(batch, batch_idx)
-
+    module = acting(training_step=lambda m, batch, at: m.log("x", batch.mean(), batch_size=size if at else 1))
     with pytest.raises(MisconfigurationException, match=r"self\.log\('x', \.\.\., batch_size=.*number of samples"):
-        quiet(max_epochs=1).fit(Sized(), numbers(3))
+        quiet(max_epochs=1).fit(module, numbers(3))
 
 
 class CallbackLogs(Callback):
@@ -522,10 +444,6 @@ class Keeps(Callback):
 
 
 def test_callbacks_log_as_the_module_does() -> None:
-    class Validated(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            pass
-
     callback, own = CallbackLogs(), Keeps()
     trainer = quiet(max_epochs=1, callbacks=[callback, own])
     trainer.fit(Validated(), numbers(2), numbers(1))
@@ -536,9 +454,6 @@ def test_callbacks_log_as_the_module_does() -> None:
 
 
 class TwoHooks(Slope):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("both", batch.mean(), on_step=True, on_epoch=True)
 
@@ -578,3 +493,241 @@ def test_sums_of_an_epoch_are_exact_where_the_device_has_no_float64(
     assert float(entry.total) == pytest.approx(exact, rel=1e-7)
     entry.clear()
     assert entry.lost == 0.0
+
+
+# -- One name that several things are logged under: loaders of an evaluation, and metrics that are made anew -----
+
+
+class Shares(Slope):
+    """Logs the numbers of two loaders as one name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        for number in batch:  # each sample by itself, so that sums do not depend on the number of ranks
+            self.log("v", number + 10 * dataloader_idx, add_dataloader_idx=False, batch_size=1, **self.options)
+        self.log("own", float(dataloader_idx))
+
+    test_step = validation_step
+
+
+def shown(start: Any = quiet, **options: Any) -> tuple[float, list[Any]]:
+    module, loaders = Shares(**options), [numbers(4, 2), numbers(2, 2)]
+    trainer = start(max_epochs=1)
+    trainer.fit(module, numbers(2), loaders)
+    tested = trainer.test(module, loaders, verbose=False)
+    return trainer.callback_metrics["v"].item(), [part["v"] for part in tested]
+
+
+ONE_NAME = [({}, 33 / 6), ({"reduce_fx": "sum"}, 33.0), ({"reduce_fx": "max"}, 12.0), ({"reduce_fx": "min"}, 1.0)]
+
+
+@pytest.mark.parametrize(("options", "value"), ONE_NAME)
+def test_loaders_that_log_one_name_show_the_value_over_all(options: dict[str, Any], value: float) -> None:
+    """The last loader's was shown, and ModelCheckpoint ranked by it."""
+    assert shown(**options) == (value, [value, value])
+
+
+def shown_on_two() -> list[Any]:
+    return [shown(on_ranks, **options) for options, _ in ONE_NAME]
+
+
+def test_loaders_that_log_one_name_on_ranks(ranks: RankPool) -> None:
+    assert ranks(2).run(shown_on_two) == [[(value, [value, value]) for _, value in ONE_NAME]] * 2
+
+
+def test_loaders_that_mean_different_things_by_one_name_are_refused() -> None:
+    def differ(module: Any, batch: Any, at: int, loader: int = 0) -> None:
+        module.log("v", 1.0, add_dataloader_idx=False, reduce_fx=["mean", "sum"][loader])
+
+    with pytest.raises(MisconfigurationException, match=r"'v'.*one name in several ways.*its own name"):
+        quiet().validate(type("Differ", (Slope,), {"validation_step": differ})(), [numbers(1), numbers(1)])
+
+
+def test_so_are_two_metric_objects() -> None:
+    each = [torchmetrics.MeanMetric(), torchmetrics.MeanMetric()]
+
+    class Objects(Slope):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            each[dataloader_idx].update(batch)
+            self.log("v", each[dataloader_idx], add_dataloader_idx=False)
+
+    with pytest.raises(MisconfigurationException, match=r"'v'.*another torchmetrics object"):
+        quiet().validate(Objects(), [numbers(1), numbers(1)])
+
+
+class New(Slope):
+    """Makes its metric in each step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        metric = torchmetrics.MeanMetric()
+        metric(torch.tensor(float(batch_idx)))
+        self.log("m", metric, **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_that_is_made_anew_in_each_step_is_refused() -> None:
+    """The last batch's value was shown for the epoch's."""
+    with pytest.raises(MisconfigurationException, match=r"'m', <MeanMetric>.*attribute of the module"):
+        quiet(max_epochs=1).fit(New(on_step=False, on_epoch=True), numbers(3))
+
+
+def test_a_value_of_its_step_alone_is_right() -> None:
+    trainer = quiet(max_epochs=1, log_every_n_steps=1)
+    trainer.fit(New(), numbers(3))
+    assert trainer.callback_metrics["m"] == 2.0
+
+
+# -- `self.log` on several ranks: what each logged is one number for all -----------------------------------------
+
+
+class Sevens(Slope):
+    """Validates 7 samples, whose mean no mean of the ranks' means gives."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        values = batch**2
+        for name in ("mean", "sum", "min", "max"):
+            self.log(name, getattr(values, name)(), reduce_fx=name)
+        self.log("rank zero's", float(self.global_rank + 5), rank_zero_only=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("ranks", float(self.global_rank))
+
+
+def validate(samples: int, batch_size: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+    trainer = on_ranks()
+    returned = trainer.validate(Sevens(), numbers(samples, batch_size), verbose=False)
+    return returned, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(("world", "samples", "batch_size"), [(2, 7, 1), (2, 7, 2), (3, 7, 4), (2, 1, 1)])
+def test_a_validation_gives_the_true_numbers_on_every_rank(
+    ranks: RankPool, world: int, samples: int, batch_size: int
+) -> None:
+    """7 samples on 2 ranks: Lightning 2.6.6 says 14.375 for 16.43 or the like."""
+    squares = [number**2 for number in range(1, samples + 1)]
+    expected = {
+        "mean": sum(squares) / samples,
+        "sum": sum(squares),
+        "min": 1,
+        "max": samples**2,
+        "rank zero's": 5.0,
+        "ranks": (world - 1) / 2,
+    }
+    for returned, shown in ranks(world).run(validate, samples, batch_size):
+        assert returned == [pytest.approx(expected)]
+        assert shown == pytest.approx(expected)
+
+
+def test_a_rank_without_samples_shows_what_the_others_logged_in_their_type(ranks: RankPool) -> None:
+    """It had logged nothing, and showed the value in float32: a threshold could be crossed on some ranks only."""
+    assert ranks(3).run(validate_thirds) == [{"third": 1 / 3}] * 3
+
+
+def validate_thirds() -> dict[str, float]:
+    log = lambda m, batch, at: m.log("third", batch.mean() / 3)  # noqa: E731
+    trainer = on_ranks()
+    trainer.validate(acting(Validated, validation_step=log), numbers(1), verbose=False)
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+class Measured(Slope):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+
+        self.mean = MeanMetric()
+        self.pair = MetricCollection({"mean": MeanMetric(), "max": MaxMetric()}, prefix="pair/")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(batch)
+        self.pair.update(batch)
+        self.log("mean", self.mean)
+        self.log_dict(self.pair)
+
+
+def measure(samples: int) -> list[dict[str, float]]:
+    trainer: Any = on_ranks()
+    found: list[dict[str, float]] = trainer.validate(Measured(), numbers(samples), verbose=False)
+    return found
+
+
+@pytest.mark.parametrize("samples", [7, 1])
+def test_torchmetrics_see_the_samples_of_all_ranks(ranks: RankPool, samples: int) -> None:
+    """A rank without a sample never reached `self.log`, and that was an error."""
+    mean = (samples + 1) / 2
+    expected = {"mean": mean, "pair/mean": mean, "pair/max": float(samples)}
+    assert ranks(2).run(measure, samples) == [[expected]] * 2
+
+
+class Different(Slope):
+    """Each rank logs a name of its own besides a common one, and more names than fit at first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log(f"of rank {self.global_rank}", batch.mean(), on_epoch=True)
+        for number in range(40):
+            self.log(f"n{number}", float(number), on_epoch=True, on_step=False)
+            self.log(f"m{number}", batch.mean(), on_epoch=True, on_step=True)
+        return super().training_step(batch, batch_idx)
+
+
+def differ() -> tuple[dict[str, float], list[Any]]:
+    recorder = Recorder()
+    trainer = on_ranks(max_epochs=2, logger=recorder, log_every_n_steps=1)
+    trainer.fit(Different(), numbers(4))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}, recorder.sent
+
+
+def test_ranks_that_log_different_names_do_not_wait_for_each_other(ranks: RankPool) -> None:
+    (first, sent), (second, others) = ranks(2).run(differ, timeout=30)
+    assert first == second
+    assert (first["of rank 0_epoch"], first["of rank 1_epoch"]) == (2.0, 3.0)
+    assert (first["n39"], first["m39_epoch"], first["m39_step"]) == (39.0, 2.5, 3.5)
+    assert [step for step, _ in sent] == [0, 1, 1, 2, 3, 3]
+    assert sent[0][1]["m7_step"] == 1.5
+    assert sent == others
+
+
+def single_steps() -> dict[str, float]:
+    def log(module: Any, batch: Any, at: int) -> None:
+        module.log("own", batch.mean())
+        module.log("total", batch.mean(), reduce_fx="sum")
+
+    return on_ranks(max_epochs=1).fit(acting(training_step=log), numbers(4)).metrics
+
+
+def test_the_last_steps_values_are_the_same_on_all_ranks_after_a_fit(ranks: RankPool) -> None:
+    assert ranks(2).run(single_steps) == [{"own": 3.5, "total": 7.0}] * 2
+
+
+def stop_on_one(rank: int) -> list[Any]:
+    def log(module: Any, batch: Any, at: int) -> None:
+        module.log("own", batch.mean(), sync_dist=True)
+        module.trainer.should_stop = (module.global_rank, at) == (rank, 1)
+
+    recorder = Recorder()
+    on_ranks(max_epochs=2, logger=recorder, log_every_n_steps=50).fit(acting(training_step=log), numbers(8))
+    return recorder.sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_step_at_which_one_rank_stops_is_sent_with_the_values_of_all(ranks: RankPool, rank: int) -> None:
+    first, _ = ranks(2).run(stop_on_one, rank, timeout=30)
+    assert first == [(1, {"own": 3.5, "epoch": 0})]
+
+
+def gather() -> Any:
+    seen: list[Any] = []
+    gathers = lambda m, batch, at: seen.append(m.all_gather({"x": batch})["x"].flatten().tolist())  # noqa: E731
+    on_ranks().validate(acting(Validated, validation_step=gathers), numbers(4), verbose=False)
+    return seen
+
+
+def test_all_gather_stacks_what_the_ranks_have(ranks: RankPool) -> None:
+    assert ranks(2).run(gather) == [[[1.0, 2.0], [3.0, 4.0]]] * 2

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep import Callback, LightningModule
-from lockstep.strategies import DDPStrategy
+from lockstep import LightningModule
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.strategies import DDPStrategy, SingleDeviceStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import SaveAt, Slope, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -63,35 +64,6 @@ def test_max_steps_counts_the_steps_of_all_optimizers() -> None:
     assert len(module.seen) == 2
 
 
-def duel(samples: int, sync: bool) -> list[Any]:
-    module = Duel(sync)
-    on_ranks(max_epochs=1).fit(module, numbers(samples))
-    return [step[1:3] for step in module.seen]
-
-
-def test_manual_backwards_are_reduced_unless_the_user_says_no(ranks: RankPool) -> None:
-    assert ranks(2).run(duel, 4, True) == [[(1.5, 1.5), (3.5, 3.5)]] * 2
-    assert ranks(2).run(duel, 4, False) == [[(1.5, 1.0), (3.5, 3.0)], [(1.5, 2.0), (3.5, 4.0)]]
-
-
-def test_an_empty_share_is_muted_in_all_backwards_of_a_step(ranks: RankPool) -> None:
-    """Only the first was, and the rank's sample was counted as one sample in the place of two as well.
-
-    What the second rank noted of the step that it had no sample for is gone.
-    """
-    assert ranks(2).run(duel, 3, True) == [[(1.5, 1.5), (3.0, 3.0)], [(1.5, 1.5)]]
-
-
-def test_uneven_batches_weigh_by_their_samples(ranks: RankPool) -> None:
-    assert ranks(2).run(uneven_duel) == [[(2.0, 2.0)]] * 2
-
-
-def uneven_duel() -> list[Any]:
-    module = Duel()
-    on_ranks(max_epochs=1).fit(module, numbers(3, 2))
-    return [step[1:3] for step in module.seen]
-
-
 class Blocks(Duel):
     """Two backwards, of which the first is not reduced."""
 
@@ -101,17 +73,29 @@ class Blocks(Duel):
             self.manual_backward((self.a * batch).mean())
         own = self.a.grad.item()  # type: ignore[union-attr]
         self.manual_backward((self.a * batch).mean())
-        self.seen.append((own, self.a.grad.item()))  # type: ignore[union-attr]
+        self.seen.append((batch_idx, own, self.a.grad.item()))  # type: ignore[union-attr]
 
 
-def blocks() -> list[Any]:
-    module = Blocks()
-    on_ranks(max_epochs=1).fit(module, numbers(4))
-    return module.seen
+def duel(samples: int, sync: bool = True, batch_size: int = 1, kind: type[Duel] = Duel) -> list[Any]:
+    module = kind(sync)
+    on_ranks(max_epochs=1).fit(module, numbers(samples, batch_size))
+    return [step[1:3] for step in module.seen]
 
 
-def test_backwards_are_blocked_from_the_strategy_as_in_lightning(ranks: RankPool) -> None:
-    assert ranks(2).run(blocks) == [[(1.0, 3.0), (3.0, 7.0)], [(2.0, 3.0), (4.0, 7.0)]]
+def test_manual_backwards_are_reduced_unless_the_user_says_no(ranks: RankPool) -> None:
+    assert ranks(2).run(duel, 4, True) == [[(1.5, 1.5), (3.5, 3.5)]] * 2
+    assert ranks(2).run(duel, 4, False) == [[(1.5, 1.0), (3.5, 3.0)], [(1.5, 2.0), (3.5, 4.0)]]
+    # blocked from the strategy, as in Lightning
+    assert ranks(2).run(duel, 4, True, 1, Blocks) == [[(1.0, 3.0), (3.0, 7.0)], [(2.0, 3.0), (4.0, 7.0)]]
+
+
+def test_an_empty_share_is_muted_in_all_backwards_of_a_step(ranks: RankPool) -> None:
+    """Only the first was, and the rank's sample was counted as one sample in the place of two as well.
+
+    What the second rank noted of the step that it had no sample for is gone.
+    """
+    assert ranks(2).run(duel, 3) == [[(1.5, 1.5), (3.0, 3.0)], [(1.5, 1.5)]]
+    assert ranks(2).run(duel, 3, True, 2) == [[(2.0, 2.0)]] * 2  # uneven batches weigh by their samples
 
 
 class ClippedDuel(Duel):
@@ -198,14 +182,13 @@ def test_a_training_step_may_return_nothing_or_a_dict() -> None:
 
 
 def test_plain_optimizers_are_given_on_request() -> None:
-    class Asks(ByHand):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            plain, wrapped = self.optimizers(use_pl_optimizer=False), self.optimizers()
-            assert type(plain) is torch.optim.SGD
-            assert wrapped.optimizer is plain
-            assert wrapped.param_groups is plain.param_groups
+    def ask(module: Any, *_: Any) -> None:
+        plain, wrapped = module.optimizers(use_pl_optimizer=False), module.optimizers()
+        assert type(plain) is torch.optim.SGD
+        assert wrapped.optimizer is plain
+        assert wrapped.param_groups is plain.param_groups
 
-    quiet(max_epochs=1).fit(Asks(), numbers(1))
+    quiet(max_epochs=1).fit(acting(ByHand, on_train_batch_start=ask), numbers(1))
 
 
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
@@ -215,12 +198,9 @@ def test_what_only_automatic_optimization_does_is_refused(flags: dict[str, Any])
 
 
 def test_manual_backward_is_refused_under_automatic_optimization() -> None:
-    class Mixed(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.manual_backward((self.w * batch).mean())
-
+    module = acting(training_step=lambda m, batch, at: m.manual_backward((m.w * batch).mean()))
     with pytest.raises(MisconfigurationException, match=r"self.automatic_optimization = False"):
-        quiet(max_epochs=1).fit(Mixed(), numbers(1))
+        quiet(max_epochs=1).fit(module, numbers(1))
 
 
 class Big(LightningModule):
@@ -253,15 +233,14 @@ def save_amid(path: Path) -> Any:
     sent: list[int] = []
     send = torch.distributed.send
 
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                with mock.patch.object(torch.distributed, "send", lambda t, to: (sent.append(t.nbytes), send(t, to))):
-                    trainer.save_checkpoint(path)
+    class Save(SaveAt):
+        def on_train_batch_end(self, *args: Any) -> None:
+            with mock.patch.object(torch.distributed, "send", lambda t, to: (sent.append(t.nbytes), send(t, to))):
+                super().on_train_batch_end(*args)
 
-    whole, rest = Big(), Big()
-    on_ranks(max_epochs=1, callbacks=[Save()]).fit(whole, numbers(4 * torch.distributed.get_world_size()))
-    on_ranks(max_epochs=1).fit(rest, numbers(4 * torch.distributed.get_world_size()), ckpt_path=path)
+    whole, rest, samples = Big(), Big(), 4 * torch.distributed.get_world_size()
+    on_ranks(max_epochs=1, callbacks=[Save(2, path)]).fit(whole, numbers(samples))
+    on_ranks(max_epochs=1).fit(rest, numbers(samples), ckpt_path=path)
     alike = [torch.equal(a, b) for a, b in zip(whole.seen[-1], rest.seen[-1], strict=True)]
     return sum(sent), alike
 
@@ -380,17 +359,11 @@ class Probes(Duel):
         self.optimizers()[0].zero_grad()
         with self.trainer.strategy.block_backward_sync():
             (self.a * batch).mean().backward()
-        self.seen.append(self.a.grad.item())  # type: ignore[union-attr]
-
-
-def probes() -> list[Any]:
-    module = Probes()
-    on_ranks(max_epochs=1).fit(module, numbers(4))
-    return module.seen
+        self.seen.append((batch_idx, self.a.grad.item()))  # type: ignore[union-attr]
 
 
 def test_backwards_that_are_not_to_be_reduced_stay_on_their_rank(ranks: RankPool) -> None:
-    assert ranks(2).run(probes) == [[1.0, 3.0], [2.0, 4.0]]
+    assert ranks(2).run(duel, 4, True, 1, Probes) == [[(1.0,), (3.0,)], [(2.0,), (4.0,)]]
 
 
 class LeavesOut(Duel):
@@ -412,3 +385,143 @@ def test_ranks_that_reduce_different_batches_are_named(ranks: RankPool) -> None:
     for text in ranks(2).run(left_out):
         assert "rank 0 in 2, rank 1 in 1" in text
         assert "manual_backward(0 * loss)" in text
+
+
+# -- What counts as a step: one past the wrapper does, one that 16-mixed left out does not -----------------------
+
+
+class Around(torch.optim.SGD):
+    """Holds another optimizer, whose step is a part of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+class Steps(LightningModule):
+    """Steps its optimizer in the way that it is told."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.w, self.how = nn.Parameter(torch.zeros((), dtype=torch.float64)), how
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.how != "raw")
+        optimizer.zero_grad()
+        self.manual_backward((self.w * batch).mean())
+        if self.how == "own":
+            self.own.step()
+        elif self.how == "inner":
+            optimizer.optimizer.step()
+        elif self.how == "second step":
+            optimizer.second_step()
+        else:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        kind = Around if self.how in ("second step", "around") else torch.optim.SGD
+        self.own = kind(self.parameters(), lr=1.0)
+        return self.own
+
+
+HOW = ["wrapped", "raw", "inner", "own", "second step", "around"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_each_step_counts_whoever_makes_it(how: str, tmp_path: Path) -> None:
+    """`max_steps` ended nothing and no checkpoint was written, without a word."""
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet(max_steps=5, max_epochs=-1, enable_checkpointing=True, callbacks=[keep])
+    module = Steps(how)
+    assert trainer.fit(module, numbers(4)).global_step == 5
+    assert module.w.item() == -11.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    assert not module.own._optimizer_step_post_hooks  # type: ignore[attr-defined]  # nothing is left behind
+
+
+def counted(how: str) -> int:
+    return on_ranks(max_steps=3, max_epochs=-1).fit(Steps(how), numbers(4)).global_step
+
+
+def test_steps_count_on_ranks(ranks: RankPool) -> None:
+    assert ranks(2).run(counted, "raw") == [3, 3]
+
+
+def test_an_optimizer_that_the_trainer_does_not_know_is_told_in_the_first_epoch() -> None:
+    class Hides(Steps):
+        def configure_optimizers(self) -> Any:
+            super().configure_optimizers()
+
+    with pytest.warns(UserWarning, match=r"in this epoch no optimizer was stepped .* stays 0.*configure_optimizers"):
+        quiet(max_epochs=2).fit(Hides("own"), numbers(2))
+
+
+# -- 16-mixed
+
+
+class Overflows(LightningModule):
+    """The loss of the batches that it is told is infinite."""
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__()
+        self.batches, self.rates, self.counted = batches, [], []  # type: ignore[var-annotated]
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch.float()[:, None]).float().mean() / 64
+        return loss * torch.inf if batch_idx in self.batches else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counted.append(self.trainer.global_step)
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        halved = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": halved, "interval": "step"}]
+
+
+def scheduled(ranks: bool, **flags: Any) -> tuple[list[int], list[float]]:
+    module = Overflows({0, 1, 3})
+    (on_ranks if ranks else quiet)(precision="16-mixed", max_epochs=1, **flags).fit(module, numbers(12, 2))
+    return module.counted, module.rates
+
+
+def test_schedules_and_global_step_wait_for_steps_that_were_left_out(ranks: RankPool) -> None:
+    found = [0, 0, 1, 1, 2, 3], [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
+    assert scheduled(False) == found
+    assert ranks(2).run(scheduled, True) == [([0, 0, 1], [1.0, 1.0, 0.5])] * 2
+
+
+def test_accumulated() -> None:
+    assert scheduled(False, accumulate_grad_batches=2) == ([0, 0, 0, 0, 0, 1], [1.0] * 5 + [0.5])
+
+
+class Leaves(SingleDeviceStrategy):
+    """An engine with a loss scale of its own, as DeepSpeed's: it leaves its first two steps out."""
+
+    made = 0
+
+    def step(self, optimizer: Any, closure: Any = None, **options: Any) -> Any:
+        self.made += 1
+        self.left_out = self.made < 3
+        return None if self.left_out else super().step(optimizer, closure, **options)
+
+
+def test_an_engine_that_leaves_steps_out_itself() -> None:
+    module = Overflows(())
+    quiet(strategy=Leaves(), max_epochs=1).fit(module, numbers(8, 2))
+    assert (module.counted, module.rates) == ([0, 0, 1, 2], [1.0, 1.0, 0.5, 0.25])
+
+
+def test_a_loss_that_is_never_finite_ends_the_fit() -> None:
+    """With `max_steps` alone it would go on for ever, and change nothing."""
+    with pytest.raises(MisconfigurationException, match=r"16-mixed.*last 100 steps were skipped.*detect_anomaly"):
+        quiet(precision="16-mixed", max_steps=3, max_epochs=-1).fit(Overflows(range(10)), numbers(10))

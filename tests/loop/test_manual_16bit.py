@@ -121,9 +121,6 @@ class InTrainer(LightningModule):
         found = self.optimizers(use_pl_optimizer=not self.raw)
         self.shape(self, self.net, found if isinstance(found, list) else [found], batch, batch_idx)
 
-    def backward_(self, loss: Any) -> None:
-        self.manual_backward(loss)
-
     def whole(self, optimizer: Any) -> None: ...
 
     def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
@@ -151,35 +148,32 @@ def alternating(net: Pair) -> list[Any]:
 
 
 def backward(ops: Any, loss: Any) -> None:
-    ops.backward_(loss) if isinstance(ops, InTrainer) else ops.backward(loss)
+    ops.manual_backward(loss) if isinstance(ops, InTrainer) else ops.backward(loss)
 
 
 def norm_of(net: nn.Module) -> float:
     return float(torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm())
 
 
-def plain(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
-    optimizers[0].zero_grad()
-    backward(ops, net.loss_b(batch))
-    ops.whole(optimizers[0])
-    ops.norms.append(norm_of(net))
-    ops.step(optimizers[0])
-    ops.end()
-
-
 def clipped(algorithm: str) -> Callable[..., None]:
+    """A step that clips by ``algorithm``, by torch's own function, or not ("")."""
+
     def shape(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
         optimizers[0].zero_grad()
         backward(ops, net.loss_b(batch))
         ops.whole(optimizers[0])
         if algorithm == "torch":
             ops.norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)))
-        else:
+        elif algorithm:
             ops.clip(optimizers[0], 0.01, algorithm)
+        ops.norms.append(norm_of(net))
         ops.step(optimizers[0])
         ops.end()
 
     return shape
+
+
+plain = clipped("")
 
 
 def accumulates(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
@@ -313,14 +307,29 @@ def test_steps_with_an_overflow_are_left_out_as_by_hand_and_do_not_count(name: s
     assert trainer.scaler.get_scale() == ops.scaler.get_scale() < 65536
 
 
-def test_an_overflow_in_sharpness_aware_steps_leaves_the_weights(recwarn: Any) -> None:
-    def shape(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
-        sharpness(ops, net, optimizers, batch * 1e30, batch_idx)
-
-    module = InTrainer(shape, lambda net: [SAM(net.parameters(), 3.0)])
+def test_an_overflow_in_sharpness_aware_steps_leaves_the_weights() -> None:
+    module = InTrainer(lambda ops, net, by, batch, at: sharpness(ops, net, by, batch * 1e30, at), sams)
     result = quiet(precision="16-mixed", max_epochs=1).fit(module, batches())
     assert torch.equal(weights(module.net), weights(Pair()))
     assert result.global_step == 0
+
+
+def sams(net: Pair) -> list[Any]:
+    return [SAM(net.parameters(), 3.0)]
+
+
+def sgd(net: Pair) -> list[Any]:
+    return [torch.optim.SGD(net.parameters(), 3.0)]
+
+
+def check_alike(make: Callable[[], LightningModule], **flags: Any) -> None:
+    """A fit in 16 bits ends close to that in 32."""
+    found = []
+    for precision in ("32-true", "16-mixed"):
+        module: Any = make()
+        quiet(precision=precision, max_epochs=1, **flags).fit(module, batches())
+        found.append(weights(module.net))
+    assert (found[1] - found[0]).norm() < 0.05 * (found[0] - weights(Pair())).norm()
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -337,16 +346,8 @@ def test_closures(raw: bool, wants: bool) -> None:
 
         optimizers[0].step(closure)
 
-    def make(net: Pair) -> list[Any]:
-        return [SAM(net.parameters(), 3.0) if wants else torch.optim.SGD(net.parameters(), 3.0)]
-
-    found = {}
-    for precision in ("32-true", "16-mixed"):
-        module = InTrainer(shape, make, raw)
-        assert quiet(precision=precision, max_epochs=1).fit(module, batches()).global_step == 6
-        found[precision] = weights(module.net)
-    moved = found["32-true"] - weights(Pair())
-    assert (found["16-mixed"] - found["32-true"]).norm() < 0.05 * moved.norm()
+    make = sams if wants else sgd
+    check_alike(lambda: InTrainer(shape, make, raw))
 
 
 def test_a_backward_that_nobody_scaled_is_stepped_as_it_is() -> None:
@@ -357,12 +358,7 @@ def test_a_backward_that_nobody_scaled_is_stepped_as_it_is() -> None:
         net.loss_b(batch).backward()
         optimizers[0].step()
 
-    found = []
-    for precision in ("32-true", "16-mixed"):
-        module = InTrainer(shape, lambda net: [torch.optim.SGD(net.parameters(), 3.0)])
-        quiet(precision=precision, max_epochs=1).fit(module, batches())
-        found.append(weights(module.net))
-    assert (found[1] - found[0]).norm() < 0.05 * (found[0] - weights(Pair())).norm()
+    check_alike(lambda: InTrainer(shape, sgd))
 
 
 def test_who_unscales_by_hand_as_under_lightning_does_no_harm() -> None:
@@ -428,12 +424,7 @@ def test_an_optimizer_step_of_ones_own_leaves_overflows_out(how: str) -> None:
 
 def test_sam_calls_its_closure_twice() -> None:
     """It was given none under 16-mixed."""
-    found = []
-    for precision in ("32-true", "16-mixed"):
-        module = Automatic(lambda net: SAM(net.parameters(), 3.0), "wrapped")
-        quiet(precision=precision, max_epochs=1, limit_train_batches=1).fit(module, batches())
-        found.append(weights(module.net))
-    assert (found[1] - found[0]).norm() < 0.05 * (found[0] - weights(Pair())).norm()
+    check_alike(lambda: Automatic(lambda net: sams(net)[0], "wrapped"), limit_train_batches=1)
 
 
 # -- on ranks

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from lockstep.ground.memory_use import is_oom_error
 from lockstep.memory.meter import Activations, MemoryUse, readable
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.equivalence.models import rows
-from tests.loop.pieces import Slope, numbers, quiet
+from tests.loop.pieces import Slope, acting, numbers, quiet
 from tests.tools.pool import RankPool
 
 
@@ -188,30 +192,26 @@ def test_the_first_step_is_told_in_one_line(caplog: pytest.LogCaptureFixture) ->
     assert "most in encoder.layers.0" in line
 
 
-class Looks(Slope):
-    """Whether somebody counts in its steps."""
+def counting(**flags: Any) -> tuple[list[bool], Any]:
+    """Whether somebody counts in each of the steps of a fit, and its Trainer."""
+    seen: list[bool] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counting: list[bool] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def look(*_: Any) -> None:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self.counting.append(bool(hooks) or bool(global_hooks._global_forward_hooks))
-        return super().training_step(batch, batch_idx)
+        seen.append(bool(hooks) or bool(global_hooks._global_forward_hooks))
+
+    trainer = quiet(max_epochs=1, **flags)
+    trainer.fit(acting(training_step=look), numbers(6))
+    return seen, trainer
 
 
 def test_only_the_first_forward_is_counted() -> None:
-    module = Looks()
-    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, numbers(6))
-    assert module.counting == [True, False, False, False, False, False]
+    assert counting(accumulate_grad_batches=2)[0] == [True, False, False, False, False, False]
 
 
 def test_nothing_is_counted_where_nothing_is_to_cost_time() -> None:
-    module = Looks()
-    trainer = quiet(max_epochs=1, log_every_n_steps=0)
-    trainer.fit(module, numbers(3))
-    assert not any(module.counting)
+    seen, trainer = counting(log_every_n_steps=0)
+    assert not any(seen)
     assert trainer.memory().activations == 0
 
 
@@ -355,3 +355,109 @@ def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes do not match") as caught:
         quiet(max_steps=3).fit(Hungry("step", error), rows(32)(8))
     assert caught.value is error
+
+
+# -- A model of three times the memory that each rank may have: FSDP trains, saves and resumes it ----------------
+
+
+SCRIPT = '''
+import hashlib
+import resource
+from pathlib import Path
+
+import torch
+import torch._dynamo  # before memory is limited
+from torch import nn
+from torch.distributed.fsdp import fully_shard  # noqa: F401  # the same
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import LightningModule, Trainer
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.checkpoint import dcp  # noqa: F401  # the same
+from lockstep.engines.sharded import sharded_init
+from lockstep.strategies import FSDPStrategy
+
+WIDTH, BLOCKS = 1250, 160
+WHOLE = 4 * WIDTH * WIDTH * BLOCKS
+sharded_init.BUDGET = 2**22  # what stays whole while the model is built
+
+
+class Block(nn.Module):
+    """Its weights are frozen, as those of a large model whose scales are tuned."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.inner(x) * self.scale
+
+
+class Large(LightningModule):
+    def configure_model(self):
+        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + WHOLE // 3, resource.RLIM_INFINITY))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def on_train_end(self):
+        moved = (self.blocks[0].scale.full_tensor() - 1).abs().max()
+        self.print(f"moved {float(moved.detach()) > 0}")  # in one piece: ranks write into one pipe
+        print(self.trainer.memory(), flush=True)
+        digest = hashlib.sha256()
+        for block in self.blocks:
+            for parameter in block.parameters():
+                digest.update(parameter.detach().to_local().numpy())
+        print(f"bits of rank {self.global_rank}: {digest.hexdigest()}", flush=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([block.scale for block in self.blocks])
+
+
+trainer = Trainer(
+    accelerator="cpu",
+    devices=4,
+    strategy=FSDPStrategy(state_dict_type="sharded"),
+    max_steps=2,
+    callbacks=ModelCheckpoint("saved", every_n_train_steps=1, save_top_k=-1),
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+saved = [str(path) for path in Path("saved").glob("*step=1.ckpt")] or [None]
+torch.manual_seed(0)
+trainer.fit(Large(), DataLoader(TensorDataset(torch.randn(32, WIDTH)), batch_size=2), ckpt_path=saved[0])
+print(f"steps of rank {trainer.global_rank}: {trainer.global_step}; from {saved[0]}", flush=True)
+'''
+
+
+def run(tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "large.py"
+    script.write_text(SCRIPT)
+    # glibc keeps what it has once had from the system, unless it is told otherwise
+    given = ["MALLOC_TRIM_THRESHOLD_=0", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_ARENA_MAX=1"]
+    command = ["env", *given, sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=840)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_fsdp_trains_saves_and_resumes_what_no_rank_could_hold(tmp_path: Path) -> None:
+    """The run that resumes makes the second step of the first one again, to the same bits."""
+    bits = []
+    for _ in range(2):
+        done = run(tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "moved True" in done.stdout
+        bits.append(sorted(re.findall(r"bits of rank \d: [0-9a-f]{64}", done.stdout)))
+        (folder,) = (tmp_path / "saved").glob("*step=1.ckpt")
+        assert sum(file.stat().st_size for file in folder.iterdir()) > 4 * 1250 * 1250 * 160
+    assert f"steps of rank 0: 2; from {folder.relative_to(tmp_path)}" in done.stdout
+    assert len(bits[0]) == 4
+    assert bits[0] == bits[1]

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import AUROC, CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MetricTracker, SumMetric
 
-from lockstep import Callback
+import lockstep
+from lockstep import Callback, LightningModule
 from lockstep.ground import comm
 from lockstep.loop.logged_entry import Entry, merged
 from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.logging import LogCollector
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import SaveAt, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -43,18 +44,14 @@ class Kept(Metric):
 class Judged(Slope):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        kinds = {"auroc": lambda: AUROC(task="binary"), "cat": CatMetric, "kept": Kept}
+        kinds = {"auroc": lambda: AUROC(task="binary"), "kept": Kept}
         self.kind, self.metric = kind, kinds[kind]()
 
     def judge(self, batch: Tensor) -> None:
         if self.kind == "auroc":
             self.metric.update(batch / 10, (batch > 1).long())
-        elif self.kind == "kept":
-            self.metric.update(batch.sum())
         else:
-            self.metric.update(batch)
-        if self.kind == "cat":
-            return
+            self.metric.update(batch.sum())
         self.log("judged", self.metric, on_step=False, on_epoch=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -80,21 +77,6 @@ def test_a_metric_with_lists_on_a_rank_without_samples_ended_in_an_abort(ranks: 
         assert found == {"judged": 1.0}
 
 
-class Computed(Slope):
-    """Metrics that the user computes, in the module and in a callback."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.auroc = AUROC(task="binary")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.auroc.update(batch / 10, (batch > 1).long())
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("auroc", self.auroc.compute())
-        self.auroc.reset()
-
-
 class Beside(Callback):
     def __init__(self) -> None:
         self.parts = MetricCollection({"cat": CatMetric(), "sum": SumMetric()})
@@ -110,8 +92,13 @@ class Beside(Callback):
 
 
 def computed(samples: int) -> tuple[dict[str, float], list[Any]]:
-    plain, beside = Metric._sync_dist, Beside()
-    found = on_ranks(callbacks=beside).validate(Computed(), numbers(samples), verbose=False)[0]
+    plain, beside, auroc = Metric._sync_dist, Beside(), AUROC(task="binary")
+    module = acting(
+        Validated,
+        validation_step=lambda m, batch, at: auroc.update(batch / 10, (batch > 1).long()),
+        on_validation_epoch_end=lambda m: m.log("auroc", auroc.compute()),
+    )
+    found = on_ranks(callbacks=beside).validate(module, numbers(samples), verbose=False)[0]
     assert Metric._sync_dist is plain
     return found, beside.found
 
@@ -123,7 +110,7 @@ def test_a_metric_that_the_user_computes_on_a_rank_without_samples_ended_in_an_a
 
 
 def test_lists_of_other_lengths_that_are_not_joined_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(Exception, match=r"Kept keeps a list, 'kept'[\s\S]*\[2, 1\] entries by rank"):
+    with pytest.raises(Exception, match=r"Kept has a list state, 'kept'[\s\S]*\[2, 1\] entries by rank"):
         ranks(2).run(judged, "kept", 3, True, timeout=40)
     assert ranks(2).run(judged, "kept", 4, True, timeout=40) == [{"judged": 10.0}] * 2
 
@@ -165,10 +152,6 @@ def test_one_metric_logged_from_several_loaders_showed_the_mixture_for_each(rank
             mean, name = sum(values) / len(values), f"dataloader_idx_{number}"
             expected = {"mean": mean, "part_mean": mean, "part_sum": sum(values)}
             assert metrics == {f"{key}/{name}": pytest.approx(value) for key, value in expected.items()}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_one_name_for_several_loaders_is_their_mixture(ranks: RankPool, world: int) -> None:
     every = [value for values in LOADERS for value in values]
     for found in [several(True, 1)] if world == 1 else ranks(world).run(several, True, world, timeout=40):
         assert [metrics["mean"] for metrics in found] == [pytest.approx(sum(every) / len(every))] * 3
@@ -194,15 +177,6 @@ EXTREMES = [
 
 def alike(one: float, other: float) -> bool:
     return (one != one and other != other) or (one == other and math.copysign(1, one) == math.copysign(1, other))
-
-
-@pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
-def test_the_extreme_of_two_numbers(op: str, values: list[float], expected: float) -> None:
-    for order in (values, values[::-1]):
-        found = order[0]
-        for value in order[1:]:
-            found = extreme(op, found, value)
-        assert alike(found, expected)
 
 
 PARTS = [*itertools.product([0.1, -0.0, 0.0, NAN, INF, -INF, 1e16, 1 / 3], [0.0, 1.0, 3.0], [4.0, 5.0])]
@@ -254,24 +228,17 @@ def test_rows_say_where_ranks_differ_however_many_there_are() -> None:
     assert rows.ranks_differ(comm._by_tree(rows.make(5, False, [(1.0, 1.0, 0.0)] * 5)[None], rows.combine))
 
 
-class Extremes(Slope):
-    def __init__(self, values: list[float], on_tensors: bool) -> None:
-        super().__init__()
-        self.values, self.on_tensors = values, on_tensors
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        value = self.values[int(batch.item()) - 1]
-        for op in ("min", "max"):
-            logged: Any = torch.tensor(value, dtype=torch.float64) if self.on_tensors else value
-            self.log(op, logged, on_step=True, on_epoch=True, reduce_fx=op, sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-
 def extremes(on_tensors: bool, world: int) -> list[dict[str, float]]:
     found = []
     for _, values, _ in EXTREMES:
         trainer = quiet(max_epochs=1) if world == 1 else on_ranks(max_epochs=1)
-        trainer.fit(Extremes(values, on_tensors), numbers(len(values)))
+        logged = [torch.tensor(value, dtype=torch.float64) if on_tensors else value for value in values]
+
+        def log(module: Any, batch: Any, at: int, logged: list[Any] = logged) -> None:
+            for op in ("min", "max"):
+                module.log(op, logged[int(batch.item()) - 1], on_epoch=True, reduce_fx=op, sync_dist=True)
+
+        trainer.fit(acting(training_step=log), numbers(len(values)))
         found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
     return found
 
@@ -361,30 +328,21 @@ def test_a_metric_that_was_logged_was_empty_in_the_hook_of_the_epochs_end(ranks:
 def test_a_metric_of_single_steps_begins_anew_with_each_epoch() -> None:
     """Its lists grew for the whole fit."""
 
-    class Kept(Slope):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen, self.judged = CatMetric(), CatMetric()
-            self.found: list[int] = []
+    seen, judged, found = CatMetric(), CatMetric(), []
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen(batch)
-            self.log("seen", self.seen, on_step=True, on_epoch=False)
-            return super().training_step(batch, batch_idx)
+    def log(module: Slope, name: str, metric: Metric, batch: Tensor) -> None:
+        metric(batch)
+        module.log(name, metric, on_step=True, on_epoch=False)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.judged(batch)
-            self.log("judged", self.judged, on_step=True, on_epoch=False)
-
-        def on_validation_epoch_end(self) -> None:
-            self.found.append(self.judged._update_count)
-
-        def on_train_epoch_end(self) -> None:
-            self.found.append(self.seen._update_count)
-
-    module = Kept()
+    module = acting(
+        Validated,
+        training_step=lambda m, batch, at: log(m, "seen", seen, batch),
+        validation_step=lambda m, batch, at: log(m, "judged", judged, batch),
+        on_validation_epoch_end=lambda m: found.append(judged._update_count),
+        on_train_epoch_end=lambda m: found.append(seen._update_count),
+    )
     quiet(max_epochs=2).fit(module, numbers(4), numbers(3))
-    assert module.found == [2, 3, 4, 3, 4]
+    assert found == [2, 3, 4, 3, 4]
 
 
 class Tracks(Slope):
@@ -410,35 +368,22 @@ class Tracks(Slope):
 def test_a_tracker_of_metrics_made_its_checkpoint_malformed(at: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.ckpt"
 
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if (trainer.current_epoch, args[-1]) == (1, at):
-                trainer.save_checkpoint(path)
-
     whole, rest = Tracks(), Tracks()
-    quiet(max_epochs=3, callbacks=[Saves()]).fit(whole, numbers(3))
+    quiet(max_epochs=3, callbacks=[SaveAt(at, path, epoch=1)]).fit(whole, numbers(3))
     quiet(max_epochs=3).fit(rest, numbers(3), ckpt_path=path)
     assert whole.found == [[6], [6, 9], [6, 9, 12]]
     assert rest.found == whole.found[1:]
 
 
 def test_a_metric_that_the_module_does_not_show_is_told_to_be_missing_in_a_checkpoint(tmp_path: Path) -> None:
-    class Hides(Slope):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = [SumMetric()]
+    kept = [SumMetric()]
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.kept[0](batch)
-            self.log("kept", self.kept[0], on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+    def step(module: Slope, batch: Tensor, at: int) -> None:
+        kept[0](batch)
+        module.log("kept", kept[0], on_step=False, on_epoch=True)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.trainer.save_checkpoint(tmp_path / "cut.ckpt")
-
-    with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is no attribute of the module"):
-        quiet(max_epochs=1).fit(Hides(), numbers(3))
+    with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is not an attribute of the"):
+        quiet(max_epochs=1, callbacks=[SaveAt(1, tmp_path / "cut.ckpt")]).fit(acting(training_step=step), numbers(3))
 
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
@@ -471,3 +416,142 @@ def test_a_fit_behind_an_evaluation_found_metrics_of_inference_mode(call: str) -
     module.logged.reset()
     trainer.fit(module, numbers(3), numbers(3))
     assert (trainer.callback_metrics["sum"], module.seen) == (6, 7)
+
+
+# -- What a step has logged last is in a checkpoint that is saved at the end of its batch, though no logger has it
+
+
+BATCHES = 6
+
+
+class Numbers(LightningModule):
+    """Logs the mean of each batch, which no other batch has, in every way that a step may."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        size = len(batch)
+        if not self.skips or batch_idx % 4 == 0:
+            self.log("step", batch.mean(), batch_size=size)
+        self.log("both", batch.mean(), on_step=True, on_epoch=True, batch_size=size)
+        self.log("largest", batch.max(), on_step=True, on_epoch=True, reduce_fx="max", batch_size=size)
+        return self(batch[:, None]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(
+    strategy: Any, devices: int, skips: bool = False, save: tuple[Path, int] | None = None, load: Path | None = None
+) -> dict[str, float]:
+    """What ``callback_metrics`` show in the end; saved behind a batch, and stopped there, where that is asked for."""
+    trainer = quiet(
+        strategy=strategy,
+        devices=devices,
+        max_epochs=1,
+        accumulate_grad_batches=3,
+        log_every_n_steps=100,
+        callbacks=[] if save is None else [SaveAt(save[1], save[0])],
+    )
+    ranks = devices if isinstance(strategy, str) else 1
+    data = torch.arange(4 * BATCHES, dtype=torch.float64).flip(0)
+    loader = DataLoader(data, 4 // ranks)  # type: ignore[arg-type]
+    trainer.fit(Numbers(skips), loader, ckpt_path=load)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def ahead(save: tuple[Path, int] | None = None, load: Path | None = None) -> dict[str, float]:
+    return fit(lockstep.strategies.BalancedStrategy(one_process=True, split="equal"), 2, save=save, load=load)
+
+
+def in_ddp(save: tuple[Path, int] | None = None, load: Path | None = None) -> dict[str, float]:
+    return fit("ddp", torch.distributed.get_world_size(), save=save, load=load)
+
+
+@pytest.mark.parametrize("batch", [BATCHES - 1, BATCHES - 2])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_s_newest_values_go_on(tmp_path: Path, batch: int, skips: bool) -> None:
+    path = tmp_path / "saved.ckpt"
+    whole = fit("auto", 1, skips, save=(path, batch))
+    assert whole["step"] == (5.5 if skips else 1.5)  # the mean of the last batch, or of the fifth
+    assert (whole["both_step"], whole["largest_step"]) == (1.5, 3.0)
+    assert fit("auto", 1, skips, load=path) == whole
+
+
+@pytest.mark.extension("balancing")
+@pytest.mark.parametrize("batch", range(3, BATCHES))
+def test_windows_that_are_played_ahead_save_what_their_last_micro_batch_logged(
+    ranks: RankPool, tmp_path: Path, batch: int
+) -> None:
+    path = tmp_path / "saved.ckpt"
+    (whole,) = ranks.run(ahead, (path, batch), world=1, group=False)
+    assert (whole["step"], whole["largest_step"]) == (1.5, 3.0)
+    assert ranks.run(ahead, None, path, world=1, group=False) == [whole]
+    assert fit("auto", 1, load=path) == whole
+
+
+@pytest.mark.parametrize(("before", "behind"), [(2, 2), (2, 1), (1, 2)])
+def test_ranks_put_together_what_others_had_logged_last(
+    ranks: RankPool, tmp_path: Path, before: int, behind: int
+) -> None:
+    path = tmp_path / "saved.ckpt"
+    whole = ranks.run(in_ddp, (path, BATCHES - 1), world=before)[0]
+    assert (whole["step"], whole["both_step"], whole["largest_step"]) == (1.5, 1.5, 3.0)
+    assert ranks.run(in_ddp, None, path, world=behind) == [whole] * behind
+
+
+def test_of_two_ranks_the_newer_value_counts() -> None:
+    def saved(age: int | None, last: float, weight: float, reduce_fx: str) -> list[dict[str, Any]]:
+        options = [False, None, True, True, reduce_fx, True, False, False]
+        entry = {"key": ["training_step", -1, "a"], "options": options, "total": 0.0, "weight": 1.0, "fresh": True}
+        return [{**entry, "last": last, "last_weight": weight, "age": age}]
+
+    def newest(*parts: list[dict[str, Any]]) -> tuple[float, float, int | None]:
+        (entry,) = merged(list(parts))
+        return entry["last"], entry["last_weight"], entry["age"]
+
+    assert newest(saved(2, 7.0, 1.0, "mean"), saved(0, 5.0, 3.0, "mean")) == (5.0, 3.0, 0)
+    assert newest(saved(None, 7.0, 1.0, "mean"), saved(4, 5.0, 3.0, "mean")) == (5.0, 3.0, 4)
+    assert newest(saved(1, 8.0, 1.0, "mean"), saved(1, 4.0, 3.0, "mean")) == (5.0, 4.0, 1)
+    assert newest(saved(1, 8.0, 1.0, "max"), saved(1, 4.0, 3.0, "max")) == (8.0, 4.0, 1)
+    assert newest(saved(None, 8.0, 1.0, "sum"), saved(None, 4.0, 3.0, "sum"))[2] is None
+
+
+class Fails(Numbers):
+    """Logs behind each batch, too, and fails in the third."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise RuntimeError("third batch")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log("behind", float(batch_idx))
+
+
+def test_what_was_logged_before_a_failure_can_be_read_behind_it() -> None:
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(RuntimeError, match="third batch"):
+        trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))
+    shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    of_steps = {"step": 2.5, "behind": 1.0, "both_step": 2.5, "largest_step": 3.0}
+    assert shown == {**of_steps, "both": 2.5, "largest": 3.0}
+    assert {name: float(value) for name, value in trainer.logged_metrics.items()} == of_steps
+
+
+def test_a_failure_is_raised_whatever_its_metrics_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet(max_epochs=1)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no values")
+
+    monkeypatch.setattr(type(trainer.session), "show_logged", broken)
+    with pytest.raises(RuntimeError, match="third batch"):
+        trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from tests.loop.pieces import quiet
+from lockstep.utilities.exceptions import MisconfigurationException
+from tests.loop.pieces import Slope, acting, numbers, quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(240)
@@ -51,40 +54,23 @@ class MetaLeft(Good):
             self.head = nn.Linear(4, 1)
 
 
-class Replaced(Good):
-    def on_train_start(self) -> None:
-        self.words = nn.Embedding(20, 4)
+def returning(name: str, change: Callable[[Good, Tensor], Any]) -> type[Good]:
+    return type(name, (Good,), {"training_step": lambda self, batch, batch_idx: change(self, batch)})
 
 
-class Detached(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch).detach()
+def without_graph(module: Good, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module.loss(batch)
 
 
-class WithoutGraph(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            return self.loss(batch)
-
-
-class NoMean(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.head(self.words(batch)).square()
-
-
-class Text(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return "loss"
-
-
-class Misspelled(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"losss": self.loss(batch)}
-
-
-class WholeNumber(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return torch.tensor(3)
+RETURNING = [
+    returning("Detached", lambda module, batch: module.loss(batch).detach()),
+    returning("WithoutGraph", without_graph),
+    returning("NoMean", lambda module, batch: module.head(module.words(batch)).square()),
+    returning("Text", lambda module, batch: "loss"),
+    returning("Misspelled", lambda module, batch: {"losss": module.loss(batch)}),
+    returning("WholeNumber", lambda module, batch: torch.tensor(3)),
+]
 
 
 class OwnBackward(Good):
@@ -103,24 +89,21 @@ class HoldsOn(Good):
         return loss
 
 
-class Others(Good):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(Good().parameters(), 0.1)
+def replaced(name: str, **methods: Any) -> type[Good]:
+    return type(name, (Good,), methods)
 
 
-class AllFrozen(Good):
-    def on_train_start(self) -> None:
-        self.requires_grad_(False)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
 
 
-class NoOptimizer(Good):
-    def configure_optimizers(self) -> Any:
-        return "SGD"
-
-
-class NoScheduler(Good):
-    def configure_optimizers(self) -> Any:
-        return {"optimizer": torch.optim.SGD(self.parameters(), 0.1), "lr_scheduler": "step"}
+REPLACED = [
+    replaced("Replaced", on_train_start=lambda self: setattr(self, "words", nn.Embedding(20, 4))),
+    replaced("Others", configure_optimizers=lambda self: sgd(Good().parameters())),
+    replaced("AllFrozen", on_train_start=lambda self: self.requires_grad_(False)),
+    replaced("NoOptimizer", configure_optimizers=lambda self: "SGD"),
+    replaced("NoScheduler", configure_optimizers=lambda s: {"optimizer": sgd(s.parameters()), "lr_scheduler": "step"}),
+]
 
 
 ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -130,8 +113,7 @@ ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "fsdp": (FSDPStrategy, 2),
 }
 MISTAKES: list[type[Good]] = [
-    *(Sparse, MetaLeft, Replaced, Detached, WithoutGraph, NoMean, Text, Misspelled, WholeNumber, OwnBackward, HoldsOn),
-    *(Others, AllFrozen, NoOptimizer, NoScheduler),
+    *(Sparse, MetaLeft, *RETURNING, OwnBackward, HoldsOn, *REPLACED),
 ]
 WORDS_OF_TORCH = ("assign a", "Could not run", "Function ", "vars()")
 
@@ -189,3 +171,74 @@ def test_an_error_of_torch_outside_of_hooks_names_the_place() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         quiet(max_epochs=1).fit(Overwrites(), DataLoader(torch.randint(0, 10, (16, 3)), 4))  # type: ignore[arg-type]
     assert raised.value.__notes__ == ["In trainer.fit on rank 0, epoch 0, batch 1; the last hook was training_step."]
+
+
+# -- What a user asks for that cannot all be: it is refused, or said ---------------------------------------------
+
+
+class Measured(Slope):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("v", 1.0)
+
+
+def fit(**flags: Any) -> None:
+    quiet(**{"max_epochs": 2, **flags}).fit(Measured(), numbers(2), numbers(1))
+
+
+def test_two_progress_bars_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"two progress bars"):
+        quiet(enable_progress_bar=True, callbacks=[TQDMProgressBar(), TQDMProgressBar()])
+
+
+SAID: list[tuple[str, dict[str, Any], str]] = [
+    ("flags", {"overfit_batches": 1, "limit_train_batches": 2}, r"overfit_batches=1, limit_train_batches=2"),
+    ("checkpoint", {"every_n_epochs": 5}, r"every_n_epochs=5\).*no epoch is saved"),
+    ("checkpoint", {"every_n_epochs": 0}, r"every_n_epochs=0\) saves nothing"),
+    ("checkpoint", {"save_top_k": 0}, r"save_top_k=0\) saves nothing"),
+]
+
+
+@pytest.mark.parametrize(("of", "given", "said"), SAID)
+def test_what_has_no_effect_is_said(of: str, given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, **given) if of == "checkpoint" else None
+    flags = given if checkpoint is None else {"callbacks": [checkpoint], "enable_checkpointing": True}
+    with pytest.warns(UserWarning, match=said):
+        fit(**flags)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logger": True}, r"'x', ..., logger=True\), and there is no logger"),
+        ({"sync_dist_group": object()}, r"sync_dist_group=...\) has no effect"),
+        ({"enable_graph": True}, r"enable_graph=...\) has no effect"),
+    ],
+)
+def test_and_arguments_of_log(options: dict[str, Any], said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        quiet(max_epochs=1).fit(acting(training_step=lambda m, *_: m.log("x", 1.0, **options)), numbers(1))
+
+
+def test_what_goes_together_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    savers = [ModelCheckpoint(tmp_path, monitor="v", **by) for by in ({}, {"every_n_train_steps": 2})]
+    callbacks = [EarlyStopping("v"), *savers, Timer()]
+    fit(callbacks=callbacks, enable_checkpointing=True, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    assert [str(each.message) for each in recwarn if "eval mode" not in str(each.message)] == []
+
+
+# -- what steps take and return
+
+
+class Manual(Slope):
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.automatic_optimization, self.returned = False, returned
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize("returned", [5, 1.5, "loss", [torch.zeros(())], True])
+def test_manual_optimization_returns_a_tensor_a_dict_or_nothing(returned: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"`training_step` returned .*manual optimization"):
+        quiet(max_epochs=1).fit(Manual(returned), numbers(1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.numbers import not_finite
 from lockstep.ground.rank import forget_warnings
 from lockstep.strategies import FSDPStrategy
-from tests.loop.pieces import quiet
+from tests.loop.pieces import acting, heard, quiet
 from tests.tools.average import MovingAverage
 from tests.tools.pool import RankPool
 
@@ -152,12 +150,9 @@ def test_the_samples_of_a_shuffled_batch_are_named() -> None:
     assert len(listed.split(", ")) == 3
 
 
-def heard(run: Callable[[], Any]) -> list[str]:
+def heard_again(run: Any, *words: str) -> list[str]:
     forget_warnings()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        run()
-    return [str(each.message) for each in seen if "nan" in str(each.message) or "finite" in str(each.message)]
+    return heard(run, *words)
 
 
 def test_a_hook_that_repairs_gradients_is_a_warning_once() -> None:
@@ -167,16 +162,16 @@ def test_a_hook_that_repairs_gradients_is_a_warning_once() -> None:
 
     module, trainer = Always(), quiet(max_epochs=2)
     module.repairs = True
-    [said] = heard(lambda: trainer.fit(module, samples()))
+    [said] = heard_again(lambda: trainer.fit(module, samples()), "detect_anomaly")
     assert "batch 4 in epoch 0 (step 4) is nan" in said
     assert "The weights are finite, and the fit continues" in said
     assert trainer.global_step == 24
 
 
-def skipped_by_hand(batch: int) -> dict[str, torch.Tensor]:
+def skipped_by_hand(count: int = 12, batch: int = 1) -> dict[str, torch.Tensor]:
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    for number, (inputs, targets) in enumerate(samples(batch=batch)):
+    for number, (inputs, targets) in enumerate(samples(count, batch)):
         if number != BAD_STEP:
             optimizer.zero_grad()
             (module.layer(inputs) - targets).square().mean().backward()
@@ -187,11 +182,11 @@ def skipped_by_hand(batch: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("bad", "clip"), [("nan", None), ("sqrt", 1e9), ("sqrt", None)])
 def test_skip_leaves_the_update_out(bad: str, clip: float | None) -> None:
     module, trainer = Net(bad), quiet(max_epochs=1, non_finite="skip", gradient_clip_val=clip)
-    [said] = heard(lambda: trainer.fit(module, samples()))
+    [said] = heard_again(lambda: trainer.fit(module, samples()), "detect_anomaly")
     assert "The update is left out" in said
     assert "step 3" in said
     assert trainer.global_step == 11
-    for name, expected in skipped_by_hand(1).items():
+    for name, expected in skipped_by_hand().items():
         assert torch.equal(module.get_parameter(name), expected)
 
 
@@ -207,7 +202,7 @@ def test_stop_ends_before_the_update(bad: str, tmp_path: Path) -> None:
 def test_ignore_goes_on_and_saves_nothing_more(tmp_path: Path) -> None:
     keeper = each_step(tmp_path)
     trainer = quiet(max_epochs=1, non_finite="ignore", enable_checkpointing=True, callbacks=[keeper])
-    [said] = heard(lambda: trainer.fit(Net("nan"), samples()))
+    [said] = heard_again(lambda: trainer.fit(Net("nan"), samples()), "is saved")
     assert "Nothing is saved" in said
     assert trainer.global_step == 12
     assert healthy(tmp_path) == ["epoch=0-step=3.ckpt", "last.ckpt"]
@@ -218,10 +213,7 @@ def test_ignore_goes_on_and_saves_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_exception_is_not_written_either(tmp_path: Path) -> None:
-    keepers = [
-        each_step(tmp_path / "steps", save_on_exception=True),
-        OnExceptionCheckpoint(str(tmp_path), "failed"),
-    ]
+    keepers = [each_step(tmp_path / "steps", save_on_exception=True), OnExceptionCheckpoint(str(tmp_path), "failed")]
     with pytest.raises(NonFiniteError, match="layer"):
         quiet(max_epochs=1, enable_checkpointing=True, callbacks=keepers).fit(Net("nan"), samples())
     assert healthy(tmp_path / "steps") == ["epoch=0-step=3.ckpt", "last.ckpt"]
@@ -236,10 +228,14 @@ def test_what_was_not_finite_at_the_start_may_stay_so(tmp_path: Path) -> None:
 
     keeper = each_step(tmp_path)
     assert (
-        heard(lambda: quiet(max_epochs=1, enable_checkpointing=True, callbacks=[keeper]).fit(Masked(), samples())) == []
+        heard_again(
+            lambda: quiet(max_epochs=1, enable_checkpointing=True, callbacks=[keeper]).fit(Masked(), samples()),
+            "finite",
+        )
+        == []
     )
     trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=[each_step(tmp_path)])
-    assert heard(lambda: trainer.fit(Masked(), samples(), ckpt_path="last")) == []
+    assert heard_again(lambda: trainer.fit(Masked(), samples(), ckpt_path="last"), "finite") == []
     assert trainer.global_step == 24
 
 
@@ -270,29 +266,23 @@ def test_16_mixed_leaves_the_step_out_by_itself() -> None:
             return loss * torch.nan if batch_idx == 8 else loss
 
     module, trainer = Single(), quiet(max_epochs=1, precision="16-mixed")
-    [said] = heard(lambda: trainer.fit(module, samples()))
+    [said] = heard_again(lambda: trainer.fit(module, samples()), "detect_anomaly")
     assert "batch 8" in said
     assert not_finite(module.state_dict().items()) == []
 
 
 def test_skip_is_refused_where_no_update_can_be_left_out() -> None:
-    class Searches(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
+    module = acting(Net, configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters()))
     with pytest.raises(MisconfigurationException, match=r"non_finite=.skip.*LBFGS"):
-        quiet(max_epochs=1, non_finite="skip").fit(Searches(), samples())
+        quiet(max_epochs=1, non_finite="skip").fit(module, samples())
 
 
 def test_a_monitored_nan_is_not_better_than_a_number(tmp_path: Path) -> None:
+    log = lambda m: m.log("score", [1.0, torch.nan, 1.0][m.current_epoch])  # noqa: E731
     for mode in ("min", "max"):
-
-        class Scored(Net):
-            def on_train_epoch_end(self) -> None:
-                self.log("score", [1.0, torch.nan, 1.0][self.current_epoch])
-
         keeper = ModelCheckpoint(tmp_path / mode, monitor="score", mode=mode)
-        quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeper]).fit(Scored(), samples())
+        trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeper])
+        trainer.fit(acting(Net, on_train_epoch_end=log), samples())
         assert Path(keeper.best_model_path).name == "epoch=0-step=12.ckpt"
 
 
@@ -342,15 +332,8 @@ def test_a_buffer_of_one_rank_is_found(ranks: RankPool, tmp_path: Path) -> None:
 def test_ranks_skip_the_same_update_as_one_process(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     for said, steps, parameters in ranks(2).run(fitted, tmp_path, "nan", strategy, "skip", timeout=60):
         assert (said, steps) == ("", 7)
-        module = Net()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        for number, (inputs, targets) in enumerate(samples(16, batch=2)):
-            if number != BAD_STEP:
-                optimizer.zero_grad()
-                (module.layer(inputs) - targets).square().mean().backward()
-                optimizer.step()
-        for name, value in parameters.items():
-            torch.testing.assert_close(value, module.get_parameter(name).detach(), rtol=1e-12, atol=1e-12)
+        for name, value in skipped_by_hand(16, 2).items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_stop_together_before_the_update(ranks: RankPool, tmp_path: Path) -> None:
@@ -383,13 +366,8 @@ class Chain(LightningModule):
 
 
 def fitted_by_engine(folder: Path, bad: str, strategy: str) -> str:
-    trainer = quiet(
-        devices=torch.distributed.get_world_size(),
-        max_epochs=1,
-        strategy=strategy,
-        enable_checkpointing=True,
-        callbacks=[each_step(folder)],
-    )
+    flags: dict[str, Any] = {"devices": torch.distributed.get_world_size(), "strategy": strategy, "max_epochs": 1}
+    trainer = quiet(**flags, enable_checkpointing=True, callbacks=[each_step(folder)])
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
     with pytest.raises(NonFiniteError) as error:
         trainer.fit(Chain(bad), DataLoader(TensorDataset(inputs), 1))

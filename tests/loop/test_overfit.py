@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lockstep.data.combined import CombinedLoader
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Stream, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -94,15 +94,11 @@ def test_streams_and_several_loaders() -> None:
     quiet(overfit_batches=2, max_epochs=2).fit(module, DataLoader(Stream(5), batch_size=1))
     assert module.batches == [[1.0], [2.0]] * 2
 
-    class Both(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append([part.tolist() for part in batch])
-            return self.w * 0
-
     seen: list[Any] = []
+    module = acting(training_step=lambda m, batch, at: seen.append([p.tolist() for p in batch]) or m.w * 0)
     loaders = CombinedLoader([numbers(4), DataLoader(data(4), shuffle=True)], "min_size")
     with pytest.warns(UserWarning, match=r"train_dataloader\[1\] shuffles"):
-        quiet(overfit_batches=2, max_epochs=2).fit(Both(), loaders)
+        quiet(overfit_batches=2, max_epochs=2).fit(module, loaders)
     assert seen == [[[1.0], [1.0]], [[2.0], [2.0]]] * 2
 
 

@@ -14,7 +14,7 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.profilers.base import PassThroughProfiler, Profiler, SimpleProfiler
 from lockstep.profilers.pytorch import PyTorchProfiler
 from tests.aliases.surface import lightning
-from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -94,33 +94,23 @@ def test_what_is_profiled_trains_the_same(accumulate: int) -> None:
 
 
 def test_a_batch_has_its_parts_inside() -> None:
-    class Inside(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            inside.append(list(notes.open))
-            return super().training_step(batch, batch_idx)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            outside.append(list(notes.open))
-
     notes, inside, outside = Notes(), [], []  # type: ignore[var-annotated]
-    profiled(notes, max_epochs=1).fit(Inside(), numbers(1))
+    module = acting(
+        training_step=lambda *_: inside.append(list(notes.open)),
+        on_train_batch_start=lambda *_: outside.append(list(notes.open)),
+    )
+    profiled(notes, max_epochs=1).fit(module, numbers(1))
     batch = ["run_training_epoch", "run_training_batch", "[Strategy]SingleDeviceStrategy.training_step"]
     assert inside == [batch]
-    assert outside == [["run_training_epoch", "[LightningModule]Inside.on_train_batch_start"]]
+    assert outside == [["run_training_epoch", "[LightningModule]Acting.on_train_batch_start"]]
 
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
 def test_the_actions_of_an_evaluation(call: str) -> None:
-    class Evaluated(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def test_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch
-
+    names = ("validation_step", "test_step", "predict_step")
+    module = acting(**{name: lambda m, batch, *_: batch for name in names})
     notes = Notes()
-    getattr(profiled(notes), call)(Evaluated(), numbers(3))
+    getattr(profiled(notes), call)(module, numbers(3))
     step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[call]
     name = {"validate": "[_EvaluationLoop].val", "test": "[_EvaluationLoop].test"}.get(
         call, "[_PredictionLoop].predict"
@@ -133,8 +123,8 @@ def test_the_actions_of_an_evaluation(call: str) -> None:
 
 def test_actions_by_closure_and_by_hand() -> None:
     class Own(Slope):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
 
     class ByHand(Slope):
         def __init__(self) -> None:
@@ -181,15 +171,13 @@ def test_a_run_that_fails_is_left_clean() -> None:
 
 
 def test_without_a_profiler_nothing_is_replaced() -> None:
-    class Looks(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            replaced.append("run" in vars(trainer.strategy) or "epoch" in vars(trainer.fit_loop))
-            return super().training_step(batch, batch_idx)
+    def look(module: Any, *_: Any) -> None:
+        replaced.append("run" in vars(trainer.strategy) or "epoch" in vars(trainer.fit_loop))
 
     replaced: list[bool] = []
     for profiler in (PassThroughProfiler(), Notes()):
         trainer = profiled(profiler, max_epochs=1)
-        trainer.fit(Looks(), numbers(1))
+        trainer.fit(acting(training_step=look), numbers(1))
     assert replaced == [False, True]
 
 

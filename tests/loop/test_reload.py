@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import QUIET, Slope, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, SaveAt, Slope, Validated, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -160,13 +160,8 @@ def test_a_resume_within_an_epoch_went_on_with_another_epochs_loader(asks: bool,
             assert not asks or self.trainer.estimated_stepping_batches == 15
             return super().configure_optimizers()
 
-    class Saves(Curriculum):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if (self.current_epoch, batch_idx) == (3, 0):
-                self.trainer.save_checkpoint(path)
-
-    whole, rest = Saves(), Curriculum()
+    whole, rest, saves = Curriculum(), Curriculum(), SaveAt(0, path, epoch=3)
     for module, begin in ((whole, None), (rest, path)):
         flags = {"max_epochs": 5, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": every}
-        quiet(**flags).fit(module, ckpt_path=begin)
+        quiet(**flags, callbacks=[saves] if module is whole else []).fit(module, ckpt_path=begin)
     assert rest.batches == whole.batches[19:]

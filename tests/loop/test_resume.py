@@ -19,8 +19,7 @@ from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.strategies import ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
-from tests.tools.average import MovingAverage
+from tests.loop.pieces import Cut, Killed, Recorder, SaveAt, Slope, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -99,26 +98,6 @@ class ByHand(Net):
         if self.trainer.fit_loop.progress.total_batches % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-class Killed(Exception):
-    """In the place of a SIGKILL."""
-
-
-class Cut(Callback):
-    """Saves at the ``nth`` call of ``hook`` and ends the run there."""
-
-    def __init__(self, hook: str, nth: int, path: Path) -> None:
-        self.path, self.left = path, nth
-        setattr(self, hook, self.cut)
-
-    def cut(self, trainer: Any, *args: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        self.left -= 1
-        if not self.left:
-            trainer.save_checkpoint(self.path)
-            raise Killed
 
 
 def data(stream: bool = False) -> tuple[Any, Any]:
@@ -268,24 +247,6 @@ def test_what_is_frozen_behind_a_fit_is_trained_by_one_that_goes_on(tmp_path: Pa
     assert {name: value.tolist() for name, value in module.state_dict().items()} == expected["weights"]
 
 
-def test_a_resume_keeps_early_stopping_and_averaged_weights(tmp_path: Path) -> None:
-    def flags() -> dict[str, Any]:
-        stops = EarlyStopping("val", patience=3, min_delta=1e9)
-        return {"max_epochs": 9, "callbacks": [stops, MovingAverage(0.9)]}
-
-    torch.manual_seed(1)
-    module, trainer = Net(), quiet(**flags())
-    expected = facts(module, trainer, trainer.fit(module, *data()))
-    torch.manual_seed(1)
-    given = flags()
-    given["callbacks"].append(Cut("on_train_batch_end", 9, tmp_path / "cut.ckpt"))
-    with pytest.raises(Killed):
-        quiet(**given).fit(Net(), *data())
-    module, trainer = Net(), quiet(**flags())
-    assert facts(module, trainer, trainer.fit(module, *data(), ckpt_path=tmp_path / "cut.ckpt")) == expected
-    assert expected["result"][0] == 4
-
-
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -323,19 +284,10 @@ def test_a_checkpoint_of_weights_alone_is_no_place_to_resume_from(tmp_path: Path
     with pytest.raises(MisconfigurationException, match=r"weights only.*load_from_checkpoint"):
         quiet(max_epochs=2).fit(Net(), *data(), ckpt_path=tmp_path / "weights.ckpt")
     assert quiet().validate(Net(), data()[1], ckpt_path=tmp_path / "weights.ckpt", verbose=False)
-
-
-def test_another_module_is_told_what_does_not_match(tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Net(), *data())
     trainer.save_checkpoint(tmp_path / "net.ckpt")
-
-    class NoSchedule(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
+    other = acting(Net, configure_optimizers=lambda m: torch.optim.AdamW(m.parameters()))
     with pytest.raises(MisconfigurationException, match="1 lr schedulers, `configure_optimizers` returned 0"):
-        quiet(max_epochs=2).fit(NoSchedule(), *data(), ckpt_path=tmp_path / "net.ckpt")
+        quiet(max_epochs=2).fit(other, *data(), ckpt_path=tmp_path / "net.ckpt")
 
 
 # -- ranks -------------------------------------------------------------------------------------------------
@@ -396,16 +348,8 @@ def samples() -> DataLoader[Any]:
     return DataLoader(torch.arange(24, dtype=torch.float64), batch_size=2, shuffle=True)  # type: ignore[arg-type]
 
 
-def read_on_ranks(flags: dict[str, Any], save: Path | None, load: Path | None) -> list[float]:
-    module, trainer = Reads(), on_ranks(**flags)
-    trainer.fit(module, samples(), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return module.batches
-
-
-def read_alone(flags: dict[str, Any], save: Path | None, load: Path | None) -> list[float]:
-    module, trainer = Reads(), quiet(**flags)
+def read(flags: dict[str, Any], save: Path | None, load: Path | None, start: Any = on_ranks) -> list[float]:
+    module, trainer = Reads(), start(**flags)
     trainer.fit(module, samples(), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -420,11 +364,11 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     path = tmp_path / "cut.ckpt"
     first: dict[str, Any] = {"max_steps": 2 if shrinks else 4}
     if shrinks:
-        early = [sample for part in ranks(2).run(read_on_ranks, first, path, None) for sample in part]
-        late = read_alone({"max_epochs": 1}, None, path)
+        early = [sample for part in ranks(2).run(read, first, path, None) for sample in part]
+        late = read({"max_epochs": 1}, None, path, quiet)
     else:
-        early = read_alone(first, path, None)
-        late = [sample for part in ranks(2).run(read_on_ranks, {"max_epochs": 1}, None, path) for sample in part]
+        early = read(first, path, None, quiet)
+        late = [sample for part in ranks(2).run(read, {"max_epochs": 1}, None, path) for sample in part]
     assert len(early) == 8
     assert sorted(early + late) == list(range(24))
 
@@ -443,63 +387,6 @@ def test_all_ranks_resume_from_the_last_checkpoint_that_rank_0_finds(ranks: Rank
     assert ranks(2).run(go_on_from_last, tmp_path, timeout=40) == [(2, 8), (2, 8)]
 
 
-class Remembers(IterableDataset[Any]):
-    """The numbers 0 to 11 in an order of the epoch, which it counts itself or is told; it saves where it is."""
-
-    def __init__(self, told: bool) -> None:
-        self.epoch, self.number = 0, 0
-        if told:
-            self.set_epoch = self.begin
-
-    def begin(self, epoch: int) -> None:
-        self.epoch, self.number = epoch, 0
-
-    def __iter__(self) -> Any:
-        while self.number < 12:
-            self.number += 1
-            yield float((5 * self.number + self.epoch) % 12)
-        self.begin(self.epoch + 1)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin(state["epoch"])
-        self.number = state["number"]
-
-
-class RemembersBatches:
-    """The same as a loader of a class of its own."""
-
-    def __init__(self, told: bool) -> None:
-        self.data = Remembers(told)
-        self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
-
-    def __iter__(self) -> Any:
-        return (torch.tensor([number], dtype=torch.float64) for number in self.data)
-
-
-@pytest.mark.everyday
-@pytest.mark.parametrize("nth", [3, 4, 8, 9])
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_stream_with_a_state_begins_anew_after_the_end_of_an_epoch(
-    foreign: bool, told: bool, nth: int, tmp_path: Path
-) -> None:
-    """Resumed from an epoch's last batch, the next one was given the state of that which was over, and was empty."""
-
-    def make() -> Any:
-        return RemembersBatches(told) if foreign else DataLoader(Remembers(told), batch_size=3)
-
-    expected, first, second = Slope(), Slope(), Slope()
-    quiet(max_epochs=3).fit(expected, make())
-    nth = nth * 3 if foreign else nth
-    with pytest.raises(Killed):
-        quiet(max_epochs=3, callbacks=[Cut("on_train_batch_end", nth, tmp_path / "cut.ckpt")]).fit(first, make())
-    quiet(max_epochs=3).fit(second, make(), ckpt_path=tmp_path / "cut.ckpt")
-    assert first.batches + second.batches == expected.batches
-
-
 def test_hpc_is_the_newest_file_that_a_requeued_job_of_lightnings_left(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=r'ckpt_path="hpc"\).*no hpc_ckpt_1\.ckpt'):
         quiet(max_epochs=1, default_root_dir=tmp_path).fit(Slope(), numbers(2), ckpt_path="hpc")
@@ -511,3 +398,130 @@ def test_hpc_is_the_newest_file_that_a_requeued_job_of_lightnings_left(tmp_path:
     again = quiet(max_epochs=2, default_root_dir=tmp_path)
     again.fit(Slope(), numbers(2), ckpt_path="hpc")
     assert (again.global_step, again.ckpt_path) == (4, str(tmp_path / "hpc_ckpt_10.ckpt"))
+
+
+# -- A checkpoint that Lightning 2.6.6 wrote (data/make_lightning_checkpoint.py made it) loads, and training goes
+
+
+WRITTEN = Path(__file__).parent / "data" / "lightning-2.6.6.ckpt"
+# what Lightning's own fit went on to, as make_lightning_checkpoint.py prints it
+FINAL = [0.68685314726108, 0.7239603083617661, 0.2087269985413818]
+
+
+class Regression(LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, 1, dtype=torch.float64)
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return (self.layer(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def test_it_loads_with_its_hyperparameters() -> None:
+    module = Regression.load_from_checkpoint(WRITTEN)
+    assert module.hparams == {"lr": 0.2}
+    assert not torch.equal(module.layer.weight, torch.full((1, 2), 0.5, dtype=torch.float64))
+    assert Regression.load_from_checkpoint(WRITTEN, lr=0.3).hparams == {"lr": 0.3}
+
+
+def test_training_goes_on_from_it_as_lightnings_did() -> None:
+    data = DataLoader(torch.arange(12, dtype=torch.float64).reshape(6, 2) / 10, batch_size=2)  # type: ignore[arg-type]
+    module = Regression(lr=0.2)
+    trainer = quiet(max_epochs=2)
+    result = trainer.fit(module, data, ckpt_path=WRITTEN)
+    assert (module.steps, result.epochs, result.global_step) == (3, 2, 6)
+    found = [*module.layer.weight.flatten().tolist(), module.layer.bias.item()]
+    assert found == pytest.approx(FINAL, rel=1e-14)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+class Monitored(Regression):
+    """Logs a loss of each stage; a scheduler may watch one."""
+
+    def __init__(self, monitor: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer.reset_parameters()
+        self.monitor = monitor
+        self.validations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validations += batch_idx == 0
+        self.log("val", (self.layer(batch) - 1).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        if self.monitor is None:
+            return optimizer
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
+
+
+def counted(ready: int, completed: int, processed: int, last: bool, total: int | None = None) -> dict[str, Any]:
+    current = {"ready": ready, "completed": completed, "started": processed, "processed": processed}
+    all_of = current if total is None else dict.fromkeys(current, total)
+    return {"current": current, "total": all_of, "is_last_batch": last}
+
+
+# What Lightning 2.6.6 counts of an epoch's last batch of three, and of a validation of three: in which hook it saved.
+LAST_BATCH = {
+    "on_train_batch_end": (counted(3, 2, 3, True), counted(0, 0, 0, False), True),
+    "on_train_batch_end, later": (counted(3, 2, 3, True), counted(3, 3, 3, True, total=0), True),
+    "on_validation_start": (counted(3, 3, 3, True), counted(0, 0, 0, False), True),
+    "on_validation_batch_end": (counted(3, 3, 3, True), counted(1, 0, 1, False), True),
+    "on_validation_end": (counted(3, 3, 3, True), counted(3, 3, 3, True), False),
+}
+WATCHING: dict[str, tuple[str | None, Any]] = {
+    "EarlyStopping of training": (None, lambda folder: EarlyStopping("train")),
+    "EarlyStopping of validation": (None, lambda folder: EarlyStopping("val")),
+    "ReduceLROnPlateau of training": ("train", lambda folder: Callback()),
+    "ReduceLROnPlateau of validation": ("val", lambda folder: Callback()),
+    "ModelCheckpoint of training": (
+        None,
+        lambda folder: ModelCheckpoint(folder, monitor="train", save_on_train_epoch_end=True),
+    ),
+    "ModelCheckpoint of validation": (None, lambda folder: ModelCheckpoint(folder, monitor="val")),
+}
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("watching", WATCHING)
+@pytest.mark.parametrize("hook", LAST_BATCH)
+def test_a_checkpoint_of_an_epochs_last_batch_goes_on_beside_what_watches_a_metric(
+    hook: str, watching: str, tmp_path: Path
+) -> None:
+    """What the epoch has logged is not in Lightning's file: EarlyStopping raised. The validation was left out, too."""
+    data = DataLoader(torch.arange(12, dtype=torch.float64).reshape(6, 2) / 10, batch_size=2)  # type: ignore[arg-type]
+    path, (monitor, make) = tmp_path / "last.ckpt", WATCHING[watching]
+    whole = Monitored(monitor)
+
+    flags: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    quiet(**flags, callbacks=[SaveAt(2, path), make(tmp_path / "whole")], default_root_dir=tmp_path).fit(
+        whole, data, data
+    )
+    batches, validation, is_due = LAST_BATCH[hook]
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["lockstep"]
+    checkpoint["loops"]["fit_loop"] |= {
+        "epoch_loop.batch_progress": batches,
+        "epoch_loop.val_loop.batch_progress": validation,
+        "epoch_progress": {"current": {"ready": 1, "completed": 0, "started": 1, "processed": 0}},
+    }
+    torch.save(checkpoint, path)
+    module, trainer = Monitored(monitor), quiet(**flags, callbacks=[make(tmp_path / "on")], default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="after 3 batches of epoch 0, and it does not hold what they logged"):
+        result = trainer.fit(module, data, data, ckpt_path=path)
+    assert (result.epochs, result.global_step, module.validations) == (2, 6, 1 + is_due)
+    assert module.layer.weight.tolist() == whole.layer.weight.tolist()

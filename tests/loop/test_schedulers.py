@@ -80,15 +80,13 @@ class Plateau(Slope):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.config}}
 
 
-def test_a_plateau_is_judged_by_its_monitor_after_each_epoch() -> None:
-    module = Plateau(monitor="val_loss")
-    quiet(max_epochs=4).fit(module, numbers(1), numbers(1))
-    assert module.rates == [8.0, 8.0, 4.0, 2.0]
-
-
-def test_a_plateau_by_steps() -> None:
-    module = Plateau(monitor="step_loss", interval="step")
-    quiet(max_epochs=1).fit(module, numbers(4))
+@pytest.mark.parametrize(
+    ("config", "epochs", "batches"),
+    [({"monitor": "val_loss"}, 4, 1), ({"monitor": "step_loss", "interval": "step"}, 1, 4)],
+)
+def test_a_plateau_is_judged_by_its_monitor(config: dict[str, Any], epochs: int, batches: int) -> None:
+    module = Plateau(**config)
+    quiet(max_epochs=epochs).fit(module, numbers(batches), numbers(1))
     assert module.rates == [8.0, 8.0, 4.0, 2.0]
 
 
@@ -211,7 +209,7 @@ def test_other_shapes_are_refused_with_what_is_wrong(returned: Any, said: str) -
     [
         (
             {"optimizer": OPTIMIZER, "lr_scheduler": {"scheduler": SCHEDULER, "intervall": "step", "x": 1}},
-            r"lr scheduler's dict has keys.*'intervall' \(did you mean 'interval'\?\), 'x'; it may have.*'frequency'",
+            r"dict has unknown keys.*'intervall' \(did you mean 'interval'\?\), 'x'; the known keys are.*'frequency'",
         ),
         ({"optimizer": OPTIMIZER, "lr_schedulers": SCHEDULER}, r"'lr_schedulers' \(did you mean 'lr_scheduler'\?\)"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -119,16 +119,20 @@ def test_the_time_of_a_fit_counts_from_its_own_beginning() -> None:
     assert trainer.fit(Slope(), numbers(2)).stopped == "max_epochs=2 reached"
 
 
-def test_a_second_fit_validates_on_its_own_loaders() -> None:
-    class Sees(Slope):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append(batch.item())
+def test_a_second_fit_that_was_stopped_reported_the_reason_of_the_first() -> None:
+    trainer, module = quiet(max_epochs=1), notes(lockstep)
+    assert trainer.fit(module, numbers(3)).stopped == "max_epochs=1 reached"
+    trainer.max_epochs, module.stop_at = 5, 5
+    assert trainer.fit(module, numbers(3)).stopped == "trainer.should_stop was set"
 
+
+def test_a_second_fit_validates_on_its_own_loaders() -> None:
     seen: list[float] = []
+    module = acting(Validated, validation_step=lambda m, batch, at: seen.append(batch.item()))
     trainer = quiet(max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(Sees(), numbers(1), numbers(2))
+    trainer.fit(module, numbers(1), numbers(2))
     trainer.max_epochs = 2
-    trainer.fit(Sees(), numbers(1), numbers(3))
+    trainer.fit(module, numbers(1), numbers(3))
     assert seen == [1.0, 2.0, 1.0, 2.0, 3.0]
 
 

@@ -108,17 +108,9 @@ trainer = quiet(max_epochs=2, callbacks=[Kill()], default_root_dir=os.getcwd())
 trainer.fit(module, numbers(6))
 print("fitted", trainer.global_step, module.w.item())
 """
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+TASK = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train.sh", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
+TASK |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+TASK |= dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"), "1")
 
 
 def run(
@@ -154,7 +146,7 @@ def test_a_job_saves_requeues_itself_and_goes_on(ranks: RankPool, tmp_path: Path
     second = run(ranks, tmp_path, "SIGUSR1", "8", asked, **TASK, SLURM_RESTART_COUNT="1")
     assert second.returncode == 0, second.stderr
     assert second.stdout == undisturbed.stdout
-    assert "SLURM job 7, attempt 2: the fit goes on from " in second.stderr
+    assert "SLURM job 7, attempt 2: the fit continues from " in second.stderr
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     assert list(tmp_path.glob("*.ckpt")) == []
 
@@ -163,7 +155,7 @@ def test_a_job_saves_requeues_itself_and_goes_on(ranks: RankPool, tmp_path: Path
 def test_a_job_that_cannot_be_requeued_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     done = run(ranks, tmp_path, "SIGUSR1", "8", "echo it is disabled >&2; exit 1", **TASK)
     assert done.stdout.startswith("fitted 12 "), done.stderr
-    assert "goes on, for the job was not requeued: scontrol requeue 7 ended with 1: it is disabled" in done.stderr
+    assert "continues, since the job was not requeued: scontrol requeue 7 ended with 1: it is disabled" in done.stderr
     assert not list(tmp_path.glob("*.ckpt"))
     assert not list(tmp_path.glob(".lockstep*"))
 

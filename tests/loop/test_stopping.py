@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -67,19 +66,11 @@ def test_all_ranks_give_the_same_reason(ranks: RankPool, flags: dict[str, Any], 
     assert first[0]["stopped"] == stopped
 
 
-class OneStops(Validated):
-    def __init__(self, rank: int, batch_idx: int) -> None:
-        super().__init__()
-        self.rank, self.at = rank, batch_idx
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (self.global_rank, batch_idx) == (self.rank, self.at):
-            self.trainer.should_stop = True
-        return super().training_step(batch, batch_idx)
-
-
 def stop_one(rank: int, flags: dict[str, Any]) -> tuple[int, int, str, list[int]]:
-    module = OneStops(rank, 2)
+    def stop(module: Any, batch: Any, at: int) -> None:
+        module.trainer.should_stop |= (module.global_rank, at) == (rank, 2)
+
+    module = acting(Validated, training_step=stop)
     result = on_ranks(max_epochs=2, num_sanity_val_steps=0, **flags).fit(module, numbers(20), numbers(2))
     return len(module.batches), result.global_step, result.stopped, module.validated
 
@@ -103,14 +94,11 @@ def test_who_stops_in_a_validation_stops_there(ranks: RankPool) -> None:
 
 
 def stop_in_validation() -> int:
-    class Stops(Callback):
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            if trainer.global_rank == 1:
-                trainer.should_stop = True
+    def stop(module: Any) -> None:
+        module.trainer.should_stop = module.global_rank == 1
 
-    module = Validated()
-    flags: dict[str, Any] = {"val_check_interval": 4, "num_sanity_val_steps": 0, "callbacks": [Stops()]}
-    on_ranks(max_epochs=2, **flags).fit(module, numbers(20), numbers(2))
+    module = acting(Validated, on_validation_end=stop)
+    on_ranks(max_epochs=2, val_check_interval=4, num_sanity_val_steps=0).fit(module, numbers(20), numbers(2))
     return len(module.batches)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.loop import validation_timing
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, Stream, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 # flags -> training batches before each validation of 3 epochs of 10; all as measured with Lightning 2.6.6
@@ -72,11 +72,7 @@ def test_an_epoch_that_is_shorter_than_its_loader_told_is_validated_at_its_end()
 def test_a_fit_that_stops_early_is_validated_once_at_its_end(stream: bool) -> None:
     """It was validated after every micro-batch of the window in which it was told to stop."""
 
-    class Stops(Validated):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.trainer.should_stop = True
-
-    module = Stops()
+    module = acting(Validated, on_train_batch_start=lambda m, *_: setattr(m.trainer, "should_stop", True))
     train = DataLoader(Stream(10)) if stream else numbers(10)
     quiet(max_epochs=3, accumulate_grad_batches=4, num_sanity_val_steps=0).fit(module, train, numbers(1))
     assert module.validated == [4]
@@ -84,14 +80,12 @@ def test_a_fit_that_stops_early_is_validated_once_at_its_end(stream: bool) -> No
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, []), (1, [0]), (2, [0, 1]), (-1, [0, 1, 2]), (9, [0, 1, 2])])
 def test_the_sanity_check_tries_so_many_batches(steps: int, batches: list[int]) -> None:
-    class Sane(Validated):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if self.trainer.sanity_checking:
-                seen.append(batch_idx)
-
     seen: list[int] = []
+    module = acting(
+        Validated, validation_step=lambda m, batch, at: seen.append(at) if m.trainer.sanity_checking else None
+    )
     trainer = quiet(max_epochs=1, num_sanity_val_steps=steps)
-    trainer.fit(Sane(), numbers(2), numbers(3))
+    trainer.fit(module, numbers(2), numbers(3))
     assert seen == batches
     assert trainer.num_sanity_val_batches == [len(batches)]
 
@@ -117,26 +111,24 @@ def test_a_sanity_check_shows_its_metrics_and_then_forgets_them() -> None:
 def test_a_sanity_check_leaves_no_trace_in_the_random_states() -> None:
     import torch
 
-    class Draws(Validated):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(1)
-
-        def on_train_start(self) -> None:
-            drawn.append(torch.rand(1).item())
-
     drawn: list[float] = []
     for steps in (0, 2):
         torch.manual_seed(5)
-        quiet(max_epochs=1, num_sanity_val_steps=steps).fit(Draws(), numbers(1), numbers(3))
+        quiet(max_epochs=1, num_sanity_val_steps=steps).fit(
+            acting(
+                Validated,
+                validation_step=lambda *_: torch.rand(1) and None,
+                on_train_start=lambda m: drawn.append(torch.rand(1).item()),
+            ),
+            numbers(1),
+            numbers(3),
+        )
     assert drawn[0] == drawn[1]
 
 
-def test_an_interval_longer_than_an_epoch_is_refused() -> None:
+def test_intervals_that_cannot_be_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"val_check_interval=11.*check_val_every_n_epoch=None"):
         quiet(max_epochs=1, val_check_interval=11).fit(Validated(), numbers(10), numbers(1))
-
-
-def test_a_fraction_of_a_stream_is_no_interval() -> None:
     with pytest.raises(MisconfigurationException, match=r"val_check_interval=0.5"):
         quiet(max_epochs=1, val_check_interval=0.5).fit(Validated(), DataLoader(Stream(10)), numbers(1))
 
@@ -208,15 +200,8 @@ def test_lightning_validates_at_the_same_times(lightning: Any, clock: Clock, mon
         def __init__(self) -> None:
             super().__init__()
             self.inner = Ticks()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.inner.training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.inner.validation_step(batch, batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return self.inner.configure_optimizers()
+            self.training_step, self.validation_step = self.inner.training_step, self.inner.validation_step
+            self.configure_optimizers = self.inner.configure_optimizers
 
     for flags in ({}, {"check_val_every_n_epoch": 2}, {"check_val_every_n_epoch": None}):
         common: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0, "val_check_interval": {"seconds": 40}}
@@ -232,15 +217,8 @@ def test_a_time_that_is_none(value: Any) -> None:
         quiet(val_check_interval=value)
 
 
-class Slow(Validated):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 0:
-            time.sleep(0.02)
-        return super().training_step(batch, batch_idx)
-
-
 def by_time() -> list[int]:
-    module = Slow()
+    module = acting(Validated, on_train_batch_start=lambda m, *_: m.global_rank or time.sleep(0.02))
     trainer = on_ranks(max_epochs=1, num_sanity_val_steps=0, val_check_interval={"milliseconds": 100})
     trainer.fit(module, numbers(60), numbers(2))
     return module.validated

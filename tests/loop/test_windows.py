@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.strategies import DDPStrategy
+from lockstep import LightningModule
+from lockstep.utilities import CombinedLoader
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Stream, acting, heard, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -29,12 +29,9 @@ def test_accumulation_follows_its_table_of_epochs() -> None:
     result = quiet(max_epochs=6, accumulate_grad_batches={0: 8, 5: 4}).fit(module, numbers(8))
     assert module.gradients == [4.5] * 5 + [2.5, 6.5]
     assert result.global_step == 7
-
-
-def test_a_table_that_begins_late_leaves_the_epochs_before_as_they_are() -> None:
-    module = Slope()
-    quiet(max_epochs=2, accumulate_grad_batches={1: 2}).fit(module, numbers(2))
-    assert module.gradients == [1.0, 2.0, 1.5]
+    late = Slope()  # the epochs before its first one are as they are
+    quiet(max_epochs=2, accumulate_grad_batches={1: 2}).fit(late, numbers(2))
+    assert late.gradients == [1.0, 2.0, 1.5]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -90,12 +87,7 @@ def test_gradients_are_clipped_once_a_window(algorithm: str, applied: list[list[
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_a_window_without_a_loss_has_nothing_to_clip(algorithm: str) -> None:
     """By value it ended in torch's "Expected !nested_tensorlist[0].empty()"."""
-
-    class Skips(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
-
-    module = Skips()
+    module = Skips(1.0)
     quiet(max_epochs=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm).fit(module, numbers(2))
     assert (module.gradients, module.applied) == ([2.0], [pytest.approx(0.5, rel=1e-6)])
 
@@ -148,12 +140,8 @@ def test_returned_weights_make_the_mean_over_tokens(batch_size: int, accumulate:
 def test_a_closure_tells_the_loss_that_its_gradient_is_of() -> None:
     """It told the sum over the tokens, where the gradient was of their mean."""
 
-    class Tells(Tokens):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            told.append(optimizer_closure().item())
-
     told: list[float] = []
-    module = Tells()
+    module = acting(Tokens, optimizer_step=lambda m, epoch, at, by, closure: told.append(closure().item()) or True)
     with torch.no_grad():
         module.w.fill_(1.0)
     quiet(max_epochs=1, accumulate_grad_batches=3).fit(module, rows(2))
@@ -177,24 +165,18 @@ def test_returned_weights_are_summed_over_the_ranks(ranks: RankPool, world: int)
 
 
 def test_a_window_without_weight_has_no_gradient() -> None:
-    class Nothing(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": (self.w * batch).sum(), "weight": 0}
-
-    module = Nothing()
+    module = acting(training_step=lambda m, batch, at: {"loss": (m.w * batch).sum(), "weight": 0})
     quiet(max_epochs=1).fit(module, numbers(1))
     assert module.gradients == [0.0]
 
 
 @pytest.mark.parametrize("weighed", [0, 1, 2])
 def test_weights_for_some_micro_batches_only_are_refused(weighed: int) -> None:
-    class Sometimes(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = (self.w * batch).mean()
-            return {"loss": loss, "weight": 2.0} if batch_idx == weighed else loss
+    def step(module: Slope, batch: Any, at: int) -> Any:
+        return {"loss": (module.w * batch).mean(), "weight": 2.0} if at == weighed else None
 
     with pytest.raises(MisconfigurationException, match='"weight" for some micro-batches'):
-        quiet(max_epochs=1, accumulate_grad_batches=2).fit(Sometimes(), numbers(4))
+        quiet(max_epochs=1, accumulate_grad_batches=2).fit(acting(training_step=step), numbers(4))
 
 
 # -- skipped micro-batches ---------------------------------------------------------------------------------
@@ -240,14 +222,11 @@ def test_none_on_all_ranks_leaves_the_weights_as_they_are(ranks: RankPool) -> No
 
 
 def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
-    class Short(Slope):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
-
-        def on_train_epoch_end(self) -> None:
-            ended.append(self.current_epoch)
-
-    module, ended = Short(), []  # type: ignore[var-annotated]
+    ended: list[int] = []
+    module = acting(
+        on_train_batch_start=lambda m, batch, at: -1 if at == 2 else None,
+        on_train_epoch_end=lambda m: ended.append(m.current_epoch),
+    )
     result = quiet(max_epochs=2).fit(module, numbers(5))
     assert (module.batches, ended, result.epochs) == ([[1.0], [2.0]] * 2, [0, 1], 2)
 
@@ -255,69 +234,10 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
 # -- empty shares ------------------------------------------------------------------------------------------
 
 
-class Remembers(Slope):
-    """Has everything that a borrowed sample could leave a trace in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics import MeanMetric
-
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-        self.metric = MeanMetric()
-        self.draws: list[bool] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before = torch.random.get_rng_state()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.draws.append(not torch.equal(self.before, torch.random.get_rng_state()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen += batch.sum()
-        self.metric(batch.mean())
-        torch.rand(1)
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
-        self.log("mean", batch.mean(), on_step=False, on_epoch=True)
-        self.log("sum", batch.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
-        return (self.w * batch).mean()
-
-    def on_train_epoch_end(self) -> None:
-        self.log("each rank counts once", float(self.global_rank))
-
-
-def borrow(samples: int) -> dict[str, Any]:
-    module = Remembers()
-    # rank 0's buffers would come to all ranks
-    trainer = quiet(strategy=DDPStrategy(broadcast_buffers=False), devices=2, max_epochs=1)
-    trainer.fit(module, numbers(samples))
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return {"gradients": module.gradients, "seen": module.seen.item(), "metrics": metrics, "draws": module.draws}
-
-
-def test_a_borrowed_sample_leaves_no_trace(ranks: RankPool) -> None:
-    """3 samples on 2 ranks: rank 1 has none for the second window."""
-    zero, one = ranks(2).run(borrow, 3)
-    assert zero["gradients"] == one["gradients"] == [1.5, 3.0]
-    assert (zero["seen"], one["seen"]) == (4.0, 2.0)
-    assert (zero["draws"], one["draws"]) == ([True, True], [True])
-    for found in (zero["metrics"], one["metrics"]):
-        assert found["mean"] == pytest.approx(2.0)
-        assert found["sum"] == pytest.approx(6.0)
-        assert found["metric_epoch"] == pytest.approx(2.0)
-        assert found["each rank counts once"] == 0.5
-
-
-def test_a_rank_that_only_borrows_has_its_metrics_too(ranks: RankPool) -> None:
-    """It had not logged the metric, and the others were told that it is missing there."""
-    for found in ranks(2).run(borrow, 1):
-        assert found["gradients"] == [1.0]
-        assert found["metrics"]["metric_epoch"] == 1.0
-        assert found["metrics"]["mean"] == 1.0
-
-
-def uneven(make: Callable[[], Any], accumulate: int) -> list[float]:
+def uneven(stream: bool) -> list[float]:
     module = Slope()
-    on_ranks(max_epochs=1, accumulate_grad_batches=accumulate).fit(module, make())
+    data = DataLoader(Stream(11), batch_size=2) if stream else numbers(11, 2)
+    on_ranks(max_epochs=1, accumulate_grad_batches=9).fit(module, data)
     return module.gradients
 
 
@@ -325,8 +245,105 @@ def uneven(make: Callable[[], Any], accumulate: int) -> list[float]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_uneven_batches_weigh_right_on_ranks(ranks: RankPool, world: int, stream: bool) -> None:
-    def make() -> DataLoader[Any]:
-        return DataLoader(Stream(11), batch_size=2) if stream else numbers(11, 2)
-
-    for gradients in ranks(world).run(uneven, make, 9):
+    for gradients in ranks(world).run(uneven, stream):
         assert gradients == pytest.approx([6.0], rel=1e-14)
+
+
+# -- Loaders side by side that are cut unevenly: each weighs by its own samples where training_step says which los
+
+
+class Two(LightningModule):
+    """A weight for each loader, whose gradient is the mean of the loader's samples."""
+
+    def __init__(self, by_loader: bool = True) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict({name: nn.Parameter(torch.zeros((), dtype=torch.float64)) for name in "ab"})
+        self.by_loader = by_loader
+        self.gradients: list[tuple[float, ...]] = []
+        self.seen: dict[str, list[float]] = {"a": [], "b": []}
+        self.shown: list[Any] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        losses: dict[str, Tensor | None] = {"a": None, "b": None}
+        for name, part in batch.items():
+            if part is not None:
+                self.seen[name].extend(part.tolist())
+                losses[name] = (self.weights[name] * part).mean()
+        if self.by_loader:
+            return {"loss": losses}
+        return sum(loss for loss in losses.values() if loss is not None)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(outputs["loss"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.weights.values()]
+        self.gradients.append(tuple(0.0 if grad is None else grad.item() for grad in grads))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def loaders(mode: str, kind: str, batch_size: int, sizes: tuple[int, int]) -> Any:
+    made: dict[str, Any] = {}
+    for name, count in zip("ab", sizes, strict=True):
+        numbers = torch.arange(1, count + 1, dtype=torch.float64)
+        stream = kind == "streams" or (kind == "one stream" and name == "b")
+        made[name] = DataLoader(Stream(count) if stream else numbers, batch_size)  # type: ignore[arg-type]
+    return made if mode == "dict" else CombinedLoader(made, mode)  # type: ignore[arg-type]
+
+
+def fitted(mode: str, kind: str, sizes: tuple[int, int], accumulate: int) -> tuple[list[Any], dict[str, list[float]]]:
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    module = Two()
+    start = on_ranks if world > 1 else quiet
+    data = loaders(mode, kind, 2 // world if accumulate == 1 else 1, sizes)
+    start(max_epochs=1, accumulate_grad_batches=accumulate).fit(module, data)
+    assert all(isinstance(loss, Tensor) and loss.ndim == 0 and not loss.requires_grad for loss in module.shown)
+    return module.gradients, module.seen
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 3), (5, 2), (1, 6)])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("indexed", mode) for mode in ("dict", "min_size", "max_size")),
+        # in the other modes each rank begins a stream anew, or ends, when its own part has ended
+        ("one stream", "max_size"),
+        ("streams", "max_size"),
+    ],
+)
+def test_losses_by_loader_are_those_of_one_process(
+    ranks: RankPool, mode: str, kind: str, sizes: tuple[int, int]
+) -> None:
+    """3 and 4 samples on two ranks: the second rank was given a sample of `a` that the first had, too."""
+    expected, seen = fitted(mode, "indexed", sizes, 1)
+    found = ranks(2).run(fitted, mode, kind, sizes, 1, timeout=40)
+    for gradients, _ in found:
+        assert gradients == [pytest.approx(each, abs=1e-12) for each in expected]
+    for name in "ab":
+        assert sorted(value for _, theirs in found for value in theirs[name]) == sorted(seen[name])
+
+
+def test_losses_by_loader_over_a_window() -> None:
+    gradients, _ = fitted("max_size", "indexed", (2, 3), 3)
+    assert gradients == [(1.5, 2.0)]
+
+
+def named(by_loader: bool, sizes: tuple[int, int]) -> list[str]:
+    fit = lambda: on_ranks(max_epochs=2).fit(Two(by_loader), loaders("dict", "indexed", 1, sizes))  # noqa: E731
+    return heard(fit, "cut unevenly")
+
+
+def test_one_loss_for_loaders_that_are_cut_unevenly_is_named(ranks: RankPool) -> None:
+    zero, one = ranks(2).run(named, False, (3, 4))
+    assert (len(zero), one) == (1, [])
+    assert '{"loss": {"a": loss_a, "b": loss_b}}' in zero[0]
+    assert ranks(2).run(named, True, (3, 4)) == ranks(2).run(named, False, (4, 4)) == [[], []]
+
+
+def test_losses_in_another_nest_than_the_batches_are_refused() -> None:
+    wrong = acting(Two, training_step=lambda m, *_: {"loss": {"a": m.weights["a"] * 1.0}})
+    with pytest.raises(Exception, match="one loss for each loader, in the structure of the batch"):
+        quiet(max_epochs=1).fit(wrong, loaders("dict", "indexed", 1, (2, 2)))

@@ -178,7 +178,7 @@ def test_a_job_that_may_not_be_requeued_goes_on(slurm: Lab, tmp_path: Path, undi
     await_step(tmp_path, 8)
     slurm.run("scancel", "--signal=USR1", number)
     assert slurm.wait(number, seconds=200) == "COMPLETED", log(tmp_path)
-    assert "the run is saved, and goes on, for the job was not requeued" in log(tmp_path)
+    assert "the run is saved and continues, since the job was not requeued" in log(tmp_path)
     assert {life for life, *_ in steps(tmp_path)} == {0}
     assert (tmp_path / "weights").read_text() == undisturbed
 
@@ -217,7 +217,7 @@ def test_a_node_that_fails(slurm: Lab, tmp_path: Path, undisturbed: str, how: st
     made = second_life(slurm, tmp_path, number, undisturbed)
     assert Counter(step for _, step, *_ in made).keys() == set(range(1, STEPS + 1))
     assert min(step for life, step, *_ in made if life == 1) > 1
-    assert "attempt 2: the fit goes on from " in log(tmp_path)
+    assert "attempt 2: the fit continues from " in log(tmp_path)
 
 
 def test_a_node_that_is_cut_off_writes_over_nothing(slurm: Lab, tmp_path: Path, undisturbed: str) -> None:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.config.objects import check_callbacks, check_kind, in_order, refuse_one_key
-from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import states_to_cpu
@@ -36,16 +35,15 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.checks import check_contradictions, check_removed_hooks, check_uncalled, refuse_iterator
+from lockstep.loop.compiled import CompiledLayers, check_threads
 from lockstep.loop.finite_watch import guard_updates, release_updates
-from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
-from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import keep
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
-from lockstep.loop.session import Session
+from lockstep.loop.session import RunLoaders, Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
@@ -62,14 +60,14 @@ STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_ste
 
 @dataclass(frozen=True)
 class Asked:
-    """The request that a call of the Trainer carries out.
+    """The arguments of a call of the Trainer that set-up needs.
 
     Attributes:
-        fn: which of its methods was called.
-        ckpt_path: the checkpoint to go on from, or to take the weights of.
-        weights_only: how it is to be read.
-        release: lets go of the loop's loaders and their workers.
-        signals: of a fit, which heeds them from beginning to end.
+        fn: the method that was called.
+        ckpt_path: the checkpoint to continue from, or to load the weights of.
+        weights_only: as of `torch.load`.
+        release: closes the loop's loaders and their workers.
+        signals: of a fit, which handles them until it ends.
     """
 
     fn: TrainerFn
@@ -80,40 +78,49 @@ class Asked:
 
 
 @contextmanager
-def call(session: Session, asked: Asked) -> Iterator[None]:
-    """Set up what a call of the Trainer needs, hand over to its loop, and tear down whatever happened.
+def call(session: Session, request: Asked) -> Iterator[None]:
+    """Set up a call of the Trainer, run its loop in the block, and tear down, also after an error.
 
     The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
     weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
     state restored, the loop, ``on_fit_end``, ``teardown``.
     """
-    session.signals = asked.signals
-    quiet = undisturbed(session) if asked.signals is None else asked.signals.heeded()
+    session.signals = request.signals
+    quiet = undisturbed(session) if request.signals is None else request.signals.heeded()
     try:
-        with quiet, lists_made_alike(session.strategy), _call(session, asked):
+        with quiet, lists_made_alike(session.strategy), _call(session, request):
             yield
     finally:
         session.signals = None
 
 
 @contextmanager
-def _call(session: Session, asked: Asked) -> Iterator[None]:
-    fn, signals = asked.fn, asked.signals
+def _call(session: Session, request: Asked) -> Iterator[None]:
+    fn, signals = request.fn, request.signals
     session.begin(fn)
     session.state.status = TrainerStatus.RUNNING
-    session.ckpt_path = asked.ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
+    session.ckpt_path = request.ckpt_path  # ModelCheckpoint does not delete the file that the run continues from
     ends = ExitStack()
     try:
         with _interruptible(session), ExitStack() as watched:
-            _set_up(session, asked, watched, ends)
+            _set_up(session, request, watched, ends)
             yield
             state.finish(session)
             if session.interruption is not None:
                 raise KeyboardInterrupt
-        _end(session, signals)
+        keep(session)
+        if session.fitting:
+            session.hooks.call("on_fit_end")
+        _call_setup_hooks(session, "teardown")
+        state.finish(session)  # checkpoints that these hooks have saved
+        if signals is not None:
+            signals.done()
+        for logger in session.loggers:
+            logger.finalize("success")
+        session.state.status = TrainerStatus.FINISHED
     except KeyboardInterrupt as interrupt:
         _failed(session, interrupt)
-        # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
+        # a fit that ended at a boundary has a result; one that a second Ctrl-C ended, or half an evaluation, has none
         if session.interruption is None or fn is not TrainerFn.FITTING:
             raise
         if session.interruption == TERMINATED:
@@ -123,7 +130,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         name_death(error)
         if signals is not None:
             signals.failing = True
-        status.failed(error)  # the others need not wait for what follows
+        status.failed(error)  # first: other ranks then need not wait for the hooks below
         reason = status.named(error)
         _note_place(session, error)
         _failed(session, reason)
@@ -132,37 +139,17 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         raise
     finally:
         with ends:
-            _tear_down(session, asked.release)
-
-
-def _end(session: Session, signals: Signals | None) -> None:
-    """The last hooks of a call that has gone well."""
-    keep(session)
-    if session.fitting:
-        session.hooks.call("on_fit_end")
-    _call_setup_hooks(session, "teardown")
-    state.finish(session)  # what these hooks have saved
-    if signals is not None:
-        signals.done()
-    for logger in session.loggers:
-        logger.finalize("success")
-    session.state.status = TrainerStatus.FINISHED
-
-
-def _be_watched(session: Session) -> None:
-    """Pass the monitor of hangs this call's timeout and the way to find where this rank is."""
-    status.expect(session.config.hang_timeout, session.config.hang_kill)
-    set_location(partial(_whereabouts, session))
+            _tear_down(session, request.release)
 
 
 def _whereabouts(session: Session) -> tuple[str, int]:
-    """The hook that runs, and the training batch; -1: none."""
+    """Return the running hook and the number of the training batch; -1 outside of training."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
 
 
 def _note_place(session: Session, error: BaseException) -> None:
-    """Note on an error that came out of no hook of the user's where in the run it was."""
+    """Add a note with the place in the run to an error whose traceback shows none of the user's lines."""
     if isinstance(error, OWN_ERRORS) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
         return
     stack = stack_of(error)
@@ -175,84 +162,93 @@ def _note_place(session: Session, error: BaseException) -> None:
 
 
 @does("setting up")
-def _choose_checkpoint(session: Session, asked: Asked) -> str | None:
-    """The checkpoint from which all ranks go on."""
-    signals = asked.signals
-    # "last" is what rank 0 found: another node may see its files later
-    found = asked.ckpt_path if signals is None else signals.resume_from(asked.ckpt_path)
+def _choose_checkpoint(session: Session, request: Asked) -> str | None:
+    """Return the checkpoint from which all ranks continue. Collective."""
+    signals = request.signals
+    # rank 0 decides what "last" is, since another node may see new files later
+    found = request.ckpt_path if signals is None else signals.resume_from(request.ckpt_path)
     ckpt_path: str | None = session.strategy.broadcast(found)
-    # the run's own may be displaced by a newer one, as if nothing had happened
-    session.ckpt_path = asked.ckpt_path if signals is not None and signals.goes_on else ckpt_path
+    # ModelCheckpoint may delete a checkpoint of an earlier attempt, but not the one that the user has passed
+    session.ckpt_path = request.ckpt_path if signals is not None and signals.goes_on else ckpt_path
     return ckpt_path
 
 
-def _share_loggers(session: Session) -> None:
-    """Let the loggers of all ranks be those of rank 0; a third party's may not know how."""
-    for logger in session.loggers:
-        share = getattr(logger, "share", None)
-        if share is not None:
-            share(session.strategy.broadcast)
-
-
-def _restored(session: Session, asked: Asked, ckpt_path: str) -> dict[str, Any]:
-    """A checkpoint, once the module and the callbacks have taken theirs of it."""
-    checkpoint = state.read(session, ckpt_path, asked.weights_only)
+def _restored(session: Session, request: Asked, ckpt_path: str) -> dict[str, Any]:
+    """Return a checkpoint after restoring the module and the callbacks from it."""
+    checkpoint = state.read(session, ckpt_path, request.weights_only)
     state.restore_model(session, checkpoint)
     state.restore_callbacks(session, checkpoint)
-    if asked.signals is not None:
-        asked.signals.restore(checkpoint)
+    if request.signals is not None:
+        request.signals.restore(checkpoint)
     return checkpoint
 
 
-def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack) -> None:
-    """Up to the loop.
+def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStack) -> None:
+    """Run set-up, up to the loop.
 
     Args:
         session: of the call.
-        asked: what it is to do.
-        watched: left when the loop has ended.
-        ends: closed when all of the call has ended, after the last hooks.
+        request: its arguments.
+        watched: closed when the loop has ended.
+        ends: closed at the end of the call, after the last hooks.
     """
     session.connect()
     _reconsider(session)
-    module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
+    module, strategy, signals, fn = session.module, session.strategy, request.signals, request.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
     session.shown, session.watched = [*session.callbacks], watched
     _give_logs(session.callbacks, module, watched)
-    check_module(session, fn)
+    check_module(session, fn)  # before the rendezvous: a mistake in the script then costs no waiting
     strategy.setup_environment()
-    _be_watched(session)
-    ckpt_path = _choose_checkpoint(session, asked)
-    _agree_on_ends(session, signals)
+    status.expect(session.config.hang_timeout, session.config.hang_kill)
+    set_location(partial(_whereabouts, session))  # for reports of hangs
+    ckpt_path = _choose_checkpoint(session, request)
+    session.agreement = strategy.make_agreement()
+    session.stop_flag = session.agreement.register("stop")
+    session.interrupt_flag = session.agreement.register("interrupt")
+    session.not_finite_flag = session.agreement.register("not finite")
+    if signals is not None:
+        signals.set_up()
     session.published = LoggedMetrics()
     session.hooks = Hooks(session.trainer, module, session.callbacks, session.results)
-    _choose_seed(session)
+    if session.seed is None:
+        # for the order of data; a checkpoint's replaces it
+        seed = current_seed()
+        random_state = torch.get_rng_state()
+        drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
+        torch.set_rng_state(random_state)  # the user's draws after `torch.manual_seed` are those without a Trainer
+        session.seed = strategy.broadcast(drawn)
     _prepare_data(session)
-    _share_loggers(session)
+    for logger in session.loggers:
+        share = getattr(logger, "share", None)  # a third party's logger has no such method
+        if share is not None:
+            share(strategy.broadcast)
     if not isinstance(session.profiler, PassThroughProfiler):
-        from lockstep.loop.profiled import instrument  # not for runs that measure nothing
+        from lockstep.loop.profiled import instrument  # here: a run without a profiler does not import it
 
         ends.callback(instrument(session).conclude)
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
-    take_up_changes(session)
+    take_up_changes(session)  # `setup` may add callbacks
     strategy.barrier("after setup")
     _configure_model(session)
-    _compile(session, ends)
+    if session.config.compile is not None:
+        # before `setup_module`: hooks of an engine on a layer then stay outside of the compiled code
+        ends.callback(CompiledLayers(session, session.config.compile).end)
     if fn is TrainerFn.FITTING:
         guard_updates(session)
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     places_first = session.places_first
     if places_first:
         strategy.setup_module(module, own_backward)
-    checkpoint = None if ckpt_path is None else _restored(session, asked, ckpt_path)
-    if not places_first:
+    checkpoint = None if ckpt_path is None else _restored(session, request, ckpt_path)
+    if not places_first:  # the weights are loaded on the CPU, so that two copies are never on the device
         strategy.setup_module(module, own_backward)
     state.take_base(session, checkpoint)
     if fn is TrainerFn.FITTING:
         strategy.setup_optimizers(*configured_optimizers(session))
-        say_start(session)
+        _report_start(session)
         session.hooks.call("on_fit_start")
         take_up_changes(session)
     if session.config.enable_autolog_hparams:
@@ -260,19 +256,32 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     if checkpoint is not None and fn is TrainerFn.FITTING:
         state.restore_training(session, checkpoint)
     strategy.barrier("run")
-    module.zero_grad()
+    module.zero_grad()  # the user may have called `backward` before the fit
+
+
+def _report_start(session: Session) -> None:
+    """Log devices, strategy, precision, and the folder of the run's files, in one line."""
+    strategy, world = session.strategy, session.strategy.world
+    devices = f"{world.size} x {strategy.root_device.type}"
+    if world.num_nodes > 1:
+        devices += f" on {world.num_nodes} nodes"
+    folders = [getattr(logger, "log_dir", None) for logger in session.loggers[:1]]
+    folders += [getattr(callback, "dirpath", None) for callback in session.checkpoint_callbacks]
+    folder = next(filter(None, folders), None)
+    files = "no files" if folder is None else f"files in {os.fspath(folder)}"
+    session.report(f"trainer.fit: {devices}, {type(strategy).__name__}, {strategy.precision.name}, {files}")
 
 
 def _reconsider(session: Session) -> None:
-    """Let a plan replace the strategy that "auto" has chosen for the fit of a large model, where plans can be made."""
+    """Replace the strategy that "auto" has chosen by that of a plan, for the fit of a large model."""
     if not session.chooses or not session.fitting:
         return
-    # what configure_model will build is not looked at: the hook may do anything, and is called once
+    # layers of `configure_model` are not counted: the hook may do anything, and is called once, later
     if sum(each.numel() for each in session.module.parameters() if not is_lazy(each)) < PLANNED_FROM:
         return
     try:
         reconsider = load("services", "plan of an automatic choice")
-    except MissingExtension:
+    except MissingExtension:  # plans are an extension's
         return
     reconsider(session)
 
@@ -281,16 +290,16 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
     """Return what the module's ``configure_optimizers`` returns, as lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-    with whole_shapes(module):  # by which groups of parameters may be chosen
+    with whole_shapes(module):  # users choose groups by shapes; a sharded parameter shows its part only
         returned = session.hooks.own("configure_optimizers")
     return parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
 
 
 def check_module(session: Session, fn: TrainerFn) -> None:
-    """Refuse a module that lacks what ``fn`` needs, before anything is started.
+    """Refuse a module that lacks what ``fn`` needs.
 
     Raises:
-        MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
+        MisconfigurationException: names the missing method, or the flag that does not fit the module.
     """
     module, loaders = session.module, session.loaders
     check_removed_hooks(module, fn)
@@ -308,7 +317,7 @@ def check_steps(module: LightningModule, fn: TrainerFn) -> None:
     """Refuse a module without the methods that ``fn`` calls.
 
     Raises:
-        MisconfigurationException: with the method that is missing.
+        MisconfigurationException: names the missing method.
     """
     kind = type(module).__name__
     needed = (
@@ -340,9 +349,20 @@ def _check_fitted(session: Session) -> None:
         there, lacking = ("a val_dataloader", "validation_step")
         if _has(module, "validation_step"):
             there, lacking = ("a validation_step", "val_dataloader")
-        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
-    if not module.automatic_optimization:
-        _check_manual(session.config)
+        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is skipped.")
+    config = session.config
+    if not module.automatic_optimization and config.gradient_clip_val is not None:
+        raise MisconfigurationException(
+            "Automatic gradient clipping is not supported for manual optimization: leave out "
+            f"Trainer(gradient_clip_val={config.gradient_clip_val}), and call "
+            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step`."
+        )
+    if not module.automatic_optimization and config.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            "Automatic gradient accumulation is not supported for manual optimization: leave out "
+            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}), and step the optimizer at every k-th "
+            "batch."
+        )
     check_contradictions(session)
 
 
@@ -353,31 +373,16 @@ def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:
         )
 
 
-def _check_manual(config: RunConfig) -> None:
-    if config.gradient_clip_val is not None:
-        raise MisconfigurationException(
-            "Automatic gradient clipping is not supported for manual optimization: leave out "
-            f"Trainer(gradient_clip_val={config.gradient_clip_val}), and call "
-            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step`."
-        )
-    if config.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            "Automatic gradient accumulation is not supported for manual optimization: leave out "
-            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}), and step the optimizer at every k-th "
-            "batch."
-        )
-
-
 def _with_model_callbacks(session: Session) -> list[Callback]:
-    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of its class and those above.
+    """Return the Trainer's callbacks and the model's, which replace the Trainer's of their class and its base classes.
 
     Raises:
-        MisconfigurationException: what the module returned is not a callback, or two have the same key in a checkpoint.
+        MisconfigurationException: an object is not a callback, or two have the same key in a checkpoint.
     """
     callbacks, module = session.base_callbacks, session.module
     if not is_overridden("configure_callbacks", module, LightningModule):
         return in_order(callbacks)
-    session.hooks = Hooks(session.trainer, module, callbacks, session.results)  # on_exception of what it raises
+    session.hooks = Hooks(session.trainer, module, callbacks, session.results)  # an error below calls `on_exception`
     own = module.configure_callbacks()
     del session.hooks
     if not own:
@@ -393,13 +398,13 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
         is_replaced = kind is not Callback and any(isinstance(each, kind) for each in own)
         (replaced if is_replaced else kept).append(callback)
     if replaced:
-        rank_zero_info(f"{where}: these take the place of {', '.join(type(each).__name__ for each in replaced)}.")
+        rank_zero_info(f"{where}: these replace {', '.join(type(each).__name__ for each in replaced)}.")
     refuse_one_key([*kept, *own], where)
     return in_order([*kept, *own])
 
 
 def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
-    """Until the end a callback has ``self.log`` and ``self.log_dict``, as in Lightning: the module's."""
+    """Add the module's ``log`` and ``log_dict`` to the callbacks until ``end`` is closed, as in Lightning."""
     for callback in callbacks:
         for name in LOGS:
             if not hasattr(callback, name):
@@ -407,56 +412,28 @@ def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStac
 
 
 def take_up_changes(session: Session) -> None:
-    """Apply what a hook has changed: callbacks in the Trainer's list, hooks set on the module."""
+    """Apply changes that hooks have made: callbacks in the Trainer's list, hooks set on the module."""
+    # users change the list in place, so it is compared with what it was
     if [*map(id, session.callbacks)] != [*map(id, session.shown)]:
         check_callbacks("trainer.callbacks", session.callbacks)
         if session.watched is not None:
             _give_logs(session.callbacks, session.module, session.watched)
-    session.hooks.look_again(in_order(session.callbacks))
+    session.hooks.rebind(in_order(session.callbacks))
 
 
 def _configure_model(session: Session) -> None:
-    """``configure_model``, whose layers are made where the engine wants them, in the precision's type."""
+    """Call ``configure_model`` on the device and in the dtype that engine and precision choose."""
     strategy, made_in = session.strategy, session.strategy.precision.init_context
     if session.config.compile is not None:
-        from lockstep.loop.compile_layers import check_threads  # not for runs that compile nothing
-
-        check_threads(strategy)
+        check_threads(strategy)  # before the layers are made, which may take minutes
     if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
     with strategy.building(session.module), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
 
 
-def _agree_on_ends(session: Session, signals: Signals | None) -> None:
-    """Register the flags by which ranks stop each other."""
-    session.agreement = session.strategy.make_agreement()
-    session.stop_flag = session.agreement.register("stop")
-    session.interrupt_flag = session.agreement.register("interrupt")
-    session.not_finite_flag = session.agreement.register("not finite")
-    if signals is not None:
-        signals.set_up()
-
-
-def _compile(session: Session, ends: ExitStack) -> None:
-    if session.config.compile is not None:
-        from lockstep.loop.compile_layers import CompiledLayers  # not for runs that compile nothing
-
-        ends.callback(CompiledLayers(session, session.config.compile).end)
-
-
-def _choose_seed(session: Session) -> None:
-    """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
-    if session.seed is None:
-        seed = current_seed()
-        state = torch.get_rng_state()
-        drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
-        torch.set_rng_state(state)  # what the user draws after `torch.manual_seed` is what it is without a Trainer
-        session.seed = session.strategy.broadcast(drawn)
-
-
 def _prepare_data(session: Session) -> None:
-    """``prepare_data`` on one process of each node, or of all, the others waiting."""
+    """Call ``prepare_data`` on one process of each node, or of all nodes, while the others wait."""
     datamodule, module = session.datamodule, session.module
     for owner, base in ((datamodule, LightningDataModule), (module, ModuleHooks)):
         if owner is not None and is_overridden("prepare_data", owner, base):
@@ -481,6 +458,7 @@ def _log_hyperparameters(session: Session) -> None:
         if merged:
             logger.log_hyperparams(merged)
         elif session.fitting and isinstance(logger, FolderLogger):
+            # scripts pass the file's name to `load_from_checkpoint`, also if it has no entries
             logger.begin_hparams_file()
         logger.log_graph(session.module)
         logger.save()
@@ -488,7 +466,7 @@ def _log_hyperparameters(session: Session) -> None:
 
 def _failed(session: Session, error: BaseException) -> None:
     session.state.status = TrainerStatus.INTERRUPTED
-    if not session.has("hooks"):  # nothing of the user's has been set up
+    if not session.has("hooks"):  # set-up has called none of the user's hooks
         return
     state.finish_alone(session)
     session.hooks.call("on_exception", error)
@@ -496,20 +474,12 @@ def _failed(session: Session, error: BaseException) -> None:
         session.datamodule.on_exception(error)
     for logger in session.loggers:
         logger.finalize("failed")
-    _show_last_values(session)
-
-
-def _show_last_values(session: Session) -> None:
-    """Publish, after the call, what was logged before it failed and nobody has read yet.
-
-    Where one of several ranks has failed, a device may wait for a collective that never ends: its values stay unread.
-    """
-    strategy = session.strategy
-    if strategy.world_size > 1 and strategy.root_device.type != "cpu":
-        return
-    with contextlib.suppress(Exception):  # the error that ended the call is the one to be raised
-        for shown in EVERYBODY:
-            session.show_logged(shown)
+    # values logged before the failure stay readable; but after a failure of one of several ranks, a device may wait for
+    # a collective that never ends
+    if session.world_size == 1 or session.strategy.root_device.type == "cpu":
+        with contextlib.suppress(Exception):  # the error that ended the call is the one to raise
+            for shown in EVERYBODY:
+                session.show_logged(shown)
 
 
 def _tear_down(session: Session, release: Callable[[], None]) -> None:
@@ -519,7 +489,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release_updates(session)
     leave_device(session)
     if session.has("results"):
-        session.results.enter("")  # nothing can be logged any more
+        session.results.enter("")  # `self.log` after the call is an error
     if session.has("agreement"):
         session.agreement.close()
     session.state.stage = None
@@ -528,56 +498,46 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
 
 @contextmanager
 def _interruptible(session: Session) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes.
+    """Let the first Ctrl-C end the loop at its next boundary; the second one raises at once."""
 
-    Until the ranks have met there is no boundary, and the first one raises.
-    """
-
-    def ask() -> None:
-        if not session.strategy.has_met:
+    def request_end() -> None:
+        if not session.strategy.has_met:  # before the rendezvous there is no boundary
             raise KeyboardInterrupt
-        if session.interruption is None:
-            session.interrupt("Ctrl-C")
-            if session.is_global_zero:
-                _say(session)
+        if session.interruption is not None:
+            return
+        session.interrupt("Ctrl-C")
+        if session.is_global_zero:
+            where = "the next boundary" if session.state.fn is TrainerFn.FITTING else "this batch's end"
+            text = f"lockstep: Ctrl-C: trainer.{session.state.fn} ends at {where}; a second Ctrl-C ends it at once."
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
+                clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
+                # past Python's buffers, which may be in use while a handler runs
+                os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
+                status.heard_ctrl_c()
 
     def end() -> None:
-        session.interrupt(None)  # this one is not for the loop to end cleanly
+        session.interrupt(None)  # the exception ends the loop, so it does not wait for a boundary
 
-    with interruptible(ask, end):
+    with interruptible(request_end, end):
         yield
-
-
-def _say(session: Session) -> None:
-    """Print what follows from a Ctrl-C, past Python's buffers: a handler may run while they are being written."""
-    where = "the next boundary" if session.state.fn is TrainerFn.FITTING else "this batch's end"
-    text = f"lockstep: Ctrl-C: trainer.{session.state.fn} ends at {where}; a second Ctrl-C ends it at once."
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
-        clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
-        os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
-        status.heard_ctrl_c()
 
 
 # -- the end of a call: the device's memory is free again ----------------------------------------------------
 
 
 def leave_device(session: Session) -> None:
-    """Bring what the call had on its device back to the CPU, unless a failure forbids it.
-
-    Where one of several ranks has failed, the device may wait for a collective that never ends. In one process the
-    device may be what failed; then the first error is the one to be raised.
-    """
+    """Move module and optimizer states back to the CPU, unless a failure forbids it."""
     strategy = session.strategy
     failed = session.state.status is TrainerStatus.INTERRUPTED and session.interruption is None
     if not failed:
         _leave(strategy)
-    elif strategy.world_size == 1:
-        with contextlib.suppress(RuntimeError):
+    elif strategy.world_size == 1:  # with several ranks, the device may wait for a collective that never ends
+        with contextlib.suppress(RuntimeError):  # the device may be what failed: the first error is the one to raise
             _leave(strategy)
 
 
 def _leave(strategy: Strategy) -> None:
-    """Gradients are dropped on the way; a run on the CPU keeps them."""
+    """Move the strategy's module to the CPU. Gradients on other devices are dropped."""
     module, device = strategy.module, strategy.root_device
     if module is None:  # the call ended before it was set up
         return
@@ -595,49 +555,47 @@ def _leave(strategy: Strategy) -> None:
 
 
 OWN_ERRORS = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)
-"""Errors that need no other words."""
+"""Errors whose messages are lockstep's."""
 
 OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md what needs less.)"
 
 
 def in_words(module: LightningModule | None, error: BaseException) -> None:
-    """Give an error of torch that misleads another message, in place: it is still the one of the user's line."""
+    """Replace the message of an error of torch that misleads, in place, so that its traceback stays the user's."""
     if isinstance(error, OWN_ERRORS) or len(error.args) > 1:
         return
-    text, said = words_of(error), None
+    text, message = words_of(error), None
     if is_oom_error(error):
-        said = text if OUT_OF_MEMORY in text else f"{text} {OUT_OF_MEMORY}".lstrip()
-    elif module is not None and isinstance(error, RuntimeError):
-        said = _reworded(module, text)
-    if said is not None:
-        error.args = (said,)
-
-
-def _reworded(module: LightningModule, text: str) -> str | None:
-    """Return another message for one of torch's; None for all others."""
-    if "backward through the graph a second time" in text and module.automatic_optimization:
+        message = text if OUT_OF_MEMORY in text else f"{text} {OUT_OF_MEMORY}".lstrip()
+    elif module is None or not isinstance(error, RuntimeError):
+        return
+    elif "backward through the graph a second time" in text and module.automatic_optimization:
         # torch advises retain_graph=True, with which gradients would be added twice
-        return (
-            f"{type(module).__name__}.training_step: its loss leads to a graph that a backward has already gone "
-            "through. Either it has called `backward` itself: return the loss, and the Trainer does; or it keeps a "
-            "tensor of an earlier step: keep `tensor.detach()`."
+        message = (
+            f"{type(module).__name__}.training_step: a backward has already freed the graph of its loss. If the step "
+            "calls `backward`, return the loss instead, and the Trainer calls it; if it keeps a tensor of an earlier "
+            "step, keep `tensor.detach()`."
         )
-    return _on_meta(module) if "meta" in text else None
+    elif "meta" in text:
+        message = _on_meta(module)
+    if message is not None:
+        error.args = (message,)
 
 
 def _on_meta(module: LightningModule) -> str | None:
+    """Return a message that names the parameters on the meta device; None if there are none."""
     names = [repr(name) for name, parameter in module.named_parameters() if parameter.is_meta]
     if not names:
         return None
     which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if any(map(is_of_transformers, module.modules())):
         return (
-            f"{type(module).__name__}: parameter {which} is on the meta device, and has no values until those of the "
-            "folder that `load_pretrained` names are read, after `configure_model`: what computes with values comes "
-            "too early there, as resize_token_embeddings does (it takes a mean). For a larger vocabulary write another "
-            "folder, once, and load that: from_pretrained, resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+            f"{type(module).__name__}: parameter {which} is on the meta device: `load_pretrained` reads its values "
+            "after `configure_model`, where computing with them is too early (resize_token_embeddings takes a mean). "
+            "For a larger vocabulary write another folder, once, and load that: from_pretrained, "
+            "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
         )
     return (
-        f"{type(module).__name__}: parameter {which} is on the meta device, and has no values: make the layer in "
+        f"{type(module).__name__}: parameter {which} is on the meta device and has no values: make the layer in "
         "`configure_model`, or call `to_empty(device=...)` and initialize it, before the fit."
     )

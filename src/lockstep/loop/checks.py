@@ -1,8 +1,8 @@
 """Checks of the user's module, data module, callbacks and strategy before a call.
 
-Methods that nobody would call are refused, or reported with what to write instead: hooks of other times, overrides of
-what a base does not have, misspelt hooks. So are callbacks that cannot do their work, and steps that take other
-arguments than they are called with.
+Methods that are never called are refused, or reported with what to write instead: former hooks, overrides of methods
+that a base class does not have, misspelt hooks. So are callbacks that cannot work, and steps with other arguments than
+those of their calls.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ EPOCH_ENDS = {
     TrainerFn.VALIDATING: _OF_VALIDATION,
     TrainerFn.TESTING: {"test_epoch_end": "on_test_epoch_end"},
 }
-"""Hooks that took the outputs of all batches, by the call that would have called them, and today's names."""
+"""Former hooks that took the outputs of all batches, by call of the Trainer, with today's names."""
 SAMPLER = "distributed_sampler_kwargs"
 CLOSE = 0.87
-"""How similar to a hook's name another name starting with ``on_`` must be to count as misspelt."""
+"""Similarity, as of difflib, from which a name starting with ``on_`` counts as a misspelt hook."""
 
 
 def check_uncalled(
     strategy: Strategy, callbacks: Sequence[Callback], module: LightningModule, datamodule: LightningDataModule | None
 ) -> None:
-    """Refuse a strategy or precision whose overrides nobody would call; warn of unknown hooks.
+    """Refuse a strategy or precision with overrides that are never called; warn of unknown hooks.
 
     Raises:
-        MisconfigurationException: with the first such method, and what to write instead.
+        MisconfigurationException: names the first such method, and what to write instead.
     """
     uncalled = dict(former_methods("strategy"))
     each_rank = {"num_replicas": strategy.replicas.count, "rank": strategy.replicas.index}
-    if getattr(strategy, SAMPLER, None) == each_rank:  # which is what lockstep does
+    if getattr(strategy, SAMPLER, None) == each_rank:  # scripts set it for Lightning; lockstep does the same
         del uncalled[SAMPLER]
     _refuse_overrides(strategy, uncalled, "Strategy")
     _refuse_overrides(strategy.precision, former_methods("precision"), "Precision")
     for callback in callbacks:
-        _tell_former(callback, _written(callback), former_methods("callback"))
-        _tell_misspelt(callback, Callback, former_methods("callback"))
-    _tell_misspelt(module, ModuleHooks, former_methods("module"))
+        _warn_of_former(callback, _written(callback), former_methods("callback"))
+        _warn_of_misspelt(callback, Callback, former_methods("callback"))
+    _warn_of_misspelt(module, ModuleHooks, former_methods("module"))
     if datamodule is not None:
-        _tell_misspelt(datamodule, LightningDataModule, ())
+        _warn_of_misspelt(datamodule, LightningDataModule, ())
 
 
 def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
-    """Refuse a module whose results would silently be missing.
+    """Refuse a module with hooks that Lightning has removed, whose results would silently be missing.
 
     Raises:
-        NotImplementedError: it has an ``*_epoch_end`` that takes outputs, which no Trainer has called since 2.0.
+        NotImplementedError: it has an ``*_epoch_end`` that takes outputs, which no Trainer calls since 2.0.
         MisconfigurationException: it overrides both names of ``configure_model``.
     """
     kind, former = type(module).__name__, former_methods("module")
     for name, new in EPOCH_ENDS.get(fn, {}).items():
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, and nobody calls it. Rename "
-                f"it to `{new}(self)`, and collect what it needs in an attribute of the module, by "
+                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, so it is never called. Rename "
+                f"it to `{new}(self)`, and collect outputs in an attribute of the module, by "
                 "`self.outputs.append(...)` in the step."
             )
-    _tell_former(module, (name for name in former if callable(getattr(module, name, None))), former)
+    _warn_of_former(module, (name for name in former if callable(getattr(module, name, None))), former)
     if is_overridden("configure_sharded_model", module, ModuleHooks):
         if is_overridden("configure_model", module, ModuleHooks):
             raise MisconfigurationException(
@@ -84,7 +84,7 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
 
 
 def _written(owner: object) -> Iterator[str]:
-    """Names that the classes of an object define, those of lockstep and torch left out."""
+    """Yield the names that the classes of an object define, except those of lockstep and torch."""
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
             yield from vars(kind)
@@ -94,26 +94,29 @@ def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> N
     name = next((name for name in _written(owner) if name in instead), None)
     if name is not None:
         raise MisconfigurationException(
-            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, and nobody would call it. "
+            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, so it would never be called. "
             f"Instead: {instead[name]}."
         )
 
 
-def _tell_former(owner: object, names: Iterable[str], instead: Mapping[str, str]) -> None:
+def _warn_of_former(owner: object, names: Iterable[str], instead: Mapping[str, str]) -> None:
     today = ", ".join(f"{name} ({instead[name]})" for name in names if name in instead)
     if today:
         warn_once(
-            f"{type(owner).__name__} has hooks of old that nobody calls; in brackets what is called today: {today}."
+            f"{type(owner).__name__} has former hooks that are never called; their replacements in brackets: {today}."
         )
 
 
-def _tell_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
+def _warn_of_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
     hooks = [name for name in dir(base) if name.startswith("on_")]
     for name in _written(owner):
         if name.startswith("on_") and not hasattr(base, name) and name not in known:
             meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
             if meant:
-                warn_once(f"{type(owner).__name__}.{name} is no hook, and the Trainer does not call it: {meant[0]}?")
+                warn_once(
+                    f"{type(owner).__name__}.{name} is not a hook, so the Trainer does not call it: did you mean "
+                    f"{meant[0]}?"
+                )
 
 
 # -- callbacks that cannot do their work ----------------------------------------------------------------------
@@ -123,9 +126,16 @@ def check_contradictions(session: Session) -> None:
     """Refuse two averages of the weights in a fit, and warn of checkpoints that are never saved.
 
     Raises:
-        MisconfigurationException: with the callbacks, and the way out.
+        MisconfigurationException: names the callbacks.
     """
-    _check_averages(session.callbacks)
+    # two averages: each would take the other's for the weights, and only one is left in the module at the end
+    averages = [each for each in session.callbacks if each.averages_weights is True]  # a mock has every attribute
+    if len(averages) > 1:
+        names = " and ".join(type(each).__name__ for each in averages)
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[{names}]): each leaves its own average of the weights in the module, so that one of "
+            "them would be lost: keep one."
+        )
     config = session.config
     for callback in session.callbacks:
         if isinstance(callback, ModelCheckpoint) and not config.fast_dev_run:
@@ -134,23 +144,12 @@ def check_contradictions(session: Session) -> None:
                 warn_once(saves_nothing)
 
 
-def _check_averages(callbacks: Sequence[Callback]) -> None:
-    """Two averages: each takes the other's for the weights, and only one is left in the module at the end."""
-    averages = [each for each in callbacks if each.averages_weights is True]  # a stand-in has every attribute
-    if len(averages) > 1:
-        names = " and ".join(type(each).__name__ for each in averages)
-        raise MisconfigurationException(
-            f"Trainer(callbacks=[{names}]): each leaves its own average of the weights in the module, so that one of "
-            "them would be lost: keep one."
-        )
-
-
-# -- what the user's step methods take ------------------------------------------------------------------------
+# -- arguments of the user's step methods --------------------------------------------------------------------
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
     """Return True if a ``training_step`` has a parameter for the index of the batch, under any name."""
-    positional, takes_any = _taken(training_step)
+    positional, takes_any = _parameters_of(training_step)
     return takes_any or len(positional) > 1
 
 
@@ -159,11 +158,11 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
 
     Args:
         step: the method.
-        several: whether there are several loaders, one after another.
+        several: True if there are several loaders, one after another.
         name: of the method, for the error.
 
     Raises:
-        MisconfigurationException: it draws its batches itself, or takes no ``dataloader_idx`` for several loaders.
+        MisconfigurationException: it takes a ``dataloader_iter``, or no ``dataloader_idx`` for several loaders.
     """
     wanted = 3 if several else 2
     refuse_iterator(step, name)
@@ -173,12 +172,12 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
 
 
 def refuse_iterator(step: Callable[..., Any], name: str) -> None:
-    """Refuse a step that draws its batches itself.
+    """Refuse a step that takes a ``dataloader_iter``.
 
     Raises:
-        MisconfigurationException: with what it may take.
+        MisconfigurationException: names the arguments that it may have.
     """
-    if any(parameter.name == "dataloader_iter" for parameter in _taken(step)[0]):
+    if any(parameter.name == "dataloader_iter" for parameter in _parameters_of(step)[0]):
         raise MisconfigurationException(
             f"`{name}(dataloader_iter)` is not supported: the order of data and which ranks have samples are planned "
             f"batch by batch. Define `{name}(batch, batch_idx)`."
@@ -186,16 +185,16 @@ def refuse_iterator(step: Callable[..., Any], name: str) -> None:
 
 
 def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str) -> None:
-    """Refuse a method that cannot take the number of the loader, of several.
+    """Refuse a method that cannot take ``dataloader_idx``, with several loaders.
 
     Args:
-        method: of the module.
-        given: how many arguments it is called with.
-        name: of the method.
+        method: method of the module.
+        given: number of arguments of its calls.
+        name: its name.
         define: its definition, for the error.
 
     Raises:
-        MisconfigurationException: with the definition.
+        MisconfigurationException: shows the definition.
     """
     if _most(method, given) < given:
         raise MisconfigurationException(
@@ -204,17 +203,15 @@ def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str)
 
 
 def _most(method: Callable[..., Any], given: int) -> int:
-    """How many of ``given`` arguments a method takes by their places."""
-    positional, takes_any = _taken(method)
+    """Return the number of ``given`` positional arguments that a method takes."""
+    positional, takes_any = _parameters_of(method)
     return given if takes_any else min(given, len(positional))
 
 
-def _taken(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """The parameters that arguments fill by their place, and whether a method takes any number of them.
-
-    A wrapper on the instance may show those of the class' function.
-    """
+def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
+    """Return a method's positional parameters, and True if it takes any number of them."""
     found = list(inspect.signature(method).parameters.values())
+    # a wrapper on the instance may show the signature of the class's function, with `self`
     wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))
     if wraps and found and found[0].name == "self":
         del found[0]
@@ -230,8 +227,8 @@ def is_param_in_hook_signature(
     Args:
         hook_fx: the hook.
         param: name of the argument.
-        explicit: only the name counts as taking it.
-        min_args: unless ``explicit``, so many arguments count as taking it, whatever their names are.
+        explicit: accept only this name.
+        min_args: unless ``explicit``, accept a hook with so many arguments of any names.
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     named = [name for name in parameters if name != "self"]

@@ -17,20 +17,20 @@ from lockstep.loop.update import Update
 
 
 class ByClosure(Automatic):
-    """Has ``optimizer.step`` play the last micro-batch of a window by a closure.
+    """Windows whose last micro-batch is played by ``optimizer.step``, in a closure.
 
-    Each further call of the closure drops the gradients and plays the whole window again; what is logged is what the
-    last call saw.
+    Each further call of the closure drops the gradients and plays the whole window again. Logged values are those of
+    the last call.
     """
 
     def __init__(self, session: Session, update: Update) -> None:
         super().__init__(session, update)
-        self._losses: list[Tensor] = []  # of the window under way, as backward saw them
+        self._losses: list[Tensor] = []  # of the current window, weighed
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
         played: list[TrainingBatch] = []
-        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
+        steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
         self._losses.clear()
         for micro_batch in self.micro_batches(window, batch_idx):
             steps = steps or micro_batch.batch is not None
@@ -42,15 +42,15 @@ class ByClosure(Automatic):
             yield
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """As of any step, and note the loss for what the closure returns."""
+        """Run backward as in any step, and keep the loss for the closure's result."""
         loss = super().backward(loss, factor)
         self._losses.append(loss.detach())
         return loss
 
     def _step(self, window: list[TrainingBatch]) -> Any:
-        """The update of a window whose last micro-batch is still to be played."""
+        """Play the last micro-batch of a window in the optimizer's step; return its outputs."""
         outputs: Any = {}
-        logged: Any = None  # before the last micro-batch
+        logged: Any = None  # snapshot of the logged values before the last micro-batch
         played = False
 
         @torch.enable_grad()  # an optimizer's step may run under no_grad
@@ -62,47 +62,45 @@ class ByClosure(Automatic):
             else:
                 logged = self._results.snapshot()
             for micro_batch in window if played else window[-1:]:
-                outputs = self._play_again(micro_batch)
+                self._strategy.sync_gradients = micro_batch.last
+                # earlier micro-batches were logged when they were played first
+                self.enter_step(muted=not micro_batch.last or micro_batch.weight == 0.0)
+                self.absent = micro_batch.absent
+                outputs = self.forward_backward(micro_batch)
             played = True
             self.update.prepare()
             return self._loss(all(micro_batch.weight for micro_batch in window))
 
-        optimizer: Any = self.update.wrapped[0]  # which stands for an Optimizer
+        optimizer: Any = self.update.wrapped[0]  # a wrapper, so that the user's `optimizer.step` runs the closure
         self.update.module.optimizer_step(self._progress.epoch, window[-1].number, optimizer, closure)
         if not played:
             raise MisconfigurationException(
-                "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, in which "
-                "forward and backward are. Call "
-                "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
+                "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, which runs "
+                "forward and backward. Call `optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` "
+                "alone to skip the update."
             )
         return outputs
-
-    def _play_again(self, micro_batch: TrainingBatch) -> Any:
-        self._strategy.sync_gradients = micro_batch.last
-        self.enter_step(muted=not micro_batch.last or micro_batch.weight == 0.0)
-        self.absent = micro_batch.absent
-        return self.forward_backward(micro_batch)
 
     def _loss(self, has_samples: bool) -> Tensor | None:
         """Return the closure's value: the loss of the window; None if no step returned one.
 
         Args:
-            has_samples: whether this rank has samples of each micro-batch.
+            has_samples: True if this rank has samples of each micro-batch.
         """
         losses, needed = self._losses, self.update.needs_closure
         if not losses and not needed:
             return None
         if not losses and has_samples:
             raise MisconfigurationException(
-                f"{type(self.update.optimizer).__name__} steers by the loss, and `training_step` returned None for "
-                "every micro-batch of this window: return the loss."
+                f"{type(self.update.optimizer).__name__} needs the loss, but `training_step` returned None for every "
+                "micro-batch of this window: return the loss."
             )
         if not losses:
-            losses = [torch.zeros((), device=self._strategy.root_device)]  # the others' count
+            losses = [torch.zeros((), device=self._strategy.root_device)]  # only those of other ranks count
         total = torch.stack(losses).sum() * self.update.factor
         if not (needed and self.shared):
             return total
-        # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
-        # its type
+        # a line search depends on it, so it must be the same number on all ranks; a rank without samples does not know
+        # its dtype
         mean: Tensor = self._strategy.reduce(total.to(widest(total.device)), reduce_op="mean")
         return mean

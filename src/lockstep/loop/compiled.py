@@ -1,18 +1,33 @@
-"""Conversion of modules compiled by ``torch.compile`` to LightningModules that still run compiled."""
+"""Compilation of a module's layers for the duration of a call, and modules compiled by ``torch.compile``."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
+from lockstep.config.compile import CompileOptions
+from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
+from lockstep.engines.strategy import Strategy
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import CompiledForward, is_compiled_layer
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.metrics import is_metric
+from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizedModule
+
+NO_BLOCKS = (
+    "Trainer(compile=...): {name} has no repeated blocks (sibling layers of one class that contain layers), so its "
+    "layers are compiled from the top. Name other blocks by their classes: compile={{'blocks': [Block]}}."
+)
 
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
@@ -36,16 +51,16 @@ def from_compiled(model: nn.Module) -> LightningModule:
         ValueError: ``model`` is not compiled, or not a LightningModule.
     """
     if not is_compiled(model):
-        raise ValueError(f"from_compiled({type(model).__name__}): give what torch.compile(module) returned.")
+        raise ValueError(f"from_compiled({type(model).__name__}): pass the result of torch.compile(module).")
     module = model._orig_mod
     if not isinstance(module, LightningModule):
-        raise ValueError(f"from_compiled: a {type(module).__name__} was compiled, which is no LightningModule.")
+        raise ValueError(f"from_compiled: a {type(module).__name__} was compiled, which is not a LightningModule.")
     if module._compiler_ctx is None:
         module._compiler_ctx = {"dynamo_ctx": model.dynamo_ctx}
         for name in COMPILED:
             if is_overridden(name, module, LightningModule):
                 setattr(module, name, model.dynamo_ctx(getattr(module, name)))
-        # `log` is not part of the model, and tracing it into the loops takes the compiler a minute
+        # `log` is not part of the model, and tracing it takes the compiler a minute
         module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign, no-untyped-call]
     return module
 
@@ -61,7 +76,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
     """
     module = model._orig_mod if is_compiled(model) else model
     if not isinstance(module, LightningModule):
-        raise ValueError(f"to_uncompiled: {type(module).__name__} is no LightningModule.")
+        raise ValueError(f"to_uncompiled: {type(module).__name__} is not a LightningModule.")
     if module._compiler_ctx is None and module is model:
         raise ValueError(f"to_uncompiled({type(module).__name__}): this module is not compiled.")
     for name in (*COMPILED, "log") if module._compiler_ctx is not None else ():
@@ -73,3 +88,100 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 def unwrapped(model: object) -> object:
     """Return ``model``, or the LightningModule inside of it if it is compiled."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model
+
+
+# -- Trainer(compile=...) ------------------------------------------------------------------------------------
+
+
+def check_threads(strategy: Strategy) -> None:
+    """Refuse to compile if copies of the layers run in threads.
+
+    Raises:
+        MisconfigurationException: names the way out.
+    """
+    if strategy.drives_all_devices and len(strategy.devices) > 1:
+        raise MisconfigurationException(
+            f"Trainer(compile=...) with {type(strategy).__name__}: it runs copies of the layers in threads, which "
+            'torch\'s compiler does not support: use strategy="ddp".'
+        )
+
+
+class CompiledLayers:
+    """The layers of a module that a call compiles.
+
+    Args:
+        session: the session of the call. The module is not yet placed or sharded, so that hooks of an engine on a layer
+            are outside of the compiled code.
+
+    Raises:
+        MisconfigurationException: the options do not fit the module.
+    """
+
+    def __init__(self, session: Session, options: CompileOptions) -> None:
+        layers = [*_chosen(session.module, options, session.strategy.world_size > 1)]
+        self._forwards = [CompiledForward(layer, options.options) for layer in layers]
+        for forward in self._forwards:
+            vars(forward.layer)["forward"] = forward
+        rank_zero_info(
+            f"trainer.{session.state.fn}: {_counted(layers)} compiled by {options.backend}: the first batch of each "
+            "shape takes longer."
+        )
+
+    def end(self) -> None:
+        """Restore the layers' forwards."""
+        for forward in self._forwards:
+            forward.put_back()
+
+
+def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
+    """Yield the layers to compile, except those that the user has compiled."""
+    blocks = options.blocks
+    if blocks is None:  # with several ranks in blocks, so that the reduction of one overlaps the backward of the next
+        blocks = on_ranks
+    found: list[nn.Module] = []
+    if blocks is True:
+        found = find_blocks(module)
+        if not found and options.blocks:
+            rank_zero_warn(NO_BLOCKS.format(name=type(module).__name__))
+    elif blocks:
+        found = _of_classes(module, blocks)
+    if not found:
+        found = [*_from_the_top(module)]
+    if not found:
+        raise MisconfigurationException(
+            f"Trainer(compile=...): {type(module).__name__} has no layers that could be compiled."
+        )
+    for layer in found:
+        if not is_compiled_layer(layer):  # by the user, with options of their own
+            yield layer
+
+
+def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
+    named = {kind for kind in kinds if isinstance(kind, str)}
+    classes = {kind for kind in kinds if not isinstance(kind, str)}
+    classes |= {type(layer) for layer in module.modules() if type(layer).__name__ in named}
+    missing = named - {kind.__name__ for kind in classes}
+    try:
+        if missing:
+            raise ValueError(f"there is no layer of class {sorted(missing)[0]!r}")
+        return blocks_by(classes, module, alone=False)
+    except ValueError as error:
+        raise MisconfigurationException(f"Trainer(compile={{'blocks': ...}}): {error}.") from None
+
+
+def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module if it has its own forward, and layers below it that its steps may call directly."""
+    if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
+        yield module
+    for child in module.children():
+        if is_metric(child) or is_compiled_layer(child):
+            continue
+        if type(child).forward is nn.Module.forward:  # a container of layers, which is never called
+            yield from _from_the_top(child)
+        elif any(True for _ in child.children()) or not type(child).__module__.startswith("torch."):
+            yield child
+
+
+def _counted(layers: list[nn.Module]) -> str:
+    kinds = Counter(type(layer).__name__ for layer in layers)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (" are" if len(layers) > 1 else " is")

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 from lockstep.ground.rank import does
-from lockstep.loop.fit_messages import say
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED
 from lockstep.loop.state import best_of
@@ -17,13 +16,13 @@ class Result:
     """How a fit ended; the same on one process and on many.
 
     Attributes:
-        stopped: why it ended, in words: ``max_epochs=5 reached``.
+        stopped: the reason, for example ``max_epochs=5 reached``.
         metrics: newest value of everything that was logged.
-        best_model_path: the best checkpoint, "" where none was kept.
+        best_model_path: the best checkpoint; "" if none was kept.
         best_model_score: the monitored value of that checkpoint.
-        epochs: epochs that were finished.
+        epochs: finished epochs.
         global_step: optimizer steps, those before a resume included.
-        interrupted: whether Ctrl-C ended it.
+        interrupted: True if Ctrl-C or SIGTERM ended the fit.
     """
 
     stopped: str
@@ -39,9 +38,9 @@ class FitEnding:
     """Decides at each boundary whether a fit ends. On several ranks only what all have agreed on counts.
 
     Attributes:
-        reason: why the fit ends, in words; None while it does not.
-        had_no_batches: the last epoch had none.
-        most_steps: ``max_steps`` of this epoch; infinite where there is no limit.
+        reason: why the fit ends; None while it does not.
+        had_no_batches: True if the last epoch had no batches.
+        most_steps: ``max_steps`` of this epoch; infinite without a limit.
     """
 
     def __init__(self, session: Session) -> None:
@@ -49,23 +48,24 @@ class FitEnding:
         self.start()
 
     def start(self) -> None:
-        """Forget the fit before."""
+        """Reset for a new fit."""
         self.reason: str | None = None
         self.had_no_batches = False
-        self._has_warned = False  # that a stop waits for the least number of epochs and steps
+        self._has_reported = False  # that a stop waits for `min_epochs` and `min_steps`
         self.most_steps: float = math.inf
 
     def start_epoch(self) -> None:
-        """Read the limit that is looked at after each window: a hook may have set it."""
+        """Read ``max_steps``, which a hook may have set, once for all windows of the epoch."""
         most = self._session.config.max_steps
         self.most_steps = math.inf if most == -1 else most
 
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def after_window(self) -> bool:
-        """Act on what has come since the last window; return True if the fit ends here.
+        """Act on requests that have arrived since the last window; return True if the fit ends here.
 
-        To be called where something has come: on one rank alone it is no collective, since nothing is agreed on then.
+        Called only if there is a request. It may be on one rank alone, so this is collective only for flags that all
+        ranks have agreed on.
         """
         session = self._session
         stop = session.should_stop or session.fit.progress.global_step >= self.most_steps
@@ -76,7 +76,7 @@ class FitEnding:
             if session.not_finite_flag in up:
                 session.fit.finite.judge()
         else:
-            interrupted = False if session.signals is None else session.signals.asked != 0
+            interrupted = False if session.signals is None else session.signals.requested != 0
             if session.fit.finite.has_found:
                 session.fit.finite.judge()
         if interrupted:
@@ -85,15 +85,16 @@ class FitEnding:
         return stop and self.in_epoch() is not None
 
     def act_on_signals(self) -> None:
-        """Act on a signal that all ranks know of, between windows. Collective where one has interrupted the fit."""
+        """Act between windows on a signal that all ranks have agreed on. Collective if one has interrupted the fit."""
         session, signals = self._session, self._session.signals
         if signals is None:
             return
-        if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.asked:
+        if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.requested:
             signals.act()
 
-    def look_at_clock(self, most: float) -> None:
-        """Stop after ``most`` seconds by rank 0's clock; the other ranks learn of it at a boundary."""
+    def check_clock(self, most: float) -> None:
+        """Stop after ``most`` seconds by rank 0's clock; other ranks receive the stop at a boundary."""
+        # one clock decides, since those of several ranks run out at different windows
         if self._session.fit.seconds() >= most and self._session.is_global_zero:
             self._session.should_stop = True
             self.reason = f"max_time={most:g} s reached"
@@ -101,10 +102,11 @@ class FitEnding:
     def in_epoch(self) -> str | None:
         """Return why the fit ends within an epoch; None if it does not."""
         session, config = self._session, self._session.config
+        # steps are the same on all ranks, so this needs no agreement
         if config.max_steps != -1 and session.fit.progress.global_step >= config.max_steps:
             return f"max_steps={config.max_steps} reached"
         interrupted = session.interrupted
-        if interrupted or (session.stop_asked and self.may_stop_early()):
+        if interrupted or (session.stop_requested and self.may_stop_early()):
             session.should_stop = True
             if interrupted:
                 session.interruption = session.interruption or "Ctrl-C on another rank"
@@ -122,30 +124,26 @@ class FitEnding:
         else:
             session.agree_on_ending()
             self.act_on_signals()
-            reason = self.in_epoch() or self._spins()
+            reason = self.in_epoch()
+            if reason is None and self.had_no_batches and config.max_epochs == -1 and config.max_time is None:
+                # an exhausted stream gives empty epochs, which no limit would ever end
+                epoch = session.fit.progress.epoch - 1
+                reason = f"epoch {epoch} had no training batches, and there is no limit of epochs"
         if reason is not None:
             self.reason = reason
         return reason
 
-    def _spins(self) -> str | None:
-        """Why a fit ends that nothing else would end: its loader gives no batches any more."""
-        config = self._session.config
-        if not self.had_no_batches or config.max_epochs != -1 or config.max_time is not None:
-            return None
-        epoch = self._session.fit.progress.epoch - 1
-        return f"epoch {epoch} had no training batches, and there is no limit of epochs"
-
     def may_stop_early(self) -> bool:
-        """Return True if a stop that somebody asks for ends the fit; print once that it does not yet."""
+        """Return True if a requested stop ends the fit; report once that it does not yet."""
         config, progress = self._session.config, self._session.fit.progress
         long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
-        if not long_enough and not self._has_warned:
-            self._has_warned = True
+        if not long_enough and not self._has_reported:
+            self._has_reported = True
             least = f"min_epochs={config.min_epochs} and min_steps={config.min_steps}"
-            say(self._session, f"trainer.fit: a stop was asked for, and training goes on until {least} are reached.")
+            self._session.report(f"trainer.fit: a stop was requested; training continues until {least} are reached.")
         return long_enough
 
-    # -- why -----------------------------------------------------------------------------------------------
+    # -- the reason ----------------------------------------------------------------------------------------
 
     def _early_reason(self) -> str:
         if self._session.interruption is not None:
@@ -161,15 +159,16 @@ class FitEnding:
 
     @does("ending the fit")
     def share(self) -> None:
-        """Make all ranks report the same: rank 0's clock may have ended the fit, or Ctrl-C on one rank. Collective."""
+        """Send rank 0's reason to all ranks. Collective."""
         session = self._session
         if session.world_size > 1:
+            # only rank 0 has the reason of its clock, and only some ranks that of a callback
             self.reason = session.strategy.broadcast(self.reason)
             if not session.interrupted:
-                session.interruption = None  # it came when all was over
+                session.interruption = None  # Ctrl-C came after the last boundary
 
     def result(self) -> Result:
-        """How the fit ended."""
+        """Return how the fit ended."""
         session = self._session
         best = best_of(session)
         score = getattr(best, "best_model_score", None)

@@ -34,8 +34,8 @@ from lockstep.loop.state import validation_start
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
 NOTHING_PREDICTED = (
-    "`predict_step` returned None: the list of predictions has None for this batch. If that is not meant, return what "
-    "was predicted; where a callback writes predictions, give predict(return_predictions=False)."
+    "`predict_step` returned None: the list of predictions has None for this batch. If this is not intended, return "
+    "the predictions; if a callback writes them, use predict(return_predictions=False)."
 )
 
 
@@ -59,13 +59,13 @@ class EvaluationLoop:
     ) -> None:
         self.session = session
         self.stage = stage
-        self._reload_due = reload_due  # of a fit's validation: whether its loaders are to be asked for anew
-        self._request = request  # and how
+        self._reload_due = reload_due  # for a fit's validation: True if its loaders have to be made again
+        self._request = request  # for a fit's validation: returns the loaders
         self.name = "validation" if stage is RunningStage.VALIDATING else stage.value
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
         self.given: object = None  # the loaders as the user made them
-        self.predictions: Any = []  # of the prediction that runs, for a writer
+        self.predictions: Any = []  # of the running prediction, for a writer
         self.epoch_batch_indices: list[list[list[Any]]] = []  # loader, batch, sample
         self.seen: dict[int, int] = {}  # batches so far, by loader: the x axis of on_step values in evaluation
 
@@ -89,10 +89,10 @@ class EvaluationLoop:
         return_predictions: bool = True,
         weights_only: bool | None = None,
     ) -> Any:
-        """Evaluate as a call of its own: ``trainer.validate``, ``test`` or ``predict``.
+        """Run ``trainer.validate``, ``test`` or ``predict``.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came; all is torn down.
+            KeyboardInterrupt: after Ctrl-C, once all is torn down.
         """
         session = self.session
         self.feed = None
@@ -109,7 +109,7 @@ class EvaluationLoop:
         raise AssertionError("an interrupted evaluation raises")
 
     def setup_data(self) -> None:
-        """Ask for the stage's loaders and share them over the ranks; the second time only if a reload is due."""
+        """Request the stage's loaders and distribute them over the ranks; again only if a reload is due."""
         session, config = self.session, self.session.config
         due = session.fitting and self._reload_due()
         if self.feed is not None and not due:
@@ -117,10 +117,10 @@ class EvaluationLoop:
         self.release()
         limit = getattr(config, f"limit_{self.prefix}_batches")
         request = self._request or session.loaders.request
-        source = request(self.prefix) if limit != 0 else None
+        source = request(self.prefix) if limit != 0 else None  # a limit of 0 does not call the user's hook
         if source is None:
             return
-        self.given, self.seen = source, {}  # as in Lightning, the validations of a fit go on counting
+        self.given, self.seen = source, {}  # as in Lightning, the validations of a fit continue counting
         self.feed = EvaluationFeed.of(
             source,
             replicas=session.strategy.replicas.for_feed(session.strategy.members),
@@ -135,10 +135,10 @@ class EvaluationLoop:
     # -- validate, test ------------------------------------------------------------------------------------
 
     def evaluate(self, sanity_steps: int = 0) -> list[dict[str, float]]:
-        """One pass; gives the metrics of each loader. Those of a sanity check do not go to the loggers.
+        """Evaluate once; return the metrics of each loader. Those of a sanity check are not sent to the loggers.
 
         Args:
-            sanity_steps: batches of each loader to try, -1 for all; 0: this is no sanity check.
+            sanity_steps: number of batches of each loader in a sanity check, -1 for all; 0: this is not a sanity check.
         """
         self.setup_data()
         if self.feed is None:
@@ -149,7 +149,7 @@ class EvaluationLoop:
         outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
         outer = session.collect_in(results)
         strategy.sync_gradients = False
-        if session.fitting and not sanity_steps:
+        if session.fitting and not sanity_steps:  # for a checkpoint that a hook of the validation saves
             session.fit.resume.validation = validation_start(session)
         try:
             with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
@@ -160,34 +160,38 @@ class EvaluationLoop:
                     returned = output
                 values = self._end(results, to_loggers=not sanity_steps)
                 if isinstance(returned, dict) and returned and not any(values):
-                    self._say_lost(returned)
+                    self._warn_of_unread(returned)
             strategy.steps_end()
             return values
         finally:
             session.collect_in(outer)
             strategy.sync_gradients = outer_sync
 
-    def _say_lost(self, returned: dict[str, Any]) -> None:
-        """Say that values which a step returned, as in 2019, went nowhere: nothing was logged in the evaluation."""
+    def _warn_of_unread(self, returned: dict[str, Any]) -> None:
+        """Warn that values which a step returned, as in 2019, are not logged, in an evaluation that logged nothing."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
-        numbers = [key for key, value in returned.items() if isinstance(value, (int, float)) or _is_scalar(value)]
+        numbers = []
+        for key, value in returned.items():
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                numbers.append(key)
         if numbers and not self.session.hooks.owners((end,)):
             warn_once(
-                f"`{step}` returned {numbers}, and nothing was logged: nobody reads what it returns but `{end}`. Write "
+                f"`{step}` returned {numbers}, and nothing was logged: only `{end}` receives what it returns. Call "
                 f"`self.log({numbers[0]!r}, value)` in it.",
                 key=f"{step} returned values",
             )
 
     def _end(self, results: LogCollector, to_loggers: bool) -> list[dict[str, float]]:
+        """Reduce, publish and log the values of the evaluation, and call the hooks of its end."""
         session, hooks, name = self.session, self.session.hooks, self.name
         assert self.feed is not None
-        results.weight = 1.0  # what is logged from here on is no batch's
+        results.weight = 1.0  # values from here on do not belong to a batch
         values = results.reduce_epoch()
         shown = values if to_loggers else [value for value in values if value[0].key[1] < 0]  # as in Lightning
         for_loggers = session.published.publish(shown)
         epoch_end = getattr(hooks, f"on_{name}_epoch_end")
         if epoch_end is not None:
-            results.hook = ("", -1)
+            results.hook = ("", -1)  # values of the hook belong to no loader
             hooks.call(f"on_{name}_epoch_end")
             late = results.reduce_epoch()
             for_loggers.update(session.published.publish(late))
@@ -199,25 +203,17 @@ class EvaluationLoop:
         if to_loggers and session.fitting:
             fit = session.fit
             fit.resume.validation = None
-            # for a checkpoint of `on_validation_end`
+            # before `on_validation_end`, whose checkpoints continue after the validation
             fit.progress.phase, fit.progress.validated = VALIDATED, fit.resume.counted(fit.progress.batch)
         elif to_loggers:
             session.record()
         results.ended = True
         hooks.call(f"on_{name}_end")
-        results.reset_metrics()
+        results.reset_metrics()  # after the hooks, which may compute metrics
         return _by_loader(values, len(self.feed.num_batches))
 
-    def _check_batch_hooks(self) -> None:
-        """Refuse hooks of batches that do not take the number of the loader, of several."""
-        module = self.session.module
-        for hook, first in ((f"on_{self.name}_batch_start", "batch"), (f"on_{self.name}_batch_end", "outputs, batch")):
-            if is_overridden(hook, module, ModuleHooks):
-                define = f"{hook}(self, {first}, batch_idx, dataloader_idx=0)"
-                refuse_fewer(getattr(module, hook), 3 + hook.endswith("end"), hook, define)
-
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
-        """Run a step that counts nowhere, beside other ranks that still have batches."""
+        """Run a step on a padding batch, for the communication of other ranks that still have batches."""
         session, results = self.session, self.session.results
         batch, batch_idx, loader = position
         with padding(session):
@@ -227,24 +223,30 @@ class EvaluationLoop:
             results.muted = False
 
     def _steps(self, step_name: str, sanity_steps: int = 0) -> Iterator[tuple[Any, int]]:
-        """Run the stage's step over the loaders; gives (output, dataloader_idx) of each batch."""
+        """Run the stage's step over the loaders; yield (output, dataloader_idx) for each batch."""
         session, feed, hooks, name = self.session, self.feed, self.session.hooks, self.name
         assert feed is not None
         module, results = session.module, session.results
         several = len(feed.num_batches) > 1 and feed.sequential
         step = getattr(module, step_name)
         takes = arguments_of(step, several, step_name)
-        if several:
-            self._check_batch_hooks()
+        kinds = (("start", "batch", 3), ("end", "outputs, batch", 4)) if several else ()
+        for kind, first, given in kinds:
+            hook = f"on_{name}_batch_{kind}"
+            if is_overridden(hook, module, ModuleHooks):
+                define = f"{hook}(self, {first}, batch_idx, dataloader_idx=0)"
+                refuse_fewer(getattr(module, hook), given, hook, define)
         transfer = Transfer(module, session.datamodule, session.strategy)
-        # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
+        # a validation within a fit goes on: the fit ends at its next boundary, where callbacks save it
         ends_at_once = not session.fitting
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
         feed.begin(session.fit.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
         loader = 0
         for batch, batch_idx, dataloader_idx, weight, is_padding in self._batches(feed):
             if dataloader_idx != loader:
-                self._end_loader(loader, shows=not sanity_steps)
+                results.end_loader(loader)
+                if not sanity_steps:  # users see the values of a loader once it has ended
+                    session.published.preview(results.epoch_so_far(loader))
                 loader = dataloader_idx
             if session.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
@@ -263,39 +265,28 @@ class EvaluationLoop:
             results.enter("", shown)
             hooks.call(end, output, *position)
             for_loggers = session.published.publish(results.take_step_values(), to=NOT_FOR_CALLBACKS)
-            if not sanity_steps:
-                self._log_steps(for_loggers, dataloader_idx)
+            if not sanity_steps:  # batch by batch, from this rank's samples; x counts batches, as in Lightning
+                seen = self.seen.get(dataloader_idx, 0)
+                self.seen[dataloader_idx] = seen + 1
+                if for_loggers:
+                    session.log_metrics(for_loggers, seen, with_epoch=False)
             yield output, dataloader_idx
         session.strategy.steps_end()
         results.hook, results.among_batches = ("", -1), False
         if several:
             results.end_loader(loader)
 
-    def _end_loader(self, loader: int, shows: bool) -> None:
-        """A loader is through, and another one follows; ``shows``: users see what was logged so far."""
-        results = self.session.results
-        results.end_loader(loader)
-        if shows:
-            self.session.published.preview(results.epoch_so_far(loader))
-
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
-        """This rank's batches, and whether each is a padding batch, as engines need whose forwards communicate."""
+        """Return this rank's batches, each with a flag for padding batches: engines that communicate need them."""
         strategy = self.session.strategy
         if strategy.runs_padding and strategy.world_size > 1:
             return in_step(feed, strategy)
         return ((*each, False) for each in feed)
 
-    def _log_steps(self, for_loggers: dict[str, Tensor], dataloader_idx: int) -> None:
-        """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
-        seen = self.seen.get(dataloader_idx, 0)
-        self.seen[dataloader_idx] = seen + 1
-        if for_loggers:
-            self.session.log_metrics(for_loggers, seen, with_epoch=False)
-
     # -- predict -------------------------------------------------------------------------------------------
 
     def predict(self, return_predictions: bool) -> Any:
-        """One pass; gives what ``predict_step`` returned, a list for each loader where there are several."""
+        """Predict once; return the outputs of ``predict_step``, a list for each loader if there are several."""
         hooks, feed = self.session.hooks, self.feed
         assert feed is not None
         collected: list[list[Any]] = [[] for _ in feed.num_batches]
@@ -311,7 +302,10 @@ class EvaluationLoop:
             hooks.call("on_predict_epoch_start")
             for output, dataloader_idx in self._steps("predict_step"):
                 if keeps:
-                    collected[dataloader_idx].append(_kept_output(output, return_predictions))
+                    if output is None and return_predictions:
+                        warn_once(NOTHING_PREDICTED)
+                    # off the device, whose memory would fill
+                    collected[dataloader_idx].append(move_data_to_device(output, "cpu"))
                 if feed.batch_indices:
                     self.epoch_batch_indices[dataloader_idx].append(feed.batch_indices)
             hooks.call("on_predict_epoch_end")
@@ -321,11 +315,11 @@ class EvaluationLoop:
 
     @property
     def current_batch_indices(self) -> list[Any]:
-        """The samples of the batch at hand, for a writer of predictions; empty where they are not known."""
+        """Indices of the samples of the current batch, for a writer of predictions; empty if they are unknown."""
         return self.feed.batch_indices if self.feed is not None else []
 
     def release(self) -> None:
-        """Let go of loaders and their workers."""
+        """Close the loaders and their workers."""
         if self.feed is not None:
             self.feed.close()
 
@@ -333,11 +327,11 @@ class EvaluationLoop:
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
-        """``inference_mode``, or ``no_grad`` where the flag says so or the fit goes on with the same tensors."""
+        """Switch gradients off, by ``inference_mode`` if the flag is set and no later fit needs the tensors."""
         inside_fit = self.session.fitting
-        # where forwards communicate they make tensors that a later fit goes on with
+        # tensors made in inference mode cannot be trained: those of an engine that communicates in forwards, and those
+        # of lazy layers, are used by a later fit
         infers = self.session.config.inference_mode and not inside_fit and not self.session.strategy.runs_padding
-        # so do lazy layers
         infers = infers and not any(is_lazy(parameter) for parameter in self.session.module.parameters())
         quiet = torch.inference_mode if infers else torch.no_grad
         try:
@@ -349,7 +343,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """The module in eval mode; afterwards every submodule is in the mode that it had."""
+        """Set the module to eval mode in the block, and every submodule to its previous mode afterwards."""
         session, module, changes = self.session, self.session.module, self.session.fit.resume.hook_changes
         modes = changes.outside = modes_of(module)
         session.hooks.own(f"on_{self.name}_model_eval")
@@ -357,18 +351,14 @@ class EvaluationLoop:
         back = f"on_{self.name}_model_train"
         if hasattr(module, back) and is_overridden(back, module, ModuleHooks):
             session.hooks.own(back)
-        else:
+        else:  # not `module.train()`: parts that the user has frozen in eval mode stay so
             for name, part in module.named_modules():
                 part.training = modes.get(name, part.training)
         changes.outside = None
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
 def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[dict[str, float]]:
-    """The metrics of each loader as floats; what was logged for all of them is in each dict."""
+    """Return the metrics of each loader as floats; those logged for all of them are in each dict."""
     found: list[dict[str, float]] = [{} for _ in range(loaders)]
     for entry, name, value in values:
         if entry.logger:
@@ -379,10 +369,10 @@ def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[di
 
 
 def table(values: Sequence[dict[str, float]], stage: str) -> str:
-    """The metrics of each loader as aligned text, a row for each metric and a column for each loader.
+    """Return the metrics as aligned text, a row for each metric and a column for each loader.
 
     Args:
-        values: as ``trainer.validate`` gives them.
+        values: the result of ``trainer.validate``.
         stage: "validation" or "test", for the heading.
     """
     names = sorted({name for part in values for name in part})
@@ -392,10 +382,3 @@ def table(values: Sequence[dict[str, float]], stage: str) -> str:
     rows = [[name, *(f"{part[name]:.6g}" if name in part else "" for part in values)] for name in names]
     head, *lines = map("  ".join, padded([[stage, *heads], *rows], right=range(1, len(heads) + 1)))
     return "\n".join([head, "-" * len(head), *lines])
-
-
-def _kept_output(output: Any, returned: bool) -> Any:
-    """A prediction on the CPU; None among those that are returned is told of."""
-    if output is None and returned:
-        warn_once(NOTHING_PREDICTED)
-    return move_data_to_device(output, "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -21,15 +20,15 @@ from lockstep.module import LightningModule
 from lockstep.precision.base import UpdateGuard
 
 SHOWN = 8
-"""Samples, and names of tensors, that a message lists."""
+"""Largest number of samples, or of names of tensors, that a message lists."""
 MOST_KEPT = 1024
-"""Losses of a device that are kept before somebody reads them."""
+"""Largest number of losses on a device that are kept before they are read."""
 IN_CHECKPOINT = ("state_dict", "current_model_state", "optimizer_states")
-"""The parts of a checkpoint that have to be finite: weights, those beside an average, optimizer states."""
+"""The parts of a checkpoint that have to be finite; the second one has the current weights of an averaging callback."""
 
 
 class WatchedRun(Protocol):
-    """What `FiniteWatch` needs of a session."""
+    """Interface of a session for `FiniteWatch`."""
 
     config: RunConfig
     strategy: Strategy
@@ -49,12 +48,12 @@ class NonFiniteNumber:
     Attributes:
         what: "loss" or "gradient norm".
         value: NaN or an infinity.
-        rank: where it was computed.
+        rank: the rank that computed it.
         step: ``trainer.global_step`` before its update.
         epoch: counted from 0.
         batch: ``batch_idx``.
-        samples: indices in the data set of the batch's samples on this rank; None where only the sampler knows them.
-        position: of the first of them in the epoch's order; None with ``samples``.
+        samples: indices in the data set of the batch's samples on this rank; None if they are unknown.
+        position: of the first of them in the epoch's order; None if ``samples`` is.
     """
 
     what: str
@@ -67,7 +66,7 @@ class NonFiniteNumber:
     position: int | None
 
     def describe(self, with_rank: bool) -> str:
-        """Return what is wrong where, as a sentence, and the samples as a second one."""
+        """Return a sentence with value and place, and one with the samples."""
         where = f"batch {self.batch} in epoch {self.epoch} (step {self.step})"
         on_rank = f" on rank {self.rank}" if with_rank else ""
         text = f"The {self.what} of {where}{on_rank} is {self.value}."
@@ -81,23 +80,22 @@ class NonFiniteNumber:
 
 @dataclass
 class FiniteWatch:
-    """Watches what a fit computes for NaN and Inf, without waiting for a device in a step.
+    """Watches a fit for NaN and Inf, without waiting for a device in a step.
 
-    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway,
-    and a norm of the weights with them. Weights are searched after a loss that is not finite, before a validation, at
-    the end of an epoch, and before a checkpoint is written: on a CPU, where the next loss shows them, a search at each
-    logged step would cost more than all else here. Ranks agree by a flag, and decide together.
+    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
+    Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
+    checkpoint is written. Ranks agree by a flag, and decide together.
 
     Attributes:
-        is_active: a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
-        has_found: this rank has found something that was not judged yet.
-        at_start: parameters and buffers that were not finite when the run started (a mask of -inf): they may stay so.
-        newest_checkpoint: the path of the last one that was written or that the fit was resumed from; None: none.
+        is_active: True if a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
+        has_found: True if this rank has found a number that has not been judged yet.
+        at_start: parameters and buffers that were not finite when the run started; they are not searched.
+        newest_checkpoint: path of the last checkpoint that was written, or that the fit continues from.
     """
 
     is_active: bool = False
     has_found: bool = False
-    at_start: list[str] = field(default_factory=list)
+    at_start: list[str] = field(default_factory=list)  # such as an attention mask of -inf
     newest_checkpoint: str | None = None
     _session: WatchedRun | None = None
     _first: NonFiniteNumber | None = None
@@ -107,7 +105,7 @@ class FiniteWatch:
     _parts: Parts = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of a run has: what belongs to a fit under way stays behind."""
+        """Return the attributes that do not belong to a running fit."""
         return {"at_start": self.at_start, "newest_checkpoint": self.newest_checkpoint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,11 +118,11 @@ class FiniteWatch:
 
         Args:
             session: of the fit, set up.
-            loaded: the checkpoint that the fit goes on from.
+            loaded: the checkpoint that the fit continues from.
 
         Raises:
-            NonFiniteError: the weights or optimizer states of that checkpoint are not finite, and were so neither when
-                its run started.
+            NonFiniteError: the checkpoint has weights or optimizer states that are not finite, but were when its run
+                started.
         """
         self._session = session
         self.is_active = session.config.non_finite != "ignore"
@@ -149,26 +147,23 @@ class FiniteWatch:
 
     @property
     def noting(self) -> Callable[..., None] | None:
-        """`note`, for those who call it in each step; None where nobody watches."""
+        """`note`, for callers in each step; None if the watch is off."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:
-        """Look at the loss of a micro-batch or the gradient norm of a window; on a device, keep it for `read`."""
+        """Check the loss of a micro-batch or the gradient norm of a window; on a device, keep it for `read`."""
         if self._waits:
-            self._keep(number, what)
+            if number.numel() == 1:
+                self._kept.append((number.detach(), what, *self._now()))
+                if len(self._kept) >= MOST_KEPT:  # a fit without logging reads none, and would keep them all
+                    self.read()
             return
         try:
             value = number.item()
-        except RuntimeError:  # not one number, for which backward has its own words
+        except RuntimeError:  # more than one number, which `backward` refuses with its own message
             return
-        if value - value != 0:  # NaN and Inf alone
+        if value - value != 0:  # true for NaN and Inf only, and cheaper than a call of math.isfinite
             self._find(value, what, *self._now())
-
-    def _keep(self, number: Tensor, what: str) -> None:
-        if number.numel() == 1:
-            self._kept.append((number.detach(), what, *self._now()))
-            if len(self._kept) >= MOST_KEPT:
-                self.read()
 
     def _now(self) -> tuple[int, int, int]:
         """Return step, epoch and batch."""
@@ -177,12 +172,13 @@ class FiniteWatch:
         return progress.global_step, progress.epoch, progress.batch
 
     def read(self) -> None:
-        """Look at the numbers that were kept. Waits for the device, once."""
+        """Check the kept numbers. Waits for the device, once."""
         if self._kept:
             self.take(floats([number for number, *_ in self._kept]))
 
     def to_read(self) -> list[Tensor]:
         """Return numbers of the device that the loop reads together with its own, for `take`."""
+        # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []
         self._parts = parts_with_values(self._to_search(self.at_start))
@@ -190,7 +186,7 @@ class FiniteWatch:
         return [number for number, *_ in self._kept] + ([] if norm is None else [norm])
 
     def take(self, values: list[float]) -> None:
-        """Look at what `to_read` returned: losses and gradient norms, and then a norm of the weights."""
+        """Check the values of `to_read`: losses and gradient norms, and a norm of the weights as the last one."""
         kept, self._kept = self._kept, []
         for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
@@ -201,6 +197,7 @@ class FiniteWatch:
             self._report()
 
     def _find(self, value: float, what: str, step: int, epoch: int, batch: int) -> None:
+        """Keep the first number that is not finite, with its place, and report it."""
         session = self._session
         assert session is not None
         if self._first is None:
@@ -212,6 +209,7 @@ class FiniteWatch:
         self._report()
 
     def _report(self) -> None:
+        """Set the flag by which ranks judge together at a boundary."""
         session = self._session
         assert session is not None
         self.has_found = True
@@ -219,7 +217,7 @@ class FiniteWatch:
             session.agreement.request(session.not_finite_flag)
 
     def look(self) -> None:
-        """Search the weights, and read the numbers that were kept. Asks no other rank; waits for the device, once."""
+        """Search the weights and check the kept numbers, without communication. Waits for the device, once."""
         if not self.is_active:
             return
         if self._waits:
@@ -228,7 +226,7 @@ class FiniteWatch:
             self._report()
 
     def settle(self) -> None:
-        """`look`, and decide with all ranks. Collective."""
+        """Do the work of `look`, and decide with all ranks. Collective."""
         session = self._session
         if not self.is_active or session is None:
             return
@@ -240,14 +238,14 @@ class FiniteWatch:
             self.judge()
 
     def judge(self) -> None:
-        """End the fit where weights are not finite; else warn of the number that was not, once. Collective.
+        """End the fit if weights are not finite; otherwise warn once of the loss or gradient. Collective.
 
         Raises:
             NonFiniteError: the weights are not finite; or, with ``non_finite="stop"``, a loss or gradient is not.
         """
         session = self._session
         assert session is not None
-        self.read()
+        self.read()  # losses that wait on the device may hold the first cause
         first, broken = self._gathered(not_finite(self._to_search(self.at_start)))
         self._first, self.has_found = None, False
         if session.world_size > 1:
@@ -256,10 +254,13 @@ class FiniteWatch:
             raise NonFiniteError(self._ending(first, broken))
         if not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(self._warning(first))
+            continues = "The weights are finite, and the fit continues"
+            if session.config.non_finite == "skip":
+                continues = "The update is left out, and the fit continues"
+            rank_zero_warn(f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation.")
 
     def find_gradient(self) -> None:
-        """Report an update that is left out as its gradient is not finite, or end the fit before it. Collective."""
+        """Report an update that is left out because of its gradient, or end the fit before it. Collective."""
         session = self._session
         if session is None or session.config.non_finite != "stop":
             if self.is_active:
@@ -273,7 +274,7 @@ class FiniteWatch:
         """Refuse a checkpoint whose weights or optimizer states are not finite. Collective.
 
         Args:
-            checkpoint: all that is to be written, on each rank its part of it.
+            checkpoint: the whole checkpoint, or this rank's part of it.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -282,20 +283,20 @@ class FiniteWatch:
         if session is None:
             return
         found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
-        found += not_finite(self._to_search(self.at_start))  # which an engine may write itself, past the checkpoint
+        found += not_finite(self._to_search(self.at_start))  # an engine may write the weights itself
         if session.strategy.reduce_boolean_decision(bool(found), all=False):
             self.read()
             first, broken = self._gathered(found)
             raise NonFiniteError(self._ending(first, broken))
 
     def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
-        """`check` on a rank that has failed, and asks nobody."""
+        """Do the work of `check` on a rank that has failed, without communication."""
         if self._session is not None:
             found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
             if found:
                 raise NonFiniteError(f"not finite: {_listed(found)}")
 
-    # -- what ranks have found -----------------------------------------------------------------------------
+    # -- findings of all ranks -----------------------------------------------------------------------------
 
     def _to_search(self, but: list[str]) -> Iterator[tuple[str, Tensor]]:
         assert self._session is not None
@@ -305,12 +306,13 @@ class FiniteWatch:
         """Return the names that any rank has found, in one order. Collective."""
         session = self._session
         assert session is not None
+        # one bit first: objects are gathered only in the rare case
         if not session.strategy.reduce_boolean_decision(bool(names), all=False):
             return []
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
     def _gathered(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return the first number of all ranks, and by name the first rank that has found it. Collective."""
+        """Return the first number of all ranks, and by name the first rank that has found the tensor. Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))
@@ -322,9 +324,10 @@ class FiniteWatch:
                 found.setdefault(name, rank)
         return first, found
 
-    # -- words ---------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------
 
     def _cause(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
+        """Return sentences about the first number and the tensors that are not finite."""
         session = self._session
         assert session is not None
         several = session.world_size > 1
@@ -347,21 +350,13 @@ class FiniteWatch:
             'Trainer(non_finite="skip") leaves such updates out; Trainer(detect_anomaly=True) names the operation.'
         )
 
-    def _warning(self, first: NonFiniteNumber | None) -> str:
-        session = self._session
-        assert session is not None
-        what = "The weights are finite, and the fit continues"
-        if session.config.non_finite == "skip":
-            what = "The update is left out, and the fit continues"
-        return f"{self._cause(first, {})} {what}; Trainer(detect_anomaly=True) names the operation."
 
-
-# -- what is searched ----------------------------------------------------------------------------------------
+# -- tensors to search ---------------------------------------------------------------------------------------
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter that is trained, and of each buffer that a checkpoint has."""
-    in_stages = is_freed(module)  # a single NaN may stand for a parameter of another stage
+    """Yield name and value of each parameter that is trained, and of each buffer in a checkpoint."""
+    in_stages = is_freed(module)  # a single NaN may replace a parameter of another pipeline stage
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not (in_stages and parameter.numel() == 1):
             yield name, parameter
@@ -397,39 +392,34 @@ def _listed(names: list[str]) -> str:
 
 
 def guard_updates(session: WatchedRun) -> None:
-    """Let updates whose gradient is not finite be left out, or end the fit, as ``Trainer(non_finite=...)`` asks.
-
-    A loss scale (``precision="16-mixed"``) leaves such updates out itself.
+    """Skip updates whose gradient is not finite, or end the fit at them, as ``Trainer(non_finite=...)`` sets.
 
     Raises:
         MisconfigurationException: the engine reduces and steps in one go.
     """
     mode, strategy = session.config.non_finite, session.strategy
+    # a loss scale (precision="16-mixed") skips such updates itself
     if mode not in ("skip", "stop") or strategy.precision.scaler is not None:
         return
     if strategy.steps_itself:
-        if mode == "stop":  # by the loss alone
+        if mode == "stop":  # such an engine is watched by its losses
             return
         raise MisconfigurationException(
-            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so that no update can '
-            'be left out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
+            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so it cannot leave '
+            'updates out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
         )
-    asked_by, on_found = f'Trainer(non_finite="{mode}")', partial(_found_gradient, session)
-    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, on_found)
-
-
-def _found_gradient(session: WatchedRun) -> None:
-    session.fit.finite.find_gradient()
+    asked_by = f'Trainer(non_finite="{mode}")'
+    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.find_gradient)
 
 
 def release_updates(session: WatchedRun) -> None:
-    """Take away what `guard_updates` has set."""
+    """Undo `guard_updates`."""
     if isinstance(session.strategy.precision.scaler, UpdateGuard):
         session.strategy.precision.scaler = None
 
 
 def updates_left_out(session: WatchedRun) -> str:
-    """Return the number of updates that `guard_updates` has left out, in words; "" for none."""
+    """Return a text with the number of updates that were left out; "" for none."""
     guard = session.strategy.precision.scaler
     count = guard.all_left_out if isinstance(guard, UpdateGuard) else 0
     return f"; updates left out, as a gradient was not finite: {count}" if count else ""

@@ -26,9 +26,8 @@ from lockstep.loop.closures import ByClosure
 from lockstep.loop.ending import FitEnding, Result
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.finite_watch import updates_left_out
-from lockstep.loop.fit_messages import say, say_memory
 from lockstep.loop.fit_names import FitNames
-from lockstep.loop.memory import memory_of, watch_first_window
+from lockstep.loop.memory import watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.resume import Resume
 from lockstep.loop.session import FitState, Session
@@ -49,10 +48,10 @@ class StepMeasure(Protocol):
         """Measure within."""
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Called before an epoch is opened, or what is left of one."""
+        """Prepare for an epoch, or for the rest of one, before its loaders are opened."""
 
     def window_ended(self, window: Window) -> None:
-        """Called at the end of a window."""
+        """Measure a window that has ended."""
 
 
 class FitLoop(FitNames):
@@ -71,17 +70,17 @@ class FitLoop(FitNames):
     """
 
     step: Step
-    """Plays the windows of the newest fit; there once that has optimizers (:attr:`has_step`)."""
+    """Plays the windows of the newest fit; exists once that fit has optimizers (:attr:`has_step`)."""
 
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
         self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
         self.timing = ValidationTiming(session)
         self.ending = FitEnding(session)
-        self.starts = False  # `on_train_start` runs
-        self.begun = False  # set-up is over: the optimizers are those that the fit steps
-        self.plays = False  # its epochs run
-        self.balance: StepMeasure | None = None  # where somebody wants to know how long steps take
+        self.in_train_start = False  # `on_train_start` is running
+        self.begun = False  # the optimizers are those that the fit steps
+        self.plays = False
+        self.balance: StepMeasure | None = None  # if a callback or the flag `balance` needs the times of steps
         self._stops = False
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
@@ -98,7 +97,7 @@ class FitLoop(FitNames):
     @property
     def current_epoch(self) -> int:
         """The epoch that runs. While a fit that resumes after an epoch's end starts, it is the next one."""
-        return self.progress.epoch + (self.starts and self.progress.phase == EPOCH_END)
+        return self.progress.epoch + (self.in_train_start and self.progress.phase == EPOCH_END)
 
     @property
     def batch_idx(self) -> int:
@@ -107,7 +106,7 @@ class FitLoop(FitNames):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**kept(self, "balance"), "begun": False, "plays": False}
-        state.pop("step", None)
+        state.pop("step", None)  # it belongs to the running fit
         return state
 
     @property
@@ -122,25 +121,37 @@ class FitLoop(FitNames):
         session = self.session
         signals = self._begin()
         fit = session.fit
-        asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
+        request = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
-            with call(session, asked), self._anomalies(), ExitStack() as measured:
+            detects = session.config.detect_anomaly
+            anomalies = torch.autograd.set_detect_anomaly(True) if detects else nullcontext()
+            with call(session, request), anomalies, ExitStack() as measured:
                 fit.results = session.results
                 if signals.ending is not None:
-                    return self._as_before(signals.ending)
+                    # an earlier attempt at the run has ended this fit: the script goes on from there, with the same
+                    # random numbers
+                    if fit.resume.entry is not None and "random" in fit.resume.entry:
+                        set_random_states_of(fit.resume.entry["random"], session.strategy.own_devices)
+                    fit.resume.entry, self.ending.reason = None, signals.ending["stopped"]
+                    fit.progress.ended = True
+                    return Result(**signals.ending)
                 self._set_up(ckpt_path, measured)
                 if self.ending.between_epochs() is None:
                     if self.validates:
+                        # Lightning calls the hook of the validation loaders before `on_train_start`
                         session.state.stage = RunningStage.VALIDATING
                         self.validation.setup_data()
                         session.state.stage = RunningStage.TRAINING
-                    self._look_for_eval_mode()
-                    self.starts = True
+                    self._warn_of_eval_mode()
+                    self.in_train_start = True
                     session.hooks.call("on_train_start")
                     take_up_changes(session)
-                    self.starts = False
+                    self.in_train_start = False
+                    # changes of `on_train_start` do not count, since it runs again in a fit that resumes
                     fit.resume.hook_changes.begin(session.strategy, session.module)
-                    self._restore_rank()
+                    if fit.resume.entry is not None:  # last: what hooks have drawn does not change the random states
+                        state.restore_rank(session, fit.resume.entry)
+                        fit.resume.entry = None
                     self.plays = True
                     try:
                         while self.ending.between_epochs() is None:
@@ -150,10 +161,10 @@ class FitLoop(FitNames):
                         fit.resume.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
-                else:  # of a fit that had ended, whose ranks may have weights of their own
+                else:  # the checkpoint of a fit that had ended; with local steps, weights may differ between ranks
                     session.strategy.copies.end_training()
-                # the progress bar is closed by now
-                say(session, f"trainer.fit ended: {self.ending.reason}{updates_left_out(session)}.")
+                # the progress bar is closed by now, so the line does not break it
+                session.report(f"trainer.fit ended: {self.ending.reason}{updates_left_out(session)}.")
                 self.ending.share()
                 if session.interruption is None:
                     signals.ended(asdict(self.ending.result()))
@@ -165,13 +176,15 @@ class FitLoop(FitNames):
         return self.ending.result()
 
     def _begin(self) -> Signals:
-        """Drop what belongs to the fit before."""
+        """Replace the state of the previous fit, and return the signals of this one."""
         session, before = self.session, self.session.fit
+        # the counting of batches stays: a second fit of a resumed run cuts batches as the run did
         session.fit = FitState(
-            before.progress.go_on(), given=before.given, resume=Resume(batches=before.resume.batches)
+            before.progress.for_next_fit(), given=before.given, resume=Resume(batches=before.resume.batches)
         )
-        self._reason = self.validation.feed = before.resume.batches.saved = None
-        session.should_stop = session.received_sigterm = self.begun = self.starts = False
+        self.validation.feed = before.resume.batches.saved = None
+        session.should_stop = session.received_sigterm = self.begun = self.in_train_start = False
+        self.ending.start()
         session.fit.started = time.monotonic()
         return Signals(session)
 
@@ -182,9 +195,13 @@ class FitLoop(FitNames):
         fit.finite.start(session, None if fit.resume.entry is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.make_step()
-        self._measure(measured)
-        if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
-            watch_first_window(session, self.step, lambda: say_memory(session, memory_of(session)))
+        listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
+        if session.config.balance or listeners:
+            self.balance = load("services", "balance").measure(session, self.step, self.validation, listeners)
+        if self.balance is not None:
+            measured.enter_context(self.balance.attached())
+        if session.config.log_every_n_steps:  # 0 under `barebones`, which measures nothing
+            watch_first_window(session, self.step)
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
@@ -194,13 +211,13 @@ class FitLoop(FitNames):
         if fit.resume.shares is not None:
             with taking(session.ckpt_path, "its shares"):
                 fit.loaded.load_shares(fit.resume.shares, fit.progress.batch, session.config.balance)
-        self._say_how_long(ckpt_path)
+        self._check_limits(ckpt_path)
 
     def make_step(self) -> None:
-        """Choose the way through the windows of this fit, when strategy, module and optimizers are ready.
+        """Choose the class that plays the windows of this fit; strategy, module and optimizers are ready.
 
         Raises:
-            MisconfigurationException: optimizers, precision and engine do not go together.
+            MisconfigurationException: optimizers, precision and engine do not work together.
         """
         session, by_engine = self.session, self.session.strategy.window
         self._release_step()
@@ -214,21 +231,16 @@ class FitLoop(FitNames):
         update.check_scaler()
 
     def _release_step(self) -> None:
-        """Take the hooks of a fit that is over from its optimizers."""
+        """Remove the hooks on the optimizers of a fit that has ended."""
         if self.has_step:
             self.step.update.watch.detach()
 
-    def _measure(self, measured: ExitStack) -> None:
-        """Measure steps if a callback or ``balance`` asks for it."""
-        session = self.session
-        listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
-        if session.config.balance or listeners:
-            self.balance = load("services", "balance").measure(session, self.step, self.validation, listeners)
-        if self.balance is not None:
-            measured.enter_context(self.balance.attached())
+    def _check_limits(self, ckpt_path: str | None) -> None:
+        """Warn of the default of 1000 epochs, and of a resume whose limits are already reached.
 
-    def _say_how_long(self, ckpt_path: str | None) -> None:
-        """Warn of a fit of 1000 epochs that nobody asked for; refuse or warn of one that ends before its first step."""
+        Raises:
+            MisconfigurationException: the run has finished more epochs than ``max_epochs``.
+        """
         session, progress, config = self.session, self.session.fit.progress, self.session.config
         if self._epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
             steps = self.estimated_steps()
@@ -239,47 +251,43 @@ class FitLoop(FitNames):
             )
         if session.fit.resume.entry is not None and -1 != config.max_epochs < progress.epoch:
             raise MisconfigurationException(
-                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has done {progress.epoch} epochs, more than "
-                f"Trainer(max_epochs={config.max_epochs}): raise it to go on."
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has finished {progress.epoch} epochs, more than "
+                f"Trainer(max_epochs={config.max_epochs}): raise max_epochs to continue."
             )
         reason = self.ending.between_epochs() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
-                f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
-                f"epochs, and there is nothing left to train: {reason}; raise that limit to go on."
+                f"fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step {progress.global_step} "
+                f"and {progress.epoch} epochs: {reason}; raise that limit to continue."
             )
 
-    def _look_for_eval_mode(self) -> None:
-        """Warn of parts in eval mode, which the fit leaves in it: models of other libraries arrive that way."""
+    def _warn_of_eval_mode(self) -> None:
+        """Warn of submodules in eval mode. The fit does not change them; other libraries return models in that mode."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             rank_zero_warn(
-                f"Training starts, and {parts[0]!r}{others} is in eval mode, where dropout is off and BatchNorm takes "
-                "its running statistics: call `.train()` on what is to be trained."
+                f"Training starts with {parts[0]!r}{others} in eval mode, where dropout is off and BatchNorm uses its "
+                "running statistics: call `.train()` on the modules to train."
             )
 
-    def _anomalies(self) -> AbstractContextManager[object]:
-        detect = self.session.config.detect_anomaly
-        return torch.autograd.set_detect_anomaly(True) if detect else nullcontext()
-
     def setup_data(self) -> None:
-        """Ask for the training loaders and share them over the ranks; does nothing the second time.
+        """Asked the training loaders and distribute them over the ranks, unless that has been done.
 
-        Those that ``configure_optimizers`` has asked for are another epoch's, where a resume goes on in a later one.
+        If loaders are reloaded, a resume replaces those that ``configure_optimizers`` requested for an earlier epoch.
         """
-        if self.session.fit.feed is None or self._has_other_loaders():
+        fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
+        every = self.session.config.reload_dataloaders_every_n_epochs
+        # a checkpoint may lack the epoch of the loaders
+        is_within_other = fit.progress.batch > 0 and self._reload_due(loaded)
+        if fit.feed is None or is_within_other or (every and loaded not in (None, fit.requested_for)):
             self._load()
 
-    def _has_other_loaders(self) -> bool:
-        """Return True if the training loaders belong to an earlier epoch than that within which a resume continues."""
-        fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
-        within = fit.progress.batch > 0 and self._reload_due(loaded)  # of a checkpoint without that number
-        every = self.session.config.reload_dataloaders_every_n_epochs
-        return within or (bool(every) and loaded not in (None, fit.asked_for))
-
     def estimated_steps(self) -> int | float:
-        """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
+        """Return the number of optimizer steps of the whole fit, for schedulers; inf if it is not known.
+
+        Requests the training loaders if ``max_epochs`` limits the fit.
+        """
         config = self.session.config
         most = math.inf if config.max_steps == -1 else config.max_steps
         if config.max_epochs == -1:
@@ -312,10 +320,10 @@ class FitLoop(FitNames):
     def _load(self) -> None:
         session, config, fit = self.session, self.session.config, self.session.fit
         if fit.feed is not None:
-            fit.feed.close()
+            fit.feed.close()  # before the new loaders start workers of their own
         if self._reload_due(fit.progress.train_loaded):
             fit.progress.train_loaded = fit.progress.epoch
-        fit.asked_for, fit.given = fit.progress.train_loaded, self._requested("train")
+        fit.requested_for, fit.given = fit.progress.train_loaded, self._requested("train")
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
@@ -342,7 +350,7 @@ class FitLoop(FitNames):
             )
 
     def _requested(self, stage: str) -> Any:
-        """Loaders, asked for as in the epoch that they are of: the hook may look at its number."""
+        """Return the loaders of a stage. Their hook sees the epoch for which they are made as ``current_epoch``."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
         progress.epoch = epoch if of is None or not every else of
@@ -360,16 +368,13 @@ class FitLoop(FitNames):
                 self._load()
             take_up_changes(self.session)
             self.session.hooks.call("on_train_epoch_start")
-        self._take_up_changes()
-
-    def _take_up_changes(self) -> None:
-        """Apply what hooks have changed: callbacks, hooks, ``training_step``, schedulers."""
+        # hooks may have replaced callbacks, hooks, `training_step` and schedulers; steps only read what is noted here
         take_up_changes(self.session)
         self.step.take_step()
         self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
-        """Return True if only the epoch's end is left, and the windows that are left of the epoch."""
+        """Return True if only the epoch's end remains, and the remaining windows of the epoch."""
         session, progress = self.session, self.session.fit.progress
         session.strategy.check_trained()
         accumulate = session.config.accumulation(progress.epoch)
@@ -377,8 +382,8 @@ class FitLoop(FitNames):
             self.balance.begin_epoch(feed, progress.epoch, accumulate)
         feed.begin(progress.epoch, progress.batch, accumulate)
         self.ending.start_epoch()
-        session.results.enter("training_step")
-        whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
+        session.results.enter("training_step")  # so that a step only sets the table
+        whole = progress.phase != EPOCH_START and self._continue_after_batch(accumulate)
         self.ending.act_on_signals()
         windows = iter(()) if whole or self.ending.in_epoch() else feed.windows(accumulate)
         session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
@@ -388,34 +393,43 @@ class FitLoop(FitNames):
         """Check the clock after a window's update, and log if that is due."""
         session = self.session
         if session.config.max_time is not None:
-            self.ending.look_at_clock(session.config.max_time)
+            self.ending.check_clock(session.config.max_time)
         if not log_every:
             return
-        # the step at which a fit stops is always logged; all ranks agree on the flag
+        # the step at which a fit stops is always logged; all ranks have agreed on the flag, so all of them reduce
         stops = session.stop_flag in session.agreement.up if self.step.shared else session.should_stop
         if stops or (session.fit.progress.windows + 1) % log_every == 0:
-            self._log_step()
+            if session.world_size > 1:  # with or without loggers: schedulers and callbacks read these values too
+                values = session.results.reduce_step()
+            else:
+                values = session.results.take_step_values()
+            for_loggers = session.published.publish(values)
+            if for_loggers:
+                # losses that wait on the device are read by the same copy
+                session.log_metrics(for_loggers, session.fit.progress.windows, also=session.fit.finite)
 
     def epoch(self) -> None:
-        """One epoch, or what is left of it after a resume."""
+        """Train one epoch, or the rest of it after a resume."""
         session, progress, step = self.session, self.session.fit.progress, self.step
         whole = progress.phase == EPOCH_END
         session.fit.resume.cut_epoch = None
         self._begin_epoch()
         feed = session.fit.loaded
         if not whole:
+            # read once an epoch: a steady step looks at no flag that only hooks between epochs may change
             log_every, validates = session.config.log_every_n_steps, self.validates
             whole, windows = self._windows_left(feed)
             balance = self.balance
             for window in windows:
-                left = window.size
+                remaining = window.size
                 for _ in step.window(window, progress.batch):
-                    left -= 1
-                    if not left:
+                    remaining -= 1
+                    if not remaining:
                         self._updated(log_every)
-                    if validates and self._validation_due(not left):
-                        self._validate(not left)
+                    if validates and self._validation_due(not remaining):
+                        self._validate(not remaining)
                 if step.ended_by_user:
+                    # as in Lightning, the epoch counts as whole, so its schedulers are stepped
                     step.ended_by_user, whole = False, True
                     step.update.schedulers.after_epoch()
                     break
@@ -428,12 +442,12 @@ class FitLoop(FitNames):
             self.ending.had_no_batches = not whole and not progress.batch
         self._end_epoch(whole, feed)
 
-    def _go_on_after_batch(self, accumulate: int) -> bool:
-        """Do what was still to come after the batch of the checkpoint; return True if it was the epoch's last one."""
+    def _continue_after_batch(self, accumulate: int) -> bool:
+        """Do what was due after the batch of the checkpoint; return True if it was the epoch's last one."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
-        self.step.go_on_after(progress.batch, accumulate)
+        self.step.continue_after(progress.batch, accumulate)
         if progress.phase == BATCH_END and self.validates and self._validation_due(at_end):
             self._validate(at_end)
         if at_end and progress.phase != WINDOW_END:
@@ -444,18 +458,20 @@ class FitLoop(FitNames):
         """Step schedulers that watch a metric, count the window, and decide whether the fit stops here."""
         session = self.session
         progress = session.fit.progress
+        # after a validation of this window, which may have logged the metric
         if self.step.update.schedulers.by_metric["step"]:
             self.step.update.schedulers.watch_metric("step", session.fit.resume.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         signals = session.signals
-        is_asked = session.should_stop or (signals is not None and signals.asked != 0)
+        is_requested = session.should_stop or (signals is not None and signals.requested != 0)
         is_last = progress.global_step >= self.ending.most_steps
-        has_come = is_asked or is_last or session.fit.finite.has_found or session.agreement.up
-        self._stops = bool(has_come) and self.ending.after_window()
+        # four reads in a steady step: `after_window` is called only if one of them has something
+        has_request = is_requested or is_last or session.fit.finite.has_found or session.agreement.up
+        self._stops = bool(has_request) and self.ending.after_window()
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
-        """Reduce what was logged and call the hooks of an epoch's end; return what goes to the loggers."""
+        """Reduce logged values and call the hooks of an epoch's end; return the values for the loggers."""
         session, hooks, results = self.session, self.session.hooks, self.session.results
         newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
         session.published.publish(newest)
@@ -464,21 +480,22 @@ class FitLoop(FitNames):
         session.fit.finite.settle()
         if whole:
             self.step.update.watch.epoch_ended()
-        # a third party may have put its callback on one rank alone, and reducing takes all of them
+        # a third party's callback may exist on one rank only, and reducing what it logs is collective
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
             for_loggers.update(self._publish_epoch())
         results.reset_metrics()
-        if whole:
+        if whole:  # before the callbacks that save: their checkpoints continue with the next epoch
             session.fit.progress.phase = EPOCH_END
         results.enter("on_train_epoch_end")
+        # EarlyStopping and ModelCheckpoint read what the module has logged in its own hook
         for monitor in hooks.epoch_end_monitors:
             monitor()
         for_loggers.update(self._publish_epoch())
         return for_loggers
 
     def _publish_epoch(self) -> dict[str, Tensor]:
-        """Reduce and show what was logged for the epoch; return what of it goes to the loggers. Collective."""
+        """Reduce and publish what was logged for the epoch; return the values for the loggers. Collective."""
         session = self.session
         values = session.results.reduce_epoch()
         for_loggers = session.published.publish(values)
@@ -487,16 +504,17 @@ class FitLoop(FitNames):
 
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, results, progress = self.session, self.session.results, self.session.fit.progress
-        results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
-        if not whole:  # reducing restarts its means, which a resume continues
+        results.weight, results.among_batches = 1.0, False  # values from here on do not belong to a batch
+        if not whole:  # the reductions below clear the running means, with which a resume continues
             session.fit.resume.cut_epoch = state.logged(session)
-        resumed_at_end = whole and progress.phase == EPOCH_END  # after the end's hooks
+        resumed_at_end = whole and progress.phase == EPOCH_END  # the run that saved has called the hooks of the end
         for_loggers = {} if resumed_at_end else self._call_end_hooks(whole)
         if whole:
             self.step.update.schedulers.watch_metric("epoch", progress.epoch + 1)
         if for_loggers:
             session.log_metrics(for_loggers, progress.windows - 1)
         session.record()
+        # an epoch that a limit or Ctrl-C has cut keeps its counters, so that a resume continues within it
         if whole or self.ending.in_epoch() is None:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
@@ -539,11 +557,11 @@ class FitLoop(FitNames):
             return False  # the window was played in one piece
         if self.timing.due(session.fit.progress, at_window_end, at_once):
             return True
-        return at_window_end and session.stop_asked and not session.interrupted and self.ending.may_stop_early()
+        return at_window_end and session.stop_requested and not session.interrupted and self.ending.may_stop_early()
 
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
-        session.fit.finite.settle()
+        session.fit.finite.settle()  # before: a validation of weights that are NaN would only cost time
         session.share_step_values()
         session.results.shown = session.results.micro_batch
         if at_window_end:
@@ -552,6 +570,7 @@ class FitLoop(FitNames):
         self.validation.evaluate()
         session.state.stage = RunningStage.TRAINING
         self.timing.done()
+        # callbacks may have stopped the fit, on some ranks only
         self.session.agree_on_ending()
 
     def _sanity_check(self) -> None:
@@ -559,47 +578,21 @@ class FitLoop(FitNames):
         steps = session.config.num_sanity_val_steps
         if not session.enable_validation or steps == 0 or session.fit.resume.entry is not None:
             return
-        with isolate_rng():
+        with isolate_rng():  # training draws the same numbers with and without a sanity check
             session.state.stage = RunningStage.SANITY_CHECKING
             session.hooks.call("on_sanity_check_start")
             self.validation.evaluate(sanity_steps=steps)
             session.hooks.call("on_sanity_check_end")
             session.published.clear()
 
-    # -- what it leaves ------------------------------------------------------------------------------------
-
-    def _log_step(self) -> None:
-        session = self.session
-        if session.world_size > 1:  # with or without loggers: schedulers and callbacks read these values too
-            values = session.results.reduce_step()
-        else:
-            values = session.results.take_step_values()
-        for_loggers = session.published.publish(values)
-        if for_loggers:
-            session.log_metrics(for_loggers, self.session.fit.progress.windows, also=session.fit.finite)
-
-    def _as_before(self, ending: dict[str, Any]) -> Result:
-        """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""
-        fit = self.session.fit
-        if fit.resume.entry is not None and "random" in fit.resume.entry:
-            set_random_states_of(fit.resume.entry["random"], self.session.strategy.own_devices)
-        fit.resume.entry, self.ending.reason, fit.progress.ended = None, ending["stopped"], True
-        return Result(**ending)
-
-    def _restore_rank(self) -> None:
-        fit = self.session.fit
-        if fit.resume.entry is not None:
-            state.restore_rank(self.session, fit.resume.entry)
-            fit.resume.entry = None
-
-    # -- what callbacks ask of it --------------------------------------------------------------------------
+    # -- for callbacks -------------------------------------------------------------------------------------
 
     def save_alone(self, path: str) -> None:
-        """Write a checkpoint without asking another rank."""
+        """Write a checkpoint without communicating with other ranks."""
         state.save_alone(self.session, path)
 
     def release(self) -> None:
-        """Let go of loaders and their workers."""
+        """Close the loaders and their workers."""
         for loaders in (self.feed, self.validation.feed):
             if loaders is not None:
                 loaders.close()

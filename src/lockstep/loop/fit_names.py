@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Flag:
-    """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
+    """One of the Trainer's flags as an attribute of the fit loop, as in Lightning; users may set it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class FitNames:
 
     @property
     def total_batch_idx(self) -> int:
-        """The same, counted over all epochs."""
+        """:attr:`batch_idx`, counted over all epochs."""
         return self.progress.total_batches - self.progress.batch + self.batch_idx
 
     @property
@@ -75,6 +75,7 @@ class FitNames:
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` query objects that have no attributes yet
         if name.startswith("__") or "session" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise no_inner_part(f"trainer.fit_loop.{name}")

@@ -70,6 +70,7 @@ Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
 def is_replaced(name: str, instance: object, base: type) -> bool:
     """Return True if ``instance``, by its class or itself, has another ``name`` than ``base``, so it must be called."""
     found = getattr(instance, name, None)
+    # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
 
 
@@ -93,7 +94,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((k for k in (LightningModule, LightningDataModule, Callback) if isinstance(instance, k)), None)
     if parent is None:
         raise ValueError(
-            f"is_overridden({method_name!r}, {type(instance).__name__}): say by `parent=` which class is its base."
+            f"is_overridden({method_name!r}, {type(instance).__name__}): pass its base class as `parent=`."
         )
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}, ...): {parent.__name__} has no such method.")
@@ -115,7 +116,11 @@ class CallbackMethod(partial[Any]):
 def by_position(owner: object, name: str) -> Method:
     """Return a method for a hook. `setup` and `teardown` get ``stage`` by keyword, as in Lightning."""
     method: Method = getattr(owner, name)
-    if name not in OF_SETUP or not _takes_stage(method):
+    if name not in OF_SETUP:
+        return method
+    try:
+        inspect.signature(method).bind_partial(stage=None)
+    except TypeError:  # the user's hook has another name for its argument
         return method
 
     def with_stage(*arguments: object) -> Any:
@@ -125,21 +130,11 @@ def by_position(owner: object, name: str) -> Method:
     return with_stage
 
 
-def _takes_stage(method: Method) -> bool:
-    """Return True if a hook accepts ``stage`` by keyword, the name that Lightning requires."""
-    try:
-        inspect.signature(method).bind_partial(stage=None)
-    except TypeError:
-        return False
-    return True
-
-
 class Hooks:
     """For each hook the callbacks' methods and the module's own, or None if it is not overridden.
 
     A step only checks ``if hooks.on_before_backward is not None``. Callbacks run first, in the order of the list, then
-    the module. Callbacks that save checkpoints run after the module in ``on_train_batch_end``: changes of the module
-    there, such as to an average of its weights, belong to the batch that is saved.
+    the module.
 
     Args:
         trainer: first argument of the callbacks' methods.
@@ -150,11 +145,11 @@ class Hooks:
     Attributes:
         epoch_end_monitors: methods of callbacks that read metrics: their ``on_train_epoch_end`` runs last, after the
             module has logged there.
-        looked_again: called after hooks that users have changed were bound again.
+        on_rebound: called after hooks that users have changed were bound again.
     """
 
     on_train_epoch_end: Bound | None
-    looked_again: Callable[[], None] | None
+    on_rebound: Callable[[], None] | None
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Bound | None: ...
@@ -164,15 +159,15 @@ class Hooks:
     ) -> None:
         self.module, self.results = module, results
         self._trainer = trainer
-        self.looked_again = None
+        self.on_rebound = None
         self._bind(callbacks)
 
-    def look_again(self, callbacks: Sequence[Callback]) -> None:
+    def rebind(self, callbacks: Sequence[Callback]) -> None:
         """Bind again if users have changed the Trainer's callbacks, or hooks on the module itself."""
         if [*map(id, callbacks)] != [*map(id, self._callbacks)] or self._given_hooks() != self._given:
             self._bind(callbacks)
-            if self.looked_again is not None:
-                self.looked_again()
+            if self.on_rebound is not None:
+                self.on_rebound()
 
     def _given_hooks(self) -> dict[str, Any]:
         """Return the hooks that are attributes of the module itself, not of its class."""
@@ -188,13 +183,19 @@ class Hooks:
             return tuple(CallbackMethod(callback, name, trainer, module) for callback in own)
 
         for name in NAMES:
-            bound = of_callbacks(name)
-            behind: tuple[CallbackMethod, ...] = ()
+            before = of_callbacks(name)
+            after: tuple[CallbackMethod, ...] = ()
             if name == "on_train_batch_end":
-                bound, behind = _split(bound, lambda callback: isinstance(callback, Checkpoint))
+                # changes of the module in its own hook, such as to an average of its weights, belong to the batch that
+                # is saved
+                before, after = _split(before, lambda callback: isinstance(callback, Checkpoint))
             own = by_position(module, name) if is_replaced(name, module, ModuleHooks) else None
-            setattr(self, name, (bound, own, behind) if bound or behind or own is not None else None)
-        self.epoch_end_monitors = self._split_monitors()
+            setattr(self, name, (before, own, after) if before or after or own is not None else None)
+        self.epoch_end_monitors: tuple[CallbackMethod, ...] = ()
+        if self.on_train_epoch_end is not None:
+            before, own, after = self.on_train_epoch_end
+            before, self.epoch_end_monitors = _split(before, lambda callback: callback._decides is True)
+            self.on_train_epoch_end = (before, own, after) if before or own else None
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
     def call_without_samples(self, name: str, batch_idx: int) -> None:
@@ -214,15 +215,6 @@ class Hooks:
                         found.append(f"{type(owner).__name__}.{name}")
         return found
 
-    def _split_monitors(self) -> tuple[CallbackMethod, ...]:
-        pair = self.on_train_epoch_end
-        if pair is None:
-            return ()
-        bound, own, behind = pair
-        others, monitors = _split(bound, lambda callback: callback._decides is True)
-        self.on_train_epoch_end = (others, own, behind) if others or own else None
-        return monitors
-
     def call(self, name: str, *args: object) -> Any:
         """Run a hook on callbacks and module; return the result of the module's own method."""
         pair = getattr(self, name)
@@ -231,13 +223,13 @@ class Hooks:
         results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
-        bound, own, behind = pair
-        for method in bound:
+        first, own, last = pair
+        for method in first:
             method(*args)
         returned = own(*args) if own is not None else None
-        for method in behind:
+        for method in last:
             method(*args)
-        results.hook, results.table = before, table
+        results.hook, results.table = before, table  # a hook may be called within another one
         return returned
 
     def callbacks(self, name: str) -> tuple[Method, ...]:
@@ -250,6 +242,7 @@ class Hooks:
         pair = getattr(self, name)
         if pair is None or pair[1] is None or self.results.hook[0] != name:
             return ""
+        # the frames of the stack show the method, also through a callback's own helpers
         calls = [call for call in pair[0] if isinstance(call, CallbackMethod)]
         owners = {getattr(innermost(call.func), "__code__", None): call.owner for call in calls}
         frame = inspect.currentframe()
@@ -298,6 +291,7 @@ class Transfer:
                 self.hooks[name] = getattr(datamodule, name)
             elif is_replaced(name, module, ModuleHooks):
                 self.hooks[name] = getattr(module, name)
+        # on the CPU there is nothing to move, and an idle transfer is skipped
         self._device = strategy.root_device
         if self._device.type != "cpu":
             self.hooks.setdefault("transfer_batch_to_device", module.transfer_batch_to_device)
@@ -309,10 +303,10 @@ class Transfer:
         before, move, after = map(hooks.get, OF_TRANSFER)
         moved = None if move is None else _with_device(move, self._device)
         converted = None if self._convert is None else _of_batch(self._convert)
-        # a cast allocates memory that is not pinned, for which the copy would wait; a hook of the user gets the cast
-        # batch
-        there = self._device.type != "cpu" and before is None
-        order = (moved, converted, after) if there else (converted, before, moved, after)
+        # a cast on the CPU allocates memory that is not pinned, for which the copy to the device would wait; but a hook
+        # of the user before the transfer gets the cast batch
+        casts_there = self._device.type != "cpu" and before is None
+        order = (moved, converted, after) if casts_there else (converted, before, moved, after)
         self._steps = [step for step in order if step is not None]
         self.idle = not self._steps
 

@@ -108,7 +108,7 @@ class Entry:
             )
         if self.on_step and not step_allowed:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
+                f"self.log({name!r}, on_step=True) in `{hook}`, which is not a step: leave `on_step` out."
             )
         loader = f"/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else ""
         both = self.on_step and self.on_epoch
@@ -146,7 +146,12 @@ class Entry:
         """Record a value of this micro-batch: a number or a tensor of one element."""
         if isinstance(value, Tensor):
             if value.ndim:
-                value = self._scalar(value)
+                if value.numel() != 1:
+                    raise MisconfigurationException(
+                        f"`self.log({self.key[2]}, <tensor of shape {tuple(value.shape)}>)` was called in "
+                        f"`{self.key[0]}`, but the tensor must have a single element: log its mean, for example."
+                    )
+                value = value.reshape(())
             self.dtype = _kept(value.dtype)
             value = value.item() if value.is_cpu else self._on_device(value)
         else:
@@ -163,30 +168,21 @@ class Entry:
                 value = value * weight
             if op in ("min", "max"):
                 self.total = extreme(op, self.total, value)
-            elif isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
-                self.total, self.lost = _plus(self.total, self.lost, value)
+            elif isinstance(value, Tensor) and value.dtype == torch.float32:
+                # the device has no float64 (MPS): Kahan summation, or the mean of a long epoch would drift
+                rest = value - self.lost
+                total = self.total + rest
+                self.total, self.lost = total, (total - self.total) - rest
             else:
                 self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """Return a copy in double precision, or in the widest dtype of the device.
-
-        It is a copy because the caller may change its loss in place.
-
-        A DTensor is gathered, since rows are made of plain tensors.
-        """
-        wide = value.detach().to(widest(value.device), copy=True)
+        """Return a copy in double precision, or in the widest dtype of the device; a DTensor is gathered."""
+        wide = value.detach().to(widest(value.device), copy=True)  # a copy: the caller may change its loss in place
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
-    def _scalar(self, value: Tensor) -> Tensor:
-        if value.numel() != 1:
-            raise MisconfigurationException(
-                f"`self.log({self.key[2]}, <tensor of shape {tuple(value.shape)}>)` was called in `{self.key[0]}`, but "
-                "the tensor must have a single element: log its mean, say."
-            )
-        return value.reshape(())
-
     def _number(self, value: object) -> float:
+        """Return a value of another type, such as NumPy's, as a float."""
         try:
             if not isinstance(value, (str, bytes)):  # float() would accept "3"
                 return float(value)  # type: ignore[arg-type]
@@ -196,7 +192,7 @@ class Entry:
         if isinstance(value, dict):
             way_out = "log its items by `self.log_dict(...)`"
         elif isinstance(value, (str, bytes)):
-            way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
+            way_out = "log numbers here, and text by `self.logger.experiment`"
         raise MisconfigurationException(
             f"`self.log({self.key[2]}, {value!s:.80})` was called in `{self.key[0]}`, but `{type(value).__name__}` "
             f"values cannot be logged: {way_out}."
@@ -238,19 +234,6 @@ def _kept(dtype: torch.dtype) -> torch.dtype:
         return dtype
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-def _plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``total + value`` and its rounding error (Kahan summation in float32).
-
-    Args:
-        total: the sum so far.
-        lost: rounding error of the last sum; 0 at first.
-        value: the next summand.
-    """
-    rest = value - lost
-    found = total + rest
-    return found, (found - total) - rest
 
 
 # -- merged states of several ranks, or of the parts of a micro-batch ----------------------------------------

@@ -47,6 +47,7 @@ class LoggedMetrics:
         """
         for_loggers = {}
         for entry, name, value in values:
+            # empty in most steps, so that publishing costs no look-ups
             if reduced and self._before:
                 self._before.pop(name, None)
                 self._before.pop(entry.name, None)

@@ -1,10 +1,8 @@
 """Rows of numbers for logged values of a rank, and their combination over ranks.
 
-A row starts with a header that is compared: a hash of the names, their number, both again negated, and whether the rank
-wants to reduce each step. The largest value of each of the five counts. So ranks that differ are found: then the
-largest and the smallest value differ. After the header are the values, their weights, and the micro-batches of step
-values (0 for an epoch's). A row has room for more names than there are, so that ranks with different names can be
-combined.
+A row starts with a header of five numbers: a hash of the names, their number, both again negated, and a flag for the
+reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0 for an
+epoch's). A row has room for more names than there are, so that ranks with different names can be combined.
 """
 
 from __future__ import annotations
@@ -74,6 +72,7 @@ class Rows:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Combine rows (..., k, n) to one (..., n): sums are taken in order, starting with the first row."""
+        # of a number and its negation the largest: they show the largest and the smallest one, which differ if ranks do
         head = rows[..., :HEAD].amax(-2)
         parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
         values, weights, newest = parts.unbind(-2)
@@ -83,7 +82,7 @@ class Rows:
             there = there & (newest == latest)
             newest = latest
         sums = torch.where(there.unsqueeze(-2), parts[..., :2, :], 0.0).unbind(-3)
-        total = sums[0]
+        total = sums[0]  # in the order of the ranks: the bits do not depend on torch's way to sum
         for each in sums[1:]:
             total = total + each
         if self._extremes:
@@ -105,7 +104,7 @@ class Rows:
     def shown(self, row: Tensor) -> list[Tensor]:
         """Return the value of each name to show, on the row's device."""
         totals, weights = row[HEAD:].view(3, self.capacity)[:2].unbind()
-        totals = totals + 0.0
+        totals = totals + 0.0  # -0.0 becomes 0.0, as in `shown_value`
         means = totals / weights  # NaN without weight
         return [(means if op == "mean" else totals)[place] for place, op in enumerate(self.ops)]
 
@@ -168,7 +167,7 @@ def extreme(op: str, one: Any, other: Any) -> Any:
     if isinstance(other, Tensor):
         pick = torch.minimum if op == "min" else torch.maximum
         return pick(torch.as_tensor(one, dtype=other.dtype, device=other.device), other)
-    if one != one or other != other:
+    if one != one or other != other:  # NaN is unequal to itself
         return math.nan
     if one == other:
         first = math.copysign(1.0, one) < math.copysign(1.0, other)

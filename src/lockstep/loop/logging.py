@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 NEW_METRIC = (
-    "self.log({name!r}, <{metric}>) in `{hook}` was given another object than before: each collects what it has seen "
-    "itself, and the epoch's value would be that of the last one alone. Make the metric once, as an attribute of the "
-    "module; or log numbers, of which the mean over the epoch is kept."
+    "self.log({name!r}, <{metric}>) in `{hook}` got another object than before, so the epoch's value would be that of "
+    "the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are averaged "
+    "over the epoch."
 )
 NOT_SAVED = (
-    "self.log({name!r}, <{metric}>): the metric is no attribute of the module (it lies in a list, say), so that this "
-    "checkpoint does not hold what it has collected in the epoch: make it one, or put it into a `torch.nn.ModuleList`."
+    "self.log({name!r}, <{metric}>): the metric is not an attribute of the module (it may be in a list), so this "
+    "checkpoint does not hold its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
@@ -72,8 +72,7 @@ class LogCollector:
 
     Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
     at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
-    rank has logged one with ``sync_dist=True``. The ranks agree on that too: each reduction carries whether this rank
-    has, so ranks that log different names still run the same reductions.
+    rank has logged one with ``sync_dist=True``.
 
     Attributes:
         each_step: True if the loop calls :meth:`agree_on_step` after the current micro-batch; the same on all ranks.
@@ -110,11 +109,14 @@ class LogCollector:
         self._there: Callable[[Tensor, Combine], Tensor] | None = None
         self._device = torch.device("cpu")
         self._capacity = 64  # number of names that fit into a row; grows on all ranks together
+        # by hook and loader; sorted in the order of hooks, since the later value of a name is the one to show
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, but not yet sent to the loggers
         self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
-        self._wants_each_step = False  # this rank has logged with sync_dist=True
-        self.each_step = world_size > 1  # the first reduction decides
+        # this rank has logged with sync_dist=True; each reduction carries it, so that ranks which log different names
+        # still run the same reductions
+        self._wants_each_step = False
+        self.each_step = world_size > 1  # until the first reduction has decided
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = self.ended = False
@@ -141,7 +143,7 @@ class LogCollector:
         return made
 
     def reduce_there(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
-        """Reduce values of single steps on their device, so that a log with ``sync_dist`` waits for nothing."""
+        """Reduce values of single steps on their device, so that a log with ``sync_dist`` does not wait for it."""
         self._there, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
@@ -152,7 +154,7 @@ class LogCollector:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """Return the table of a hook. Tables are in the order of hooks, since the later value of a name is shown."""
+        """Return the table of a hook and loader; create it if it is missing."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
@@ -161,7 +163,7 @@ class LogCollector:
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
         """Record one value of ``name`` that ``LightningModule.log`` does not record by itself."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
-            warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
+            warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
         if STATE.recomputing or (self.muted and not is_metric(value)):
             return  # values of a recomputed forward were logged by the first one
@@ -170,7 +172,7 @@ class LogCollector:
         if entry is None or entry.options != options:
             entry = self._open(name, options)
         if self._rank and entry.rank_zero_only:
-            entry.mark(self.micro_batch)
+            entry.mark(self.micro_batch)  # without a value: this rank takes part in the reduction of rank 0's
             return
         weight = self.weight if batch_size is None else checked_size(name, batch_size)
         if is_metric(value):
@@ -181,24 +183,25 @@ class LogCollector:
                 entry.learn_quick(value)
 
     def _open(self, name: str, options: Options) -> Entry:
+        """Return the entry for a name that the current hook logs first, or with other options than before."""
         if not isinstance(name, str):
             raise MisconfigurationException(
-                f"self.log({name!r}, ...): the first argument is the name, a str; `self.log({str(name)!r}, value)`."
+                f"self.log({name!r}, ...): the name must be a str: `self.log({str(name)!r}, value)`."
             )
         if self.table is None:
             where = f"in `{self.hook[0]}`" if self.hook[0] else "outside the hooks of a run"
             raise MisconfigurationException(
-                f"self.log({name!r}, ...) {where}: nothing can be logged there; use `self.logger.log_metrics`, or log "
-                "in a step or epoch hook."
+                f"self.log({name!r}, ...) {where}: logging is not possible there; use `self.logger.log_metrics`, or "
+                "log in a step or epoch hook."
             )
         if "/dataloader_idx_" in name:
             raise MisconfigurationException(
-                f"self.log({name!r}): this ending is what values of several loaders get by themselves, with their "
-                "loader's number: leave it out, or take another name."
+                f"self.log({name!r}): with several loaders, `/dataloader_idx_N` is added automatically: leave it out, "
+                "or choose another name."
             )
         entry = Entry((*self.hook, name), options)
         if options[1] is True and not self._has_loggers:
-            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: give Trainer(logger=...) one.")
+            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: set Trainer(logger=...).")
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():
@@ -212,14 +215,15 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
+        """Record a torchmetrics object. It keeps the epoch's state itself; its last forward is the step's value."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
         entry.metric = metric
         entry.epoch_fresh = entry.on_epoch
-        forward = metric._forward_cache
+        forward = metric._forward_cache  # None if the user has called `update`
         if entry.on_step and forward is not None and not self.muted:
-            on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric keeps the epoch's value itself
+            on_epoch, entry.on_epoch = entry.on_epoch, False
             entry.add(forward, weight, self.micro_batch)
             entry.on_epoch = on_epoch
 
@@ -328,6 +332,7 @@ class LogCollector:
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, _epochs)
+        # after the names are agreed: `compute` is collective in itself, in the same order on all ranks
         computed = self._computed([entry for entry, _ in values if entry.metric is not None])
         found = []
         for entry, value in values:
@@ -337,8 +342,8 @@ class LogCollector:
                 number = _one_number(computed[entry.key])
                 if number is None:
                     raise MisconfigurationException(
-                        f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() gives no single "
-                        "number; log its parts by `log_dict`."
+                        f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() does not return a "
+                        "single number: log the parts by `log_dict`."
                     )
                 value = number
             found.append((entry, entry.epoch_name, value))
@@ -362,7 +367,8 @@ class LogCollector:
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
         """Compute each entry's metric over the ranks, for the loader that logged it. Collective."""
-        groups: dict[tuple[int, Any], list[Entry]] = {}  # entries that show the same number
+        # entries of one metric are computed once: each `compute` sends the metric's states
+        groups: dict[tuple[int, Any], list[Entry]] = {}
         for entry in entries:
             several = self._by_loader is not None and entry.key[1] >= 0
             groups.setdefault((id(entry.metric), entry.name if several else None), []).append(entry)
@@ -417,14 +423,14 @@ class LogCollector:
     def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[Total]]:
         rows, row = self._combined_row(_hash(fresh), fresh, read)
         self.each_step = each_step_wanted(row)
-        if rows.ranks_differ(row):
+        if rows.ranks_differ(row):  # rare: ranks without samples, or a branch on a rank's own data
             fresh = self._agree_on_names(fresh)
             rows, row = self._combined_row(0, fresh, read)
         return fresh, rows.totals(row)
 
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
-        # one of the ranks with the same samples counts
+        # ranks with the same samples have the same values, of which one counts
         parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
@@ -442,13 +448,13 @@ class LogCollector:
             )
             for entry in fresh
         ]
-        union = self._from_zero(mine, _union)
+        union = self._from_zero(mine, _union)  # rank 0 joins them, so that all have one order
         for key, logged in union.items():
             if logged.metric == "" and len(logged.ranks) < self._world_size:
                 raise RuntimeError(
-                    f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was reached on ranks "
-                    f"{logged.ranks} only, and the metric's own reduction needs all {self._world_size} ranks: make "
-                    "the metric an attribute of the module, so that the others find it."
+                    f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was called on ranks {logged.ranks} "
+                    f"only, and the metric's reduction needs all {self._world_size} ranks: make the metric an "
+                    "attribute of the module, so that other ranks find it."
                 )
         while len(union) > self._capacity:
             self._capacity *= 2
@@ -479,14 +485,17 @@ class LogCollector:
         return found
 
     def _states(self) -> list[dict[str, Any]]:
+        """Return the states of the entries with values."""
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
             if entry.metric is not None and id(entry.metric) not in names:
-                _say_not_saved(entry)
+                if entry.epoch_fresh:
+                    warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
                 continue
             is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
-            is_logged = entry.epoch_fresh or entry.metric is not None  # a metric is reset at the end of the epoch
+            # the entry of a metric stays, so that a resumed run resets the metric at the end of the epoch
+            is_logged = entry.epoch_fresh or entry.metric is not None
             if is_logged or entry.each_step or is_newer:
                 metric = None if entry.metric is None else names[id(entry.metric)]
                 age = self.micro_batch - entry.step_fresh if is_newer else None
@@ -543,12 +552,6 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
     return union
 
 
-def _say_not_saved(entry: Entry) -> None:
-    """Warn that a checkpoint lacks the state of a metric that the module does not have."""
-    if entry.epoch_fresh:
-        warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
-
-
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
     """Join values that several loaders logged under one name (``add_dataloader_idx=False``): each shows the total.
 
@@ -565,9 +568,9 @@ def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
         kinds = {(entry.op, id(entry.metric)) for entry in alike}
         if len(kinds) > 1:
             raise MisconfigurationException(
-                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders of this evaluation log "
-                "one name in several ways (another reduce_fx, another torchmetrics object, an object and a number), so "
-                "that there is no value over all. Give each loader its own name, or leave add_dataloader_idx away."
+                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders log one name in several "
+                "ways (another reduce_fx, another torchmetrics object, or an object and a number), so there is no "
+                "value over all of them. Give each loader its own name, or leave add_dataloader_idx out."
             )
         total = joined(alike[0].op, [totals[place] for place in places])
         for place in places:
@@ -587,8 +590,8 @@ def checked_size(name: str, batch_size: object) -> float:
         size = -1.0
     if not 0.0 <= size < math.inf:
         raise MisconfigurationException(
-            f"self.log({name!r}, ..., batch_size={batch_size!r}): it is the number of samples that the value stands "
-            "for, 0 or more; leave it out to have that of the batch."
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): give the number of samples of the value, 0 or more, "
+            "or leave it out for that of the batch."
         )
     return size
 

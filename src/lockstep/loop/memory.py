@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.data.window import Window
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import has_compiled
+from lockstep.ground.rank import log
 from lockstep.loop.session import Session
 from lockstep.loop.step import Step
 from lockstep.memory.meter import Activations, MemoryUse
@@ -23,6 +24,7 @@ def memory_of(session: Session) -> MemoryUse:
         MisconfigurationException: no call of the Trainer has set up a module.
     """
     strategy = session.strategy
+    # a fit's buckets are released at its end, so a count after it would miss them
     if session.state.stage is None and session.used is not None:
         return session.used
     if strategy.module is None:
@@ -35,36 +37,41 @@ def memory_of(session: Session) -> MemoryUse:
 
 
 def countable(session: Session) -> Activations | None:
-    """Return a counter for the activations of this session's module; None if they cannot be observed.
-
-    That is so in compiled modules, and if one process drives several devices in threads.
-    """
+    """Return a counter for the activations of this session's module; None if they cannot be observed."""
 
     def gathered() -> list[Tensor]:
         return session.strategy.held().get("gathered", [])
 
+    # compiled code saves its activations past torch's hooks, and threads of several devices would mix their counts
     compiled = session.module._compiler_ctx is not None or has_compiled(session.module)
     return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
 
 
-def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -> None:
-    """Count the activations that the first forward of a fit keeps; later forwards are not changed.
+NOTABLE_MEMORY = 2**26
+"""Bytes on a CPU below which memory is logged at level DEBUG."""
+
+
+def watch_first_window(session: Session, step: Step) -> None:
+    """Count the activations that the first forward of a fit keeps, and log the uses of memory after the first window.
 
     Args:
         session: stores the count.
         step: the fit's step, set up.
-        told: called after the first window.
     """
     session.used = session.activations = None
     activations = countable(session)
-    way, own = step.window, step.training_step
+    play, own = step.window, step.training_step
 
     def first(window: Window, batch_idx: int) -> Iterator[None]:
-        step.window = way  # type: ignore[method-assign]
-        yield from way(window, batch_idx)
+        step.window = play  # type: ignore[method-assign]  # first of all: later windows cost nothing
+        yield from play(window, batch_idx)
         if activations is not None:
             activations.end()
-        told()
+        used = memory_of(session)
+        if used.device != "cpu" or used.total >= NOTABLE_MEMORY:
+            session.report(used.line())
+        elif session.is_global_zero:
+            log.debug(used.line())
 
     @wraps(own)
     def counting(*args: Any, **kwargs: Any) -> Any:

@@ -46,14 +46,14 @@ def put_back(saved: Snapshot) -> None:
     """Restore the states of a snapshot."""
     for part, states, count, computed, cache in saved:
         for name, value in states.items():
-            setattr(part, name, [*value] if isinstance(value, list) else value)  # a reset empties lists in place
+            setattr(part, name, [*value] if isinstance(value, list) else value)  # `reset` empties lists in place
         part._update_count, part._computed, part._forward_cache = count, computed, cache
 
 
 class StatesByLoader:
     """States of metrics from the finished loaders of an evaluation, one for each loader.
 
-    One metric object may be logged from several loaders. It is reset after each, and its states are kept here.
+    One metric object may be logged from several loaders. It is reset after each.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,9 @@ class StatesByLoader:
                     part._update_count += count - 1
             except (AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
                 raise MisconfigurationException(
-                    f"self.log({name!r}, <{type(metric).__name__}>, add_dataloader_idx=False) from several loaders "
-                    "asks for one number over all, and this metric cannot join what it collected in each "
-                    f"({error}): log it in the epoch's end hook, or one metric object a loader."
+                    f"self.log({name!r}, <{type(metric).__name__}>, add_dataloader_idx=False) from several loaders: "
+                    f"the metric cannot merge its states ({error}): log it in the epoch's end hook, or use one metric "
+                    "object for each loader."
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
@@ -103,15 +103,14 @@ class StatesByLoader:
 def lists_made_alike(strategy: Strategy) -> Iterator[None]:
     """Let torchmetrics exchange lists that are empty on some ranks, during a call of the Trainer.
 
-    That holds for each metric computed over the ranks, by `self.log` or by the user's own `compute()`, in a module or a
-    callback. Ranks without samples are common here, since no sample is repeated to fill them. One of the ranks with the
-    same samples takes part.
+    This applies to each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`.
     """
+    # ranks without samples are common, since no sample is repeated to fill them
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         yield
         return
-    with _lock:
+    with _lock:  # several Trainers may run in threads
         _sessions.append(strategy)
         if len(_sessions) == 1:
             _plain.append(torchmetrics.Metric._sync_dist)
@@ -134,7 +133,8 @@ _plain: list[Callable[..., None]] = []
 def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
     """Replace `torchmetrics.Metric._sync_dist` during a call of the Trainer."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
-    if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange, which may need no process group
+    if dist_sync_fn is None or dist_sync_fn is own:  # a user's own exchange may need no process group
+        # peers: one of the ranks with the same samples takes part
         group = process_group = process_group or metric.process_group or _sessions[-1].peers
 
         def gather_objects(mine: object) -> list[Any]:
@@ -159,7 +159,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
     Raises:
         MisconfigurationException: lists that are not concatenated to one tensor have different lengths.
     """
-    names = _lists(metric)
+    names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
     if not names:
         return
     of_ranks = gather_objects([_described(getattr(metric, name)) for name in names])
@@ -168,19 +168,16 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
         lengths = [length for length, _ in each]
         if not joined and len(set(lengths)) > 1:
             raise MisconfigurationException(
-                f"{type(metric).__name__} keeps a list, {name!r}, that it does not join to one tensor (its "
-                f"`dist_reduce_fx` is not 'cat'), and it has {lengths} entries by rank: the ranks cannot exchange "
-                'them. Give the state dist_reduce_fx="cat", or evaluate on one device.'
+                f"{type(metric).__name__} has a list state, {name!r}, with {lengths} entries by rank and without "
+                'dist_reduce_fx="cat", so the ranks cannot exchange it: add the state with dist_reduce_fx="cat", or '
+                "evaluate on one device."
             )
         example = next((kind for _, kind in each if kind is not None), None)
         value = getattr(metric, name)
         if joined and isinstance(value, list) and not value and example is not None:
             dtype, shape = example
+            # no rows, in the shape of the others' rows: torchmetrics then sends a tensor from every rank
             setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
-
-
-def _lists(metric: Metric) -> list[str]:
-    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 
 def _described(value: Any) -> tuple[int, Any]:
@@ -228,8 +225,8 @@ def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(
-            f"{type(metric).__name__} has a state that cannot be put together from several ranks, and the run goes on "
-            "with fewer: in the epoch that was under way it counts what comes from here on."
+            f"{type(metric).__name__} has a state that cannot be merged from several ranks, and the run continues with "
+            "fewer: in the current epoch, it only counts batches from here on."
         )
         return
     for key in saved[0]["states"]:
@@ -237,7 +234,8 @@ def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
         for part in saved[1:]:
             more = part["states"][key]
             value = value + more if isinstance(value, list) else MERGES[reductions[key]](value, more)
-        setattr(metric, key, _to(value, metric.device))
+        device = metric.device
+        setattr(metric, key, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
     metric._update_count, metric._computed = sum(part["count"] for part in saved), None
 
 
@@ -248,7 +246,3 @@ MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "dim_zero_min": torch.minimum,
     "dim_zero_cat": lambda *tensors: torch.cat(tensors),
 }
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)

@@ -43,7 +43,8 @@ class LightningOptimizer:
         self._sync = sync
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance(optimizer, torch.optim.SGD)` checks the wrapped optimizer
+    def __class__(self) -> type:
+        # `isinstance(optimizer, torch.optim.SGD)` of scripts and of torch's schedulers checks the wrapped optimizer
         return type(self._optimizer)
 
     @property
@@ -59,7 +60,11 @@ class LightningOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Require gradients only for this optimizer's parameters inside; ``sync_grad=False`` does not reduce them."""
+        """Require gradients only for this optimizer's parameters in the block.
+
+        Args:
+            sync_grad: False does not reduce the gradients over the ranks.
+        """
         if self._module is None or self._sync is None:
             raise MisconfigurationException("optimizer.toggle_model(): this is a copy, which belongs to no fit")
         this: Any = self  # it passes as an Optimizer
@@ -67,7 +72,7 @@ class LightningOptimizer:
             yield
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # of an object under construction
+        if name == "_optimizer":  # `copy` and `pickle` ask an object that has no attributes yet
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -88,7 +93,7 @@ class NoOptimizer(Optimizer):
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
-        self.param_groups = []  # callbacks would read a learning rate
+        self.param_groups = []  # callbacks would look for the learning rate of a group
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict."""
@@ -125,8 +130,8 @@ def parse(
     optimizers, schedulers = _unpack(returned)
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers, and automatic optimization steps one: "
-            "return `lockstep.CombinedOptimizer(a, b)`, which steps them as one, or set "
+            f"`configure_optimizers` returned {len(optimizers)} optimizers, but automatic optimization steps one: "
+            "return `lockstep.CombinedOptimizer(a, b)`, which steps both, or set "
             "`self.automatic_optimization = False` in the module and step them in `training_step` "
             "(`a, b = self.optimizers()`)."
         )
@@ -143,6 +148,7 @@ def _is_optimizer(obj: object) -> bool:
 
 
 def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
+    """Return optimizers and schedulers, before any check."""
     if _is_optimizer(returned):
         return [returned], []
     if isinstance(returned, dict):
@@ -157,7 +163,12 @@ def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
 
 def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
     for entry in returned:
-        _check_keys(entry)
+        if "optimizer" not in entry:
+            raise MisconfigurationException(
+                f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
+                f"it must return {SHAPES}."
+            )
+        _warn_of_extra("`configure_optimizers` returned a dict with", entry, {"optimizer", "lr_scheduler", "monitor"})
     scheduled = [entry for entry in returned if entry.get("lr_scheduler")]
     schedulers = [{"monitor": entry.get("monitor"), **_as_dict(entry["lr_scheduler"])} for entry in scheduled]
     return [entry["optimizer"] for entry in returned], schedulers
@@ -187,15 +198,6 @@ def _as_dict(scheduler: object) -> dict[str, Any]:
     return dict(scheduler) if isinstance(scheduler, dict) else {"scheduler": scheduler}
 
 
-def _check_keys(entry: dict[str, Any]) -> None:
-    if "optimizer" not in entry:
-        raise MisconfigurationException(
-            f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
-            f"it must return {SHAPES}."
-        )
-    _warn_of_extra("`configure_optimizers` returned a dict with", entry, {"optimizer", "lr_scheduler", "monitor"})
-
-
 def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
     extra = []
     for key in sorted(map(str, set(given) - known)):
@@ -203,7 +205,7 @@ def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
         extra.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
     if extra:
         rank_zero_warn(
-            f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.", category=RuntimeWarning
+            f"{what} unknown keys: {', '.join(extra)}; the known keys are {sorted(known)}.", category=RuntimeWarning
         )
 
 
@@ -232,16 +234,6 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
     return config
 
 
-def _warn_of_epochs(config: LRSchedulerConfig) -> None:
-    """Warn if a schedule that counts steps is stepped once per epoch."""
-    if config.interval == "epoch" and isinstance(config.scheduler, OneCycleLR):
-        rank_zero_warn(
-            "OneCycleLR counts steps, and is stepped once an epoch: return "
-            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
-            category=RuntimeWarning,
-        )
-
-
 def _check_scheduler(
     config: LRSchedulerConfig, optimizers: list[Any], automatic: bool, custom_scheduler_step: bool
 ) -> None:
@@ -249,20 +241,26 @@ def _check_scheduler(
     kind = type(scheduler).__name__
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
-            f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run would lose its place."
+            f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run could not restore it: "
+            "define both."
         )
-    if automatic:
-        _warn_of_epochs(config)
+    if automatic and config.interval == "epoch" and isinstance(scheduler, OneCycleLR):
+        # Lightning's default interval is the epoch, with which this schedule hardly advances
+        rank_zero_warn(
+            "OneCycleLR counts steps, and is stepped once an epoch: return "
+            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
+            category=RuntimeWarning,
+        )
     ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
     if automatic and not ordinary and not custom_scheduler_step:
         raise MisconfigurationException(
-            f"The lr scheduler {kind} is no torch LRScheduler: override `lr_scheduler_step` in the module to say how "
-            "it is stepped."
+            f"The lr scheduler {kind} is not a torch LRScheduler: override `lr_scheduler_step` in the module, which "
+            "steps it."
         )
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and not any(owner is optimizer for optimizer in optimizers):
         raise MisconfigurationException(
-            f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return."
+            f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return: return both."
         )
 
 
@@ -274,10 +272,10 @@ def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
     """
     if not loss.requires_grad:
         raise MisconfigurationException(
-            f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "
-            "none of the parameters behind it needs gradients."
+            f"{who} a loss that does not require gradients: it was detached (`.detach()`, `.item()`, `no_grad`), or it "
+            "depends on no parameter that requires gradients."
         ) from error
     if loss.numel() != 1:
         raise MisconfigurationException(
-            f"{who} a loss of shape {tuple(loss.shape)}: a loss is one number, `loss.mean()` say."
+            f"{who} a loss of shape {tuple(loss.shape)}: use one number, for example `loss.mean()`."
         ) from error

@@ -55,11 +55,6 @@ NONE_LEFT = 2**62
 """Replaces a loader's number: this rank has no further batch."""
 
 
-def _borrowers(has: list[bool], of_loader: list[int], loader: int) -> list[bool]:
-    """Return for each rank whether it has no batch left of this loader, and had none before."""
-    return [not own and latest != loader for own, latest in zip(has, of_loader, strict=True)]
-
-
 def in_step(
     batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
 ) -> Iterator[tuple[Any, int, int, float, bool]]:
@@ -84,7 +79,8 @@ def in_step(
         if loader == NONE_LEFT:
             return
         has = [at == first for at in ahead]  # the ranks that still have this batch, at least one
-        borrows = _borrowers(has, of_loader, loader)
+        # ranks that have no batch of this loader, and had none before that they could repeat
+        borrows = [not own and newest != loader for own, newest in zip(has, of_loader, strict=True)]
         if any(borrows):
             lent = strategy.broadcast(own if has[rank] else None, has.index(True))
             latest = lent if borrows[rank] else latest
@@ -108,10 +104,10 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
     """
     states = random_states()
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
-    seen = _SeenObjects(
-        next(package for package in packages if package != "torch")
-    )  # torch's FSDP derives its own class
+    # torch's FSDP derives a class of its own from the user's
+    seen = _SeenObjects(next(package for package in packages if package != "torch"))
     restores = [_of_tensor(buffer) for buffer in buffers]
+    # a metric restores its attributes itself: its states may be lists that `reset` empties in place
     for part in module.modules():
         restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
     try:
@@ -143,6 +139,7 @@ class _SeenObjects(dict[int, Any]):
 def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
     attributes = vars(owner)
     known = set(attributes)
+    # parameters and buffers are torch's attributes, which others treat
     kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
     inside = [_of_value(value, seen) for value in kept.values()]
 
@@ -198,6 +195,7 @@ def _of_container(
 def _of_tensor(tensor: Tensor) -> Restore:
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return _nothing
+    # in-place changes raise the version: an unchanged tensor is not copied back
     before, version = tensor.detach().clone(), tensor._version
 
     @torch.no_grad()

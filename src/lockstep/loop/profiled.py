@@ -17,7 +17,7 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.methods import replace_until
 from lockstep.ground.types import TrainerStatus
-from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, Transfer, is_overridden
+from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, is_overridden
 from lockstep.loop.session import Session
 from lockstep.loop.step import Step
 from lockstep.module import LightningModule
@@ -70,8 +70,14 @@ class Instruments:
         self._module = f"[LightningModule]{type(session.module).__name__}."
         self._strategy = f"[Strategy]{type(session.strategy).__name__}."
         self._time_hooks(session.hooks)
-        self._time_own_hooks(session.hooks)
-        self._replace(session.hooks, "looked_again", lambda: self._time_hooks(session.hooks))
+        own_hook = session.hooks.own
+
+        def timed_own_hook(name: str, *args: object) -> Any:
+            return self.timed(self._module + name, own_hook)(name, *args)
+
+        self._replace(session.hooks, "own", timed_own_hook)
+        # hooks that are bound again, after a change by users, are not timed yet
+        self._replace(session.hooks, "on_rebound", lambda: self._time_hooks(session.hooks))
         self._time_strategy(session.strategy)
         self._time_fit(trainer)
         self._time_data(session)
@@ -111,12 +117,6 @@ class Instruments:
 
         return run
 
-    def _timed_iterator(self, action: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield the items of an iterator; each step is an action."""
-        fetch = self.timed(action, lambda: next(items, _END))
-        while (item := fetch()) is not _END:
-            yield item
-
     def _replace(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of an object until :meth:`conclude`."""
         replace_until(self._end, owner, name, value)
@@ -141,21 +141,13 @@ class Instruments:
         for name in NAMES:
             pair = getattr(hooks, name)
             if pair is not None:
-                bound, own, behind = pair
+                first, own, last = pair
                 timed_own = None if own is None else self.timed(self._module + name, own)
-                timed_before = tuple(of_callback(call, name) for call in bound)
-                timed_behind = tuple(of_callback(call, name) for call in behind)
-                self._replace(hooks, name, (timed_before, timed_own, timed_behind))
+                timed_first = tuple(of_callback(call, name) for call in first)
+                timed_last = tuple(of_callback(call, name) for call in last)
+                self._replace(hooks, name, (timed_first, timed_own, timed_last))
         monitors = tuple(of_callback(call, "on_train_epoch_end") for call in hooks.epoch_end_monitors)
         self._replace(hooks, "epoch_end_monitors", monitors)
-
-    def _time_own_hooks(self, hooks: Hooks) -> None:
-        real = hooks.own
-
-        def own_hook(name: str, *args: object) -> Any:
-            return self.timed(self._module + name, real)(name, *args)
-
-        self._replace(hooks, "own", own_hook)
 
     def _time_strategy(self, strategy: Strategy) -> None:
         run, actions = strategy.run, {}
@@ -191,7 +183,7 @@ class Instruments:
 
         def timed_begin(*args: Any) -> Any:
             batch = begin(*args)
-            if not step.ended_by_user:
+            if not step.ended_by_user:  # a batch that ends the epoch is not played, so nothing would stop the action
                 self.start(BATCH)
             return batch
 
@@ -201,14 +193,11 @@ class Instruments:
 
         self._replace(step, "begin", timed_begin)
         self._replace(step, "end", timed_end)
-        self._time_transfer(step.transfer)
-
-    def _time_transfer(self, transfer: Transfer) -> None:
-        """Time the transfer hooks of training; an evaluation's own transfer is not timed."""
-        timed = {name: self.timed(f"{self._owner(own)}{name}", own) for name, own in transfer.hooks.items()}
+        # the hooks of training only: an evaluation has a transfer of its own
+        timed = {name: self.timed(f"{self._owner(own)}{name}", own) for name, own in step.transfer.hooks.items()}
         if MOVE in timed:
             timed[MOVE] = self.timed(f"{self._strategy}batch_to_device", timed[MOVE])
-        transfer.use(timed)
+        step.transfer.use(timed)
 
     def _owner(self, method: Callable[..., Any]) -> str:
         owner = getattr(method, "__self__", None)
@@ -235,7 +224,7 @@ class Instruments:
         def timed_setup_data() -> None:
             setup_data()
             for source in () if loop.feed is None else loop.feed.sources:
-                if id(source) not in self._timed_sources:
+                if id(source) not in self._timed_sources:  # `setup_data` returns early for loaders that it has
                     self._timed_sources.add(id(source))
                     for name in ("open", "weighed"):
                         self._replace(source, name, self._timed_opening(action, getattr(source, name)))
@@ -244,7 +233,10 @@ class Instruments:
 
     def _timed_opening(self, action: str, opening: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def timed(*args: object, **kwargs: object) -> Iterator[Any]:
-            return self._timed_iterator(action, iter(opening(*args, **kwargs)))
+            items = iter(opening(*args, **kwargs))
+            fetch = self.timed(action, lambda: next(items, _END))
+            while (item := fetch()) is not _END:
+                yield item
 
         return timed
 

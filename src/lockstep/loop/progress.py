@@ -51,15 +51,15 @@ class Progress:
     under_way = False  # a batch has started and has not ended
     runs = False  # its `training_step` may have started too
 
-    def go_on(self) -> Progress:
+    def for_next_fit(self) -> Progress:
         """Return the counters for another fit of the same Trainer, which starts with an epoch.
 
         Epochs and steps continue, as in Lightning. If the earlier fit stopped in the middle of an epoch, that epoch
         counts as finished if the fit ended there by itself. It is repeated if an error or Ctrl-C ended the fit.
         """
-        begun = self.phase != EPOCH_START
+        is_within_epoch = self.phase != EPOCH_START
         return Progress(
-            epoch=self.epoch + (begun and self.ended),
+            epoch=self.epoch + (is_within_epoch and self.ended),
             total_batches=self.total_batches,
             global_step=self.global_step,
             windows=self.windows,
@@ -74,6 +74,7 @@ class Progress:
         """Subtract the batches of the current window, which will be repeated."""
         self.batch -= batches
         self.total_batches -= batches
+        # before the first window the epoch starts again, with its hooks
         self.phase = WINDOW_END if self.batch else EPOCH_START
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a fit continues from besides weights and optimizers, so that a resumed run ends in the same bits.
+"""State that a fit continues from besides weights and optimizers, so that a resumed run ends in the same bits.
 
 A checkpoint can be saved between any two micro-batches, in a validation, or by a rank that failed alone. A resume
 continues at the same place, with the same ranks or with others. `Resume` holds what that takes while a fit runs;
@@ -59,22 +59,22 @@ class Resume:
 
     Attributes:
         entry: this rank's entry of the checkpoint, until training continues.
-        lacks_logged: the checkpoint does not hold what was logged in the epoch within which the fit continues.
-        cut_epoch: what an epoch that ended early had logged, for a checkpoint.
-        validation: random states and metrics at the start of the validation under way, which a resume plays again; or
-            None
+        lacks_logged: True if the checkpoint lacks the logged values of the epoch within which the fit continues.
+        cut_epoch: logged values of an epoch that ended early, for a checkpoint.
+        validation: random states and metrics at the start of the current validation, or None. A resume repeats the
+            validation.
         batches: the counting of batches on other ranks.
-        counted: micro-batches of this rank's epoch as the run's plan counts them.
+        counted: maps the number of this rank's micro-batches to that of the run's plan.
         shares: the ranks' shares in the checkpoint; None: they were equal.
-        window_start: what the micro-batches of the window under way change, as it was before them.
-        hook_changes: what hooks have frozen, thawed or switched to eval mode since training started.
+        window_start: state that the current window's micro-batches change, as it was before them.
+        hook_changes: parameters and parts that hooks have frozen, thawed or switched to eval mode.
     """
 
     entry: RankEntry | None = None
     lacks_logged: bool = False
     cut_epoch: RankEntry | None = None
     validation: ValidationStart | None = None
-    # lambdas: their classes are defined below
+    # lambdas, since these classes are defined below
     batches: RunBatches = field(default_factory=lambda: RunBatches())
     counted: Callable[[int], int] = int
     shares: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class ValidationStart:
 
 @dataclass(frozen=True)
 class SavedRanks:
-    """The ranks of the attempt that saved, by the samples that they saw."""
+    """The ranks of the attempt that saved, grouped into replicas."""
 
     parts: Sequence[RankEntry]
     of_rank: tuple[int, ...]
@@ -122,7 +122,7 @@ class SavedRanks:
         return max(self.of_rank) + 1
 
     def members(self, replica: int) -> list[int]:
-        """The ranks of a replica."""
+        """Return the ranks of a replica."""
         return [rank for rank, its in enumerate(self.of_rank) if its == replica]
 
     @property
@@ -132,14 +132,8 @@ class SavedRanks:
 
     @property
     def knows_logged(self) -> bool:
-        """True if the epoch's logged values are there: a rank that saved alone did not know those of the others."""
+        """True if the epoch's logged values were saved; a rank that saved alone had only its own."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
-
-    def _window_start(self, mine: Sequence[RankEntry]) -> RankEntry:
-        """Join the starts of the window under way for a rank that continues several; buffers are rank 0's."""
-        first = self.parts[0].get("window_start") or {}
-        shared = {key: first.get(key, {}) for key in ("buffers", "published")}
-        return {**joined(_saved(mine, "window_start")), **shared}
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
         """Return the entry that a rank continues from.
@@ -147,9 +141,10 @@ class SavedRanks:
         Args:
             rank: of this attempt.
             replicas: of this attempt.
-            cuts: its engine holds gradients in shards.
-            first_logs: only the first rank of each replica weighs losses.
+            cuts: True if its engine holds gradients in shards.
+            first_logs: True if only the first rank of each replica weighs losses.
         """
+        # the same ranks continue from their own entries, to the same bits
         same_form = not self.holds_gradients or cuts == any("sharded" in part for part in self.parts)
         if self.of_rank == replicas.of_rank and same_form:
             return self.parts[rank]
@@ -157,12 +152,15 @@ class SavedRanks:
         mine = each[replicas.index :: replicas.count]
         part: RankEntry = joined(mine)
         if _saved(each, "window_start"):
-            part["window_start"] = self._window_start(mine)
+            # values that are the same on all ranks: rank 0's buffers are those of the checkpoint
+            first = self.parts[0].get("window_start") or {}
+            shared = {key: first.get(key, {}) for key in ("buffers", "published")}
+            part["window_start"] = {**joined(_saved(mine, "window_start")), **shared}
         part["data"] = of_all_ranks(self.parts[0].get("data"))
         if self.count == replicas.count:
             part.update(_those(mine[0], "data", "random", "buffers"))
         if self.holds_gradients:
-            part["of others"] = self
+            part["of others"] = self  # their gradients are joined when shapes are known
             weighs = not first_logs or rank in replicas.first_ranks
             weights = _saved(mine, "weights")
             part["weights"] = sum(weights) if weights and weighs else None
@@ -263,7 +261,7 @@ class RunBatches:
             flexible: the loaders can be cut into windows of any size.
             workers: number of workers that read a stream.
         """
-        if self.saved is None:
+        if self.saved is None:  # a second fit of a resumed run counts as the first did
             return BatchCounting(self._ranks or ranks, ranks)
         attempt = RunAttempt(
             ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch, workers
@@ -290,7 +288,7 @@ class RunBatches:
             feed: its loaders.
             progress: its counters, which are moved to the same place in this rank's count.
             resumed: this rank's entry of the checkpoint.
-            holds: engine and optimizers can take over the gradients of a window under way.
+            holds: True if engine and optimizers can continue with the gradients of the current window.
 
         Returns:
             the part of the entry that still applies.
@@ -302,7 +300,15 @@ class RunBatches:
             self._by_hooks = None  # the user has changed the flag
         if saved is None or resumed is None:
             return resumed
-        warn_within_epoch(config, saved, feed, progress)
+        is_within_epoch = progress.phase != EPOCH_START and not progress.last and bool(progress.batch)
+        has_warned = is_within_epoch and _warn_of_changed_loaders(saved, feed)
+        # torch's sampler draws another permutation for several ranks than for one process
+        other_order = saved.at.rows > 0 and saved.by_process not in (None, feed.by_process)
+        if is_within_epoch and not has_warned and config.order == "torch" and other_order:
+            rank_zero_warn(
+                'Trainer(order="torch"): one process draws another permutation than several, so in the rest of this '
+                "epoch some samples may be seen twice and some never."
+            )
         found.tell()
         inside = progress.batch > saved.at.number and not progress.last
         again = inside and (found.moved or not holds)
@@ -310,6 +316,7 @@ class RunBatches:
             return resumed
         number = found.resumed_number if found.moved else saved.at.number or None
         progress.reshare(saved.at.number, number)
+        # the same samples, in batches of other sizes
         row_before, row_now = saved.ranks * max(saved.batches, default=1), found.ranks * max(feed.batches, default=1)
         progress.validated = progress.validated * row_before // row_now
         return at_window_start(resumed, number is None) if again else resumed
@@ -326,7 +333,7 @@ class RunBatches:
             config: the fit's, as hooks have left it.
             feed: the training loaders; None before they exist.
             progress: the fit's.
-            begun: number of batches of a window under way.
+            begun: number of batches of the current window.
         """
         if feed is None:
             return None
@@ -354,16 +361,15 @@ class HookChanges:
     """Parameters that were frozen or thawed, and parts that changed their mode, since training started.
 
     A hook that does so at the start of an epoch does not run again in a fit that resumes within that epoch or later.
-    Changes that the user makes after the fit do not count.
 
     Attributes:
-        outside: the mode of each part outside of the evaluation under way; None if there is none.
+        outside: the mode of each part before the current evaluation; None outside of evaluations.
     """
 
     def __init__(self) -> None:
         self.outside: Flags | None = None
-        self._begun: ModuleFlags | None = None
-        self._ended: ModuleFlags | None = None
+        self._at_start: ModuleFlags | None = None
+        self._at_end: ModuleFlags | None = None  # what the user changes after the fit does not count
         self._saved: ModuleFlags = {}
 
     def load(self, saved: ModuleFlags) -> None:
@@ -379,28 +385,28 @@ class HookChanges:
 
     def begin(self, strategy: Strategy, module: LightningModule) -> None:
         """Note the flags after ``on_train_start``, and apply the changes of the checkpoint."""
-        self._begun = self._noted(module)
+        self._at_start = self._flags_of(module)
         parameters, parts = strategy.named_parameters(), dict(module.named_modules())
         for name, needed in self._saved.get("trained", {}).items():
             if name in parameters and parameters[name].requires_grad is not needed:
-                strategy.set_requires_grad(parameters[name], needed)
+                strategy.set_requires_grad(parameters[name], needed)  # the reducer counts the parameters of its buckets
         for name, training in self._saved.get("training", {}).items():
             if name in parts:
                 parts[name].training = training
 
     def end(self, module: LightningModule) -> None:
         """Note the flags after the last epoch."""
-        self._ended = self._noted(module)
+        self._at_end = self._flags_of(module)
 
     def state_dict(self, module: LightningModule) -> ModuleFlags:
         """Return the changes by name; empty if there are none."""
-        if self._begun is None:
+        if self._at_start is None:
             return self._saved
-        now = self._ended or self._noted(module)
-        changes = {what: _changed(before, now[what]) for what, before in self._begun.items()}
+        now = self._at_end or self._flags_of(module)
+        changes = {what: _changed(before, now[what]) for what, before in self._at_start.items()}
         return dict(changes) if any(changes.values()) else {}
 
-    def _noted(self, module: LightningModule) -> ModuleFlags:
+    def _flags_of(self, module: LightningModule) -> ModuleFlags:
         """Return the current flags; toggled parameters of manual optimization count as before the toggle."""
         toggled = module._toggled
         trained = {plain_name(n): toggled.get(p, p.requires_grad) for n, p in module.named_parameters()}
@@ -418,24 +424,6 @@ def _changed(before: Flags, now: Flags) -> dict[str, bool]:
 
 
 # -- loaders that differ from those of the epoch's start ------------------------------------------------------
-
-
-def _warn_of_other_order(saved: BatchPlan, feed: Feed) -> None:
-    """Warn if an epoch in torch's order continues on one process after several, or the reverse: the draws differ."""
-    if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
-        rank_zero_warn(
-            'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
-            "of this epoch some samples come twice and some never."
-        )
-
-
-def warn_within_epoch(config: RunConfig, saved: BatchPlan, feed: Feed, progress: Progress) -> None:
-    """Warn, in a fit that continues within an epoch, of what keeps each sample from coming once."""
-    if progress.phase == EPOCH_START or progress.last or not progress.batch:
-        return
-    has_warned = _warn_of_changed_loaders(saved, feed)
-    if config.order == "torch" and not has_warned:
-        _warn_of_other_order(saved, feed)
 
 
 def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
@@ -460,6 +448,6 @@ def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
 
 def _warn_of_change(what: str, change: str) -> None:
     rank_zero_warn(
-        f"trainer.fit: the run goes on in the middle of an epoch. {what} {change}: of this epoch some samples may be "
-        "seen twice and some never. Resume with the loaders that it had, or from a checkpoint of the end of an epoch."
+        f"trainer.fit: the run continues within an epoch. {what} {change}: in this epoch some samples may be seen "
+        "twice and some never. Resume with the loaders of the run, or from a checkpoint of the end of an epoch."
     )

@@ -34,7 +34,7 @@ class Schedulers:
     def use(self, configs: list[LRSchedulerConfig]) -> None:
         """Use these schedulers from now on."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
-        if self._session.module.automatic_optimization:
+        if self._session.module.automatic_optimization:  # otherwise the user steps them
             for config in configs:
                 of[config.interval, bool(config.reduce_on_plateau)].append(config)
         self.by_step, self._by_epoch = of["step", False], of["epoch", False]
@@ -59,17 +59,17 @@ class Schedulers:
                 self.module.lr_scheduler_step(config.scheduler, metric)
             else:
                 config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
-        except (ValueError, KeyError) as error:
-            told = _of_new_groups(config.scheduler)
-            if told is None:
+        except (ValueError, KeyError) as error:  # torch's are of a zip, and name neither optimizer nor groups
+            message = _explain_new_groups(config.scheduler)
+            if message is None:
                 raise
-            raise MisconfigurationException(told) from error
+            raise MisconfigurationException(message) from error
 
     def watch_metric(self, interval: str, count: int) -> None:
         """Step the schedulers that watch a metric, after the validation that may have logged it."""
         session = self._session
         due = [config for config in self.by_metric[interval] if count % config.frequency == 0]
-        if due and session.world_size > 1 and interval == "step":
+        if due and session.world_size > 1 and interval == "step":  # all ranks must step by the same number
             session.share_step_values()
         for config in due:
             metrics = session.callback_metrics()
@@ -83,7 +83,7 @@ class Schedulers:
                 )
                 why = session.lacks_metrics
                 if why is None:
-                    raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
+                    raise MisconfigurationException(f"{message}Log it, or set strict=False in the scheduler's dict.")
                 rank_zero_warn(f"{message}{why}: it is not stepped.")
             else:
                 warn_once(
@@ -92,17 +92,16 @@ class Schedulers:
                 )
 
 
-def _of_new_groups(scheduler: object) -> str | None:
+def _explain_new_groups(scheduler: object) -> str | None:
     """Explain why a scheduler fails if its optimizer has more groups than it knows. Return None otherwise."""
     optimizer = getattr(scheduler, "optimizer", None)
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # SequentialLR and ChainedScheduler have several
     known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]
     if optimizer is None or not known or len(optimizer.param_groups) <= min(known):
         return None
     return (
         f"The optimizer has {len(optimizer.param_groups)} parameter groups by now, and the lr scheduler "
-        f"{type(scheduler).__name__} was made when it had {min(known)}: a finetuning callback adds one, or "
-        "`add_param_group`. Give the optimizer the frozen layers from the start, in `configure_optimizers`, or choose "
-        "a scheduler that takes the groups as they are: StepLR, ExponentialLR, LinearLR, PolynomialLR, "
-        "ReduceLROnPlateau."
+        f"{type(scheduler).__name__} was made when it had {min(known)}: a finetuning callback or `add_param_group` has "
+        "added one. Pass the frozen layers to the optimizer in `configure_optimizers`, or use a scheduler that accepts "
+        "new groups: StepLR, ExponentialLR, LinearLR, PolynomialLR, ReduceLROnPlateau."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
+from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.checkpoint.frozen import FrozenBase
 from lockstep.checkpoint.pretrained import is_planned
@@ -26,13 +28,13 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.numbers import floats
-from lockstep.ground.rank import does
+from lockstep.ground.rank import does, log, rank_zero_warn
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
+from lockstep.hooks import ModuleHooks
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.finite_watch import FiniteWatch
-from lockstep.loop.hooks import Hooks
-from lockstep.loop.loaders import RunLoaders
+from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Progress
@@ -56,13 +58,14 @@ STAGE_OF = {
 class FitSignals(Protocol):
     """Requests to a fit from outside; implemented by `lockstep.loop.signals.Signals`."""
 
-    asked: int
+    requested: int
+    """The signal that was received, or -1 if the run is to be saved; 0: nothing."""
 
     def request(self) -> None:
         """Request the flags of this rank's signal."""
 
     def act(self) -> None:
-        """Do what was asked for. Collective."""
+        """Do what was requested. Collective."""
 
     def epoch_ended(self) -> None:
         """Note the end of an epoch."""
@@ -70,25 +73,25 @@ class FitSignals(Protocol):
 
 @dataclass
 class FitState:
-    """How far a fit has come, and what it has to go on with: what a checkpoint of it is made from.
+    """State of a fit from which its checkpoints are made.
 
     Attributes:
         progress: the counters.
-        feed: the training loaders as this rank draws from them; None before they are asked for.
+        feed: the training loaders as this rank draws from them; None before they are requested.
         given: the training loaders as the user made them.
-        asked_for: the epoch for which they were asked for, where they are reloaded.
-        results: what was logged in training.
-        weights: the sum of what ``training_step`` returned as "weight" in the window under way.
-        uneven_targets: the samples of the first batch have different numbers of labels.
-        resume: what it continues from, and what a checkpoint needs for that.
-        finite: looks for losses, gradients and weights that are not finite.
-        started: when this attempt of the fit started, on the clock of ``time.monotonic``.
+        requested_for: the epoch for which they were requested, if they are reloaded.
+        results: values logged in training.
+        weights: the sum of the "weight" that ``training_step`` returned in the current window.
+        uneven_targets: True if the samples of the first batch have different numbers of labels.
+        resume: state that the fit continues from, and that a checkpoint needs for that.
+        finite: searches for losses, gradients and weights that are not finite.
+        started: start of this attempt of the fit, on the clock of ``time.monotonic``.
     """
 
     progress: Progress = field(default_factory=Progress)
     feed: Feed | None = None
     given: object = None
-    asked_for: int | None = None
+    requested_for: int | None = None
     results: LogCollector | None = None
     weights: float | Tensor | None = None
     uneven_targets: bool = False
@@ -106,36 +109,84 @@ class FitState:
     @property
     def loaded(self) -> Feed:
         """:attr:`feed`, once training has started."""
-        assert self.feed is not None, "the training loaders have not been asked for"
+        assert self.feed is not None, "the training loaders have not been requested"
         return self.feed
+
+
+@dataclass
+class RunLoaders:
+    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
+
+    Attributes:
+        given: the loaders that were passed to the call.
+        datamodule: the data module of the call, or None.
+        module: the LightningModule of the call; None between calls.
+    """
+
+    given: dict[str, Any]
+    datamodule: LightningDataModule | None
+    module: LightningModule | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return kept(self)
+
+    def hook(self, stage: str) -> Callable[[], Any] | None:
+        """Return the hook that returns a stage's loaders; None if they were passed, or there are none."""
+        name, hook = f"{stage}_dataloader", None
+        # as in Lightning: arguments before the data module, and that before the module
+        if self.given.get(stage) is not None:
+            return None
+        if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
+            hook = getattr(self.datamodule, name)
+        elif is_overridden(name, self.module, ModuleHooks):
+            hook = getattr(self.module, name)
+        return hook
+
+    def check_reload(self, every: int) -> None:
+        """Warn if loaders are to be reloaded but were passed as objects."""
+        given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
+        if every and given:
+            rank_zero_warn(
+                f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
+                "which cannot be made again. Define the loader hooks in the module or in a data module."
+            )
+
+    def defined(self, stage: str) -> bool:
+        """Return True if there is a loader for this stage."""
+        return self.given.get(stage) is not None or self.hook(stage) is not None
+
+    def request(self, stage: str) -> Any:
+        """Return the loader or loaders of this stage; None if there are none."""
+        hook = self.hook(stage)
+        return self.given.get(stage) if hook is None else hook()
 
 
 @dataclass(repr=False)
 class Session:
-    """A run: its parts, its counters, and what steers it.
+    """Parts, counters and flags of a run.
 
-    The Trainer's constructor makes it. `lockstep.loop.call` fills the second half again in each call; before that,
-    those attributes are not there.
+    The Trainer's constructor makes it. `lockstep.loop.call` sets the attributes of the second half in each call; they
+    do not exist before the first one.
 
     Attributes:
-        trainer: the Trainer, to be handed to the user's hooks.
-        connect: finds out which rank this process is, and ties the module to the Trainer; the first act of set-up.
+        trainer: the Trainer, as argument of the user's hooks.
+        connect: determines the rank of this process, and sets the module's Trainer; the first step of set-up.
         cluster: the user's cluster plugin.
-        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides. Users may change the list.
+        base_callbacks: the Trainer's own; ``callbacks`` has those of the module too. Users may change the list.
         shown: ``callbacks`` as set-up made it.
-        watched: left when the loop of the call has ended.
-        ckpt_path: the checkpoint that the call goes on from.
-        should_stop: this rank wants the fit to end.
-        interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
-        is_padding: the batch at hand stands in for samples that this rank does not have.
-        signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
+        watched: closed when the loop of the call has ended.
+        ckpt_path: the checkpoint that the call continues from.
+        should_stop: True if this rank requests the end of the fit.
+        interruption: "Ctrl-C" or "SIGTERM" if one has ended the call.
+        is_padding: True if the current batch replaces samples that this rank does not have.
+        signals: of the running fit; None in an evaluation and in a trial of the Tuner.
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
         base: the weights that were frozen at the start.
-        activations: what a forward of this fit keeps, once the first one has been counted.
-        used: what memory was used for when the last fit ended.
-        chooses: a plan may replace this strategy when a fit starts.
+        activations: memory of the tensors that a forward of this fit keeps, once the first one has been counted.
+        used: the uses of memory at the end of the last fit.
+        chooses: True if a plan may replace this strategy when a fit starts.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
-        came_back: the last call ran in processes of its own, and its weights have come back to this one.
+        came_back: True if the last call ran in other processes and its weights were returned to this one.
     """
 
     trainer: Trainer
@@ -204,7 +255,8 @@ class Session:
 
     @property
     def places_first(self) -> bool:
-        """True if the module is placed before a checkpoint's weights, which pretrained ones would replace."""
+        """True if the module is placed before a checkpoint is read."""
+        # values of `load_pretrained` are set when the module is placed: later, they would replace the checkpoint's
         return self.strategy.places_first or is_planned(self.module)
 
     def has(self, name: str) -> bool:
@@ -212,7 +264,7 @@ class Session:
         return name in vars(self)
 
     def begin(self, fn: TrainerFn) -> None:
-        """Let go of what belongs to the call before."""
+        """Reset what belongs to the previous call."""
         self.state.fn, self.interruption = fn, None
         self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
@@ -220,12 +272,12 @@ class Session:
 
     def branch(self, **changes: object) -> Session:
         """Make another session with the parts of this one, some replaced."""
-        made = object.__new__(Session)
+        made = object.__new__(Session)  # `__init__` would make new counters
         vars(made).update(vars(self), **changes)
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Let the call, and a trial inside it, end at the next boundary; None: it is not to end by itself."""
+        """End the call, and a trial inside it, at the next boundary; None withdraws the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:
@@ -243,7 +295,8 @@ class Session:
     # -- callbacks and loggers -----------------------------------------------------------------------------
 
     def keep_callbacks(self) -> None:
-        """Before a call: what users have changed in the list of callbacks since set-up made it is the Trainer's own."""
+        """Adopt the user's changes of the list of callbacks, before a call: they are the Trainer's from now on."""
+        # by identity, since a user's callback may define `__eq__`
         shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
         if shown == now:
             return
@@ -269,10 +322,19 @@ class Session:
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """``print`` on rank 0 only, above the progress bar."""
+        """Print on rank 0 only, above the progress bar."""
         if self.is_global_zero:
             bar = self.progress_bar
             (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
+
+    def report(self, text: str) -> None:
+        """Log one of the messages of every fit, on rank 0: its start, its memory, the reason of its end."""
+        if self.is_global_zero:
+            bar = self.progress_bar
+            summary = any(isinstance(callback, ModelSummary) for callback in self.callbacks)
+            # a user who has switched off bar, summary and logger runs a study of many fits
+            is_watched = bool(self.loggers) or summary or (bar is not None and bar.is_enabled)
+            log.log(logging.INFO if is_watched else logging.DEBUG, text)
 
     def log_metrics(
         self,
@@ -281,9 +343,13 @@ class Session:
         with_epoch: bool = True,
         also: FiniteWatch | None = None,
     ) -> None:
-        """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far.
+        """Send values to the loggers.
 
-        What ``also`` has to read of the device is read with them.
+        Args:
+            metrics: a value named "step" replaces ``step``.
+            step: x axis; None: the number of finished windows.
+            with_epoch: add the epoch.
+            also: numbers of its losses that wait on the device are read by the same copy.
         """
         if not self.loggers:
             return
@@ -301,7 +367,7 @@ class Session:
             logger.save()
 
     def record(self) -> None:
-        """In a trial of a search, leave what was logged so far in the trial's folder. On rank 0."""
+        """Write what was logged so far to the folder of a search's trial, if there is one. On rank 0."""
         folder = trial_folder()
         if folder is None or not self.is_global_zero or not self.published.callback:
             return
@@ -313,21 +379,21 @@ class Session:
     # -- logged values -------------------------------------------------------------------------------------
 
     def collect_in(self, results: LogCollector) -> LogCollector:
-        """Let what is logged from here on go to ``results``; gives where it went before."""
+        """Set the collector of logged values; return the previous one."""
         before, self.results = self.results, results
         self.hooks.results = results
         return before
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
+        """Return the newest value of everything that was logged: of all ranks, or of this one until it is reduced."""
         self.show_logged("callback")
         return self.published.callback
 
     def show_logged(self, to: str) -> None:
-        """Show users what has been logged so far, this rank's own: the batch's values, or in an epoch's hooks its.
+        """Publish what this rank has logged so far: among batches the values of steps, in hooks of an epoch its means.
 
         Args:
-            to: which of the dicts of `LoggedMetrics` is looked at; the others stay as they are.
+            to: the dict of `LoggedMetrics` that is read; the others do not change.
         """
         if self.state.stage is None or not self.has("results"):
             return
@@ -338,40 +404,38 @@ class Session:
             self.published.publish(values, to=(to,))
 
     def share_step_values(self) -> None:
-        """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
+        """Publish the newest values of single steps, reduced over the ranks, for a decision by them. Collective."""
         results = self.fit.results
         assert results is not None
         self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
-        results.shown = max(results.shown, results.micro_batch - 1)  # in the batch at hand more may be logged
+        results.shown = max(results.shown, results.micro_batch - 1)  # the current batch may log more
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Why metrics of this epoch may be missing, which then is not the user's mistake. The same on all ranks."""
+        """Reason why metrics of this epoch may be missing, without a mistake of the user. The same on all ranks."""
         if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
         if self.fit.resume.lacks_logged:
-            return (
-                "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
-            )
+            return "The run resumed within an epoch, and the checkpoint does not hold what was logged in it"
         return None
 
-    # -- stopping: on several ranks only what they have agreed on counts ----------------------------------
+    # -- stopping ------------------------------------------------------------------------------------------
 
     @property
-    def stop_asked(self) -> bool:
-        """True if a rank wants the fit to end and all ranks know."""
+    def stop_requested(self) -> bool:
+        """True if a rank has requested the end of the fit and all ranks have agreed."""
         return self.should_stop if self.world_size == 1 else self.agreement.is_up(self.stop_flag)
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C or a signal ends the fit and all ranks know."""
+        """True if Ctrl-C or a signal ends the fit and all ranks have agreed."""
         if self.world_size == 1:
             return self.interruption is not None
         return self.agreement.is_up(self.interrupt_flag)
 
     def request_stop(self) -> None:
-        """Request the flags that this rank wants raised."""
-        if self.signals is not None and self.signals.asked:
+        """Request the flags of this rank's stop, signal and interruption."""
+        if self.signals is not None and self.signals.requested:
             self.signals.request()
         if self.should_stop:
             self.agreement.request(self.stop_flag)
@@ -379,14 +443,15 @@ class Session:
             self.agreement.request(self.interrupt_flag)
 
     def agree_on_stop(self) -> None:
-        """At a boundary: ask all ranks at once whether one of them has set ``should_stop``. Collective."""
+        """Agree at a boundary on whether a rank has set ``should_stop``. Collective."""
+        # a flag that is up is the same on all ranks, so all skip the message together
         if not self.agreement.is_up(self.stop_flag):
             self.request_stop()
             self.agreement.now(self.stop_flag)
 
     @does("asking who wants to stop")
     def agree_on_ending(self) -> None:
-        """Between windows: ask all ranks at once whether one of them wants to stop, or was interrupted. Collective."""
+        """Agree between windows on whether a rank has requested a stop, or was interrupted. Collective."""
         if self.world_size > 1:
             self.request_stop()
             self.agreement.now(self.stop_flag)

@@ -26,47 +26,47 @@ TERMINATED = "SIGTERM"
 """Value of ``trainer.interruption`` after SIGTERM."""
 
 AGAIN = 1.0
-"""Seconds after which a second SIGTERM is no echo of the first: schedulers send it twice within milliseconds."""
+"""Seconds after which a second SIGTERM is a new one: schedulers send it twice within milliseconds."""
 
 DUE = -1
-"""In place of a signal: the run is to be saved, and goes on."""
+"""Replaces a signal's number: the run is to be saved, and continues."""
 
 OFTEN = 600.0
-"""Seconds after which a run that may be restarted, and that no callback saves, is saved within an epoch."""
+"""Seconds between saves of a run that may be restarted and that no callback saves."""
 
 
 @contextmanager
 def undisturbed(session: Session) -> Iterator[None]:
-    """Have the signals that ask a job to requeue end nothing while a module is evaluated: there is nothing to save."""
+    """Ignore the signals for a requeue during an evaluation, which has nothing to save."""
     job = attempts_here(session.config.default_root_dir, session.cluster)
     with handling(() if job is None else job.asks, lambda number: None):
         yield
 
 
 _fits = itertools.count(1)
-"""Numbers the fits of this process: in the job's next attempt each goes on from its own checkpoint."""
+"""Numbers of the fits of this process: in the job's next attempt each continues from its own checkpoint."""
 
 
 class Signals:
     """The signals of one fit.
 
-    A handler only notes what came. What is wanted travels with the other flags (`lockstep.ground.agreement`), and all
-    ranks act at the same boundary:
+    A handler only records the signal. The ranks agree on it with the other flags (`lockstep.ground.agreement`), and act
+    at the same boundary:
 
     - SIGTERM ends the fit in order, as Ctrl-C does, and then the process with code 143. After a failure, the second
-      time, or while ranks have not met, it ends the process at once.
-    - In a task of a SLURM job, or its batch script of one task, the run is saved first. SIGUSR1 and SIGUSR2 have rank 0
-      put the job back into the queue (after SIGTERM, SLURM has decided already), and all wait for SLURM to end them.
-      The job's next attempt goes on from there. If SLURM refuses, the fit goes on.
-    - In a run that ``lockstep run`` may restart, SIGTERM has it saved before it ends. Such a run is also saved when
-      the fit has ended, and, where no callback saves it, at the end of every epoch and every ten minutes.
+      time, or before the rendezvous, it ends the process at once.
+    - In a task of a SLURM job, or its batch script of one task, the run is saved first. After SIGUSR1 and SIGUSR2
+      rank 0 requeues the job, and all wait for SLURM to end them. The job's next attempt continues from there. If
+      SLURM refuses, the fit continues.
+    - A run that ``lockstep run`` may restart is saved at SIGTERM before it ends, and when the fit has ended. If no
+      callback saves it, it is also saved at the end of every epoch and every ten minutes.
 
     Args:
         session: before its fit.
 
     Attributes:
-        ending: how this fit ended in an earlier attempt, if it did: it is not run again.
-        goes_on: whether it goes on from what an earlier attempt at a run of ``lockstep run`` has saved.
+        ending: result of this fit in an earlier attempt, if it has ended there; it is not run again.
+        goes_on: True if it continues from a checkpoint of an earlier attempt at a run of ``lockstep run``.
     """
 
     def __init__(self, session: Session) -> None:
@@ -75,11 +75,11 @@ class Signals:
         self.job: Attempts | None = attempts_here(session.config.default_root_dir, session.cluster)
         if self.job is not None and self.job.is_kept and session.config.fast_dev_run:
             self.job = None
-        self.asked = 0
+        self.requested = 0
         self.failing = False
         self.ending: dict[str, Any] | None = None
         self.goes_on = False
-        self._heard = 0  # the last signal that has not been acted on
+        self._unhandled = 0  # the last signal that has not been handled
         self._keeps = False
         self._clock: threading.Timer | None = None
         self._flag = 0
@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Hear of signals while the fit runs; SIGTERM that came too late for its last boundary is sent again."""
+        """Handle signals while the fit runs. A SIGTERM after its last boundary is sent again at the end."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
@@ -96,38 +96,40 @@ class Signals:
         finally:
             if self._clock is not None:
                 self._clock.cancel()
-        if self.asked == signal.SIGTERM:
+        if self.requested == signal.SIGTERM:
             send_again(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
+        """Record a signal, in its handler: nothing that waits or writes is safe here."""
         if number == signal.SIGTERM:
             self.session.received_sigterm = True
             waits = self.job is not None and self.job.requeues
-            again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
+            again = self.requested == number and time.monotonic() - self._at > AGAIN and not waits
+            # no boundary will follow
             if self.failing or again or not self.session.strategy.has_met or is_given_up():
                 end_at_once()
-            self._at = self._at if self.asked == number else time.monotonic()
-        if self.asked != signal.SIGTERM:
-            self._heard = self.asked = number
+            self._at = self._at if self.requested == number else time.monotonic()
+        if self.requested != signal.SIGTERM:
+            self._unhandled = self.requested = number
 
     def _due(self) -> None:
-        """It is time to save; in any thread."""
-        if self.asked == 0:
-            self.asked = DUE
-            if self._heard:  # it has come between these lines
-                self.asked = self._heard
+        """Request a save, from any thread."""
+        if self.requested == 0:
+            self.requested = DUE
+            if self._unhandled:  # a signal has arrived between these lines
+                self.requested = self._unhandled
 
     # -- before the loop -----------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        """Take a flag of the run's agreement; its ranks are connected."""
+        """Register a flag of the run's agreement; its ranks are connected."""
         session = self.session
         self._flag = session.agreement.register("signal")
         self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, session.callbacks))
-        self._wind_up()
+        self._restart_clock()
 
-    def _wind_up(self) -> None:
-        """On rank 0: count the time to the next save."""
+    def _restart_clock(self) -> None:
+        """Start the time to the next save, on rank 0."""
         if self._clock is not None:
             self._clock.cancel()
         if self._keeps and self.session.is_global_zero:
@@ -136,7 +138,7 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """On rank 0: what an earlier attempt at this run saved last, which goes before what the script asks for.
+        """Return on rank 0 the newest checkpoint of an earlier attempt at this run, or else the script's.
 
         Collective in a run of ``lockstep run``.
         """
@@ -154,11 +156,11 @@ class Signals:
             claim, self.goes_on = strategy.broadcast((job.claim(), path is not None))
             job.join(claim)
         if path is not None:
-            rank_zero_info(f"{job}: the fit goes on from {path}")
+            rank_zero_info(f"{job}: the fit continues from {path}")
         return asked if path is None else path
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Take in that an earlier attempt has brought this fit to its end, if it has."""
+        """Load the result of this fit, if it has ended in an earlier attempt."""
         ended = checkpoint.get(state.OWN, {}).get("ended") if self.goes_on else None
         if ended is not None:
             rank_zero_info(f"{self.job}: the fit has ended there, and is not run again")
@@ -174,24 +176,25 @@ class Signals:
         session.agreement.request(session.interrupt_flag)
 
     def act(self) -> None:
-        """Do what was asked for, if it was a signal; comes back if the fit goes on, or is to end in order.
+        """Handle the signal, if it was one; return if the fit continues or is to end in order.
 
-        Collective, where the fit is interrupted on all ranks.
+        Collective if the fit is interrupted on all ranks.
         """
         session, job = self.session, self.job
         if session.world_size > 1 and not session.agreement.now(self._flag):
             return  # Ctrl-C
-        heard = session.strategy.gather_objects(self.asked)
-        number = signal.SIGTERM if signal.SIGTERM in heard else max(0, *heard)
+        # ranks may have received different ones: the one that ends the run counts
+        received = session.strategy.gather_objects(self.requested)
+        number = signal.SIGTERM if signal.SIGTERM in received else max(0, *received)
         session.received_sigterm = session.received_sigterm or number == signal.SIGTERM
         for flag in (self._flag, session.interrupt_flag):
             session.agreement.lower(flag)
-        if job is not None and number == 0 and DUE in heard:
+        if job is not None and number == 0 and DUE in received:
             self._save(job)
-            self._wind_up()
+            self._restart_clock()
         elif job is not None and job.saves and number:
             number = self._save_and_leave(job, number)
-        self.asked = self._heard = 0
+        self.requested = self._unhandled = 0
         if number == signal.SIGTERM:
             session.interruption, session.should_stop = TERMINATED, True
             session.agreement.request(session.interrupt_flag)
@@ -204,19 +207,20 @@ class Signals:
             logger.save()
 
     def _save_and_leave(self, job: Attempts, number: int) -> int:
-        """Save, and wait to be ended where the job is requeued; gives the signal, or 0 where the run goes on."""
+        """Save, and wait for the end if the job is requeued; return the signal, or 0 if the run continues."""
         name = signal.Signals(number).name
         rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
         self._save(job)
         refused = self._leave(job, number) if job.requeues else None
         if refused is None:
             return number
-        rank_zero_warn(f"{name}: the run is saved, and goes on, for the job was not requeued: {refused}")
+        rank_zero_warn(f"{name}: the run is saved and continues, since the job was not requeued: {refused}")
         return 0
 
     def _leave(self, job: Attempts, number: int) -> str | None:
-        """Wait to be ended; gives the reason if the job was not requeued, None where it is time to end by oneself."""
-        with by_default(signal.SIGTERM):  # it comes before scontrol returns, and ends a rank that waits for rank 0, too
+        """Requeue the job and wait for its end; return the reason if it was not requeued, None if no end came."""
+        # SLURM's SIGTERM may arrive before scontrol returns, and has to end ranks that wait for rank 0, too
+        with by_default(signal.SIGTERM):
             refused = ""
             if number != signal.SIGTERM:
                 if self.session.is_global_zero:
@@ -231,14 +235,14 @@ class Signals:
             return None
 
     def epoch_ended(self) -> None:
-        """An epoch is over: where nobody else saves the run, it is time to."""
+        """Request a save at the end of an epoch, if no callback saves the run."""
         if self._keeps:
             self._due()
 
     # -- after the loop ------------------------------------------------------------------------------------
 
     def ended(self, result: dict[str, Any]) -> None:
-        """The loop has ended by itself: keep that, so that no later attempt runs this fit again. Collective."""
+        """Save the result of a fit that has ended, so that no later attempt runs it again. Collective."""
         job = self.job
         if job is None or not job.is_kept or self.ending is not None:
             return
@@ -246,15 +250,15 @@ class Signals:
         weights = session.strategy.save(weights_only=True).module
 
         def add(checkpoint: dict[str, Any]) -> None:
-            # from the rest of it callbacks may make other weights: those before their average, to go on with. Mostly
-            # these are the same tensors as in the rest, which the file holds once
+            # a callback may have replaced the weights of "state_dict", for example by those before its average. Mostly
+            # these are the same tensors, which the file holds once
             checkpoint[state.OWN]["ended"] = {"result": result, "weights": weights}
 
         self._save(job, add)
-        session.strategy.checkpoints.after_saving = None  # what the script saves from here on is not of the loop's end
+        session.strategy.checkpoints.after_saving = None  # later checkpoints of the script are not the loop's
 
     def done(self) -> None:
-        """The fit has come to its end."""
+        """Record that the fit has ended."""
         if self.job is not None and self.session.is_global_zero:
             self.job.done(self.call)
 

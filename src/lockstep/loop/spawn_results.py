@@ -64,25 +64,21 @@ class SpawnResults:
     state: TrainerState
 
 
-def _predictions_of_all(session: Session, loop: Loop, returned: Any) -> Any:
-    """Return the predictions of all ranks in the order of the samples, on ranks that return to a caller. Collective."""
-    several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
-    strategy = session.strategy
-    first = strategy.replicas.first_ranks  # of the ranks with the same samples
-    of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
-    return in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
-
-
 def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
     """Run a loop of a rank's Trainer, and pack the results for the calling process."""
     before = _build(session.module)
     returned = loop.run(*args)
+    strategy = session.strategy
     predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
     if predicted and returned is not None and session.config.use_distributed_sampler:
-        returned = _predictions_of_all(session, loop, returned)
+        # the predictions of all ranks, in the order of the samples; ranks with the same samples send them once
+        first = strategy.replicas.first_ranks
+        of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
+        several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
+        returned = in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
     module, grown = session.module, None
-    if session.strategy.cuts_parameters:
-        weights = gathered(module.state_dict(), keep=session.strategy.local_rank == 0)
+    if strategy.cuts_parameters:
+        weights = gathered(module.state_dict(), keep=strategy.local_rank == 0)
     else:
         weights = module.cpu().state_dict()
         changed = [name for name, parts in _build(module).items() if parts != before.get(name)]
@@ -138,11 +134,13 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
     strategy = session.strategy
     parts: tuple[Any, ...] = (strategy.checkpoint_io, session.profiler, *session.loggers, *session.base_callbacks)
     parts = (*parts, strategy, session, session.trainer)
-    states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
+    # only classes that define how they are pickled; since Python 3.11 `object` has `__getstate__` too
+    plain = getattr(object, "__getstate__", None)
+    states = [(part, part.__getstate__()) for part in parts if getattr(type(part), "__getstate__", None) is not plain]
 
     def call_there(session: Session, loop: Loop, *args: Any) -> SpawnResults:
         for part, state in states:
-            _parents.append(dict(vars(part)))
+            _parents.append(dict(vars(part)))  # their finalizers would close the parent's files
             getattr(part, "__setstate__", vars(part).update)(state)
         for tensor in (*session.module.parameters(), *session.module.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]  # all ranks would step on the same numbers
@@ -150,7 +148,7 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
         results = call(session, loop, *args)
         # attributes that could not have been sent here need not be sent back
         results.attributes = _portable(results.attributes)
-        results.callbacks = [c if _travels(c) else _portable(vars(c)) for c in results.callbacks]
+        results.callbacks = [c if _can_be_sent(c) else _portable(vars(c)) for c in results.callbacks]
         return results
 
     return call_there
@@ -170,6 +168,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
     module.load_state_dict(results.weights)
     for name, value in results.attributes.items():
         object.__setattr__(module, name, value)
+    # the user's own objects change, since scripts read `checkpoint.best_model_path` of the callback that they made
     for mine, theirs in zip(session.base_callbacks, results.callbacks, strict=True):
         vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
     session.fit.progress, session.published = results.progress, results.published
@@ -179,6 +178,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
 
 def session_here(session: Session) -> Session:
     """Return a session of one process with the returned weights, for checkpoints saved after the call."""
+    # the ranks have ended, and with them the process group of the call's strategy
     strategy, io = SingleDeviceStrategy(), session.strategy.checkpoint_io
     strategy.connect(World.single(), torch.device("cpu"), session.strategy.precision)
     strategy.module, session.module.trainer = session.module, session.trainer
@@ -198,22 +198,18 @@ def _make_layers(session: Session) -> None:
         fill_whole(module)
     except Exception as error:
         raise MisconfigurationException(
-            f"The run is over. The weights of {type(module).__name__} came back from its ranks, and its "
-            f"`configure_model`, which makes the layers, cannot run in this process ({error}): use a checkpoint of the "
-            "run, or make the layers in `__init__`."
+            f"The run has ended and returned the weights of {type(module).__name__}, but `configure_model`, which "
+            f"makes its layers, failed in this process ({error}): load a checkpoint of the run, or make the layers in "
+            "`__init__`."
         ) from error
 
 
-def _says_what_travels(part: object) -> bool:
-    """Return True if the class defines how it is pickled; since Python 3.11 `object` has ``__getstate__`` too."""
-    return getattr(type(part), "__getstate__", None) is not getattr(object, "__getstate__", None)
+def _portable(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that can be sent to another process."""
+    return {name: value for name, value in attributes.items() if _can_be_sent(value)}
 
 
-def _portable(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if _travels(value)}
-
-
-def _travels(value: object) -> bool:
+def _can_be_sent(value: object) -> bool:
     try:
         pack(value, io.BytesIO())
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):

@@ -1,4 +1,4 @@
-"""A run as a dict, and back: Lightning's keys, and what resuming bitwise needs besides."""
+"""Checkpoints of a run as dicts: Lightning's keys, and lockstep's own for a resume to the same bits."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def _training(session: Session, engine: EngineState) -> dict[str, Any]:
 def collect(
     session: Session, weights_only: bool = False, *, alone: bool = False, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """The run as a dict. Collective: every rank adds its random states and what it has logged so far.
+    """Return a checkpoint of the run. Collective: every rank adds its random states and its logged values.
 
     Args:
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
-        alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
+        alone: do not communicate: leave out the entries of other ranks, and go back to the start of the window.
         trainable_only: leave out weights that are frozen and have not changed, and record their names.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy
@@ -95,37 +95,47 @@ def collect(
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
         checkpoint[OWN].update(_resume_entries(session, engine, progress, alone))
-    checkpoint.update(_of_users(session, weights_only))
-    session.hooks.call("on_save_checkpoint", checkpoint)
-    return checkpoint
-
-
-def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
-    """Hyperparameters of the module and the data module, and the state of that one."""
-    found: dict[str, Any] = {}
     datamodule = session.datamodule
     for source in (session.module, datamodule):
         if source is not None and source.hparams:
             key = source.CHECKPOINT_HYPER_PARAMS_KEY
-            found[key] = plain_hyperparameters(source.hparams)
-            found[f"{key}_classes"] = noted_classes(source.hparams, found[key])
+            checkpoint[key] = plain_hyperparameters(source.hparams)
+            # `torch.load(weights_only=True)` accepts plain values, so classes are recorded by name
+            checkpoint[f"{key}_classes"] = noted_classes(source.hparams, checkpoint[key])
             if source._hparams_name is not None:
-                found[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
+                checkpoint[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
     if datamodule is not None and not weights_only:
         saved = datamodule.state_dict()
         if saved:
-            found[type(datamodule).__qualname__] = saved
-    return found
+            checkpoint[type(datamodule).__qualname__] = saved
+    session.hooks.call("on_save_checkpoint", checkpoint)  # last: users may change all of it
+    return checkpoint
 
 
 def _resume_entries(session: Session, engine: EngineState, progress: Progress, alone: bool) -> dict[str, Any]:
     """Collect what lockstep adds to a checkpoint: seed, batch plan, published metrics, and an entry for each rank."""
-    fit, again = session.fit, _plays_again(session, progress, alone)
-    begun = 0 if again else _begun(session, progress)
-    # in manual optimization only the user knows where a window ends
-    holds = not alone and (bool(begun) or not session.module.automatic_optimization)
-    start = _at_window_start(session, engine, progress.batch) if again else None
-    ranks = _parts_alone(session, start) if alone else _parts(session, progress, begun, start, holds)
+    fit, automatic = session.fit, session.module.automatic_optimization
+    begun = _begun(session, progress)
+    # while a batch runs, gradients may hold a part of it, and its logged values are mixed with those of others: a
+    # resume then plays the window again
+    again = alone or (fit.progress.runs and automatic)
+    if again and begun:
+        progress.go_back(begun)
+        begun = 0
+    # in manual optimization only the user knows where a window ends, so gradients are always saved
+    holds = not alone and (bool(begun) or not automatic)
+    start = fit.resume.window_start.state(progress.batch) if again else None
+    if start is not None:  # None for a window of one batch
+        if engine.module is not None:
+            engine.module.update(start["buffers"])
+        start = at_window_start({"window_start": {**start, "buffers": {}}}, not progress.batch)
+    if alone:
+        part = {"data": of_all_ranks(_of_data(session))}
+        if session.world_size == 1:  # values logged on other ranks are missing
+            part.update(logged(session) if start is None else start)
+        ranks = [part] * session.world_size
+    else:
+        ranks = _parts(session, progress, begun, start, holds)
     published = session.published.callback if fit.resume.cut_epoch is None else fit.resume.cut_epoch["published"]
     if_any = {
         "strategy of ranks": engine.by_rank,
@@ -147,22 +157,11 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
     }
 
 
-def _plays_again(session: Session, progress: Progress, alone: bool) -> bool:
-    """Return True if a resume plays the window under way again, and move ``progress`` to its beginning.
-
-    While a batch runs, gradients may hold a part of it, and what it has logged is mixed with what others have.
-    """
-    again = alone or (session.fit.progress.runs and session.module.automatic_optimization)
-    if again and (begun := _begun(session, progress)):
-        progress.go_back(begun)
-    return again
-
-
 def _begun(session: Session, progress: Progress) -> int:
-    """Return the number of batches of a window that is under way."""
+    """Return the number of finished batches of the current window."""
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
-        return 0
+        return 0  # at the end of an epoch, or before it has loaders
     return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
 
 
@@ -173,8 +172,8 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
         session: of this rank.
         progress: as it is saved.
         begun: batches of a window that a resume continues.
-        start: what the rank has logged, where it does not go on from here.
-        holds: gradients may be held in the window.
+        start: logged values at the start of the window, if a resume plays it again.
+        holds: True if the gradients of the window are saved.
     """
     fit, strategy = session.fit, session.strategy
     cut = fit.resume.cut_epoch or logged(session)
@@ -187,16 +186,16 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
     if holds:
         part["weights"] = fit.weights
         part.update(strategy.window_state())
-    if strategy.saves_shards:  # each rank writes its own
+    if strategy.saves_shards:  # each rank writes its own entry
         ranks: list[Any] = [{} for _ in range(session.world_size)]
         ranks[strategy.world.rank] = part
         return ranks
-    # gradients that were reduced are the same on all ranks: they are sent by none, and once in the file
+    # reduced gradients are the same on all ranks: they are not sent, and are in the file once
     return strategy.collectives.gather_on_zero(part, alike=True)
 
 
 def logged(session: Session) -> dict[str, Any]:
-    """Return what this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
+    """Return the values that this rank has logged in the epoch, and those that callbacks read."""
     module, results, validation = session.module, session.fit.results, session.fit.resume.validation
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
@@ -206,12 +205,12 @@ def logged(session: Session) -> dict[str, Any]:
 
 
 def validation_start(session: Session) -> ValidationStart:
-    """Note what a validation of a fit is about to change."""
+    """Return the state that a validation of a fit is about to change."""
     return ValidationStart(random_states_of(session.strategy.own_devices), metric_states(session.module))
 
 
 def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> dict[str, Any]:
-    """Return what the torchmetrics objects of a module have collected, by name.
+    """Return the states of a module's torchmetrics objects, by name.
 
     Args:
         module: of the fit.
@@ -224,30 +223,9 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
 
 
 def _of_data(session: Session) -> dict[str, Any]:
-    """The state of this rank's loaders, before the batch that is under way."""
+    """Return the state of this rank's loaders, before the running batch."""
     fit = session.fit
     return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
-
-
-def _at_window_start(session: Session, engine: EngineState, batch: int) -> dict[str, Any] | None:
-    """Return what the rank had logged when the window started; None for a window of one batch.
-
-    Buffers as they were go into the weights.
-    """
-    start = session.fit.resume.window_start.state(batch)
-    if start is None:
-        return None
-    if engine.module is not None:
-        engine.module.update(start["buffers"])
-    return at_window_start({"window_start": {**start, "buffers": {}}}, not batch)
-
-
-def _parts_alone(session: Session, start: dict[str, Any] | None) -> list[Any]:
-    """The same, asking no other rank and without gradients."""
-    part = {"data": of_all_ranks(_of_data(session))}
-    if session.world_size == 1:
-        part.update(logged(session) if start is None else start)
-    return [part] * session.world_size
 
 
 @does("saving a checkpoint")
@@ -259,10 +237,14 @@ def save(
     also: Callable[[dict[str, Any]], None] | None = None,
     trainable_only: bool = False,
 ) -> None:
-    """Write a checkpoint of the run. Collective; rank 0 writes, or all do, and an error is an error on every rank.
+    """Write a checkpoint of the run. Collective.
 
     Args:
-        also: adds to it; called on every rank.
+        session: in a fit, or after one.
+        path: a path or a URL.
+        weights_only: as of `collect`.
+        storage_options: as of the CheckpointIO.
+        also: changes the checkpoint before it is written; called on every rank.
         trainable_only: as of `collect`.
 
     Raises:
@@ -271,7 +253,7 @@ def save(
     if trainable_only and getattr(session.strategy.checkpoint_io, "writes_all_weights", False):
         raise MisconfigurationException(
             f"trainer.save_checkpoint(trainable_only=True): {type(session.strategy).__name__} writes all weights in "
-            'the format that it was asked for: leave checkpoint_format at "sharded", or choose "full".'
+            'its checkpoint_format: leave that at "sharded", or set "full".'
         )
     checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
@@ -282,14 +264,15 @@ def save(
         session.strategy.save_checkpoint(checkpoint, path, storage_options, sharded=session.strategy.saves_shards)
     except Exception as failed:
         error = failed
+    # a full disk on one rank is an error on all, which would otherwise wait for it in the next collective
     raise_on_all(error, session.strategy.gather_objects, f"the checkpoint {os.fspath(path)!r}")
     session.fit.finite.newest_checkpoint = os.fspath(path)
-    if session.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
+    if session.state.status is not TrainerStatus.RUNNING:  # otherwise the end of the call waits for the writer
         finish(session)
 
 
 def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint from this rank without asking another one, as a rank that has failed must."""
+    """Write a checkpoint from this rank without communication, after a failure."""
     checkpoint = collect(session, alone=True)
     session.fit.finite.check_alone(checkpoint)
     session.strategy.save_checkpoint(checkpoint, path, alone=True)
@@ -297,7 +280,7 @@ def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def finish(session: Session) -> None:
-    """Wait until what was saved is there, where it is written later. Collective; an error is one on every rank."""
+    """Wait until all checkpoints are written. Collective; an error is raised on every rank."""
     strategy = session.strategy
     if getattr(type(strategy.checkpoint_io), "teardown", None) is CheckpointIO.teardown:
         return
@@ -310,7 +293,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """`finish` on a rank that has failed: asks no other rank, and logs an error instead of raising it."""
+    """Do the work of `finish` on a rank that has failed: without communication; an error is logged."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -321,36 +304,28 @@ def finish_alone(session: Session) -> None:
 
 
 def best_of(session: Session) -> Checkpoint | None:
-    """The first callback that has kept a best checkpoint; None where none has."""
+    """Return the first callback that has kept a best checkpoint; None if there is none."""
     keepers = (callback for callback in session.checkpoint_callbacks if getattr(callback, "best_model_path", ""))
     return next(keepers, None)
 
 
-def _best_of_last_fit(session: Session) -> str | None:
-    """Return the checkpoint that a call without a module loads, if there is one, and log it."""
-    best = getattr(best_of(session), "best_model_path", "")
-    if not best:
-        return None
-    rank_zero_info(
-        f"trainer.{session.state.fn}(): no module given; the best checkpoint of the last fit is loaded: {best}"
-    )
-    return str(best)
-
-
 def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
-    """The path that ``ckpt_path`` stands for.
+    """Return the path for a ``ckpt_path``; None if there is nothing to load.
 
     Args:
-        session: whose ModelCheckpoint knows "best" and "last".
-        asked: a path, "best", "last", "hpc" (what a requeued job of Lightning's has saved), or None.
-        model_given: whether the call was given a module; without one and without a path, the best is taken.
+        session: its ModelCheckpoint callbacks have "best" and "last".
+        asked: a path, "best", "last", "hpc" (the file of a requeued job of Lightning), or None.
+        model_given: False if the call got no module; without a path, the best checkpoint is loaded then.
 
     Raises:
-        MisconfigurationException: where there is no such checkpoint.
+        MisconfigurationException: there is no such checkpoint.
     """
     fn = session.state.fn
     if asked is None:
-        return None if model_given else _best_of_last_fit(session)
+        best = "" if model_given else getattr(best_of(session), "best_model_path", "")
+        if best:
+            rank_zero_info(f"trainer.{fn}(): no module given; the best checkpoint of the last fit is loaded: {best}")
+        return str(best) or None
     if asked == "hpc":
         return _requeued(session)
     if asked not in ("best", "last"):
@@ -380,49 +355,41 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
 
 
 def _requeued(session: Session) -> str:
-    """The newest of the files that Lightning writes before a job is requeued; what lockstep writes needs no asking."""
+    """Return the newest file that Lightning has written before a job was requeued."""
     folder = session.config.default_root_dir
     names = storage.names(folder)
     numbers = {int(found[1]): name for name in names if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))}
     if not numbers:
         raise MisconfigurationException(
             f'trainer.{session.state.fn}(ckpt_path="hpc"): there is no hpc_ckpt_1.ckpt or later one in {folder}; give '
-            "a path, or none: a job that lockstep has requeued goes on by itself."
+            "a path, or none: a job that lockstep has requeued continues automatically."
         )
     return storage.inside(folder, numbers[max(numbers)])
-
-
-def _last(session: Session) -> str | None:
-    """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk.
-
-    It is the one of the latest optimizer step; if a file does not contain that, the one that was written last.
-    """
-    found: set[str] = set()
-    for callback in session.checkpoint_callbacks:
-        found |= {str(path) for path in callback.find_last(session.trainer)}
-    existing = sorted(path for path in found if storage.exists(path))
-    steps: list[int | None] = [None]
-    if session.is_global_zero:  # which decides for all
-        if session.fitting:
-            _refuse_running(existing)
-        steps = [global_step(path) for path in existing] if len(existing) > 1 else steps
-    if None in steps:
-        return max(existing, key=storage.modified) if existing else None
-    return max(zip(steps, map(storage.modified, existing), existing, strict=True))[-1]
 
 
 PATIENCE = 10.0
 """Seconds for which a fit that resumes from the last checkpoint waits for the process that saves there to end."""
 
 
-def _refuse_running(paths: list[str]) -> None:
-    for folder in sorted({os.path.dirname(path) for path in paths}):
-        if is_claimed_elsewhere(folder, PATIENCE):
-            raise MisconfigurationException(
-                f'trainer.fit(ckpt_path="last"): another process is saving its run in {folder} now, so the last '
-                "checkpoint there is not this run's: wait for that process to end, give the path of a checkpoint, or "
-                "give ModelCheckpoint another `dirpath`."
-            )
+def _last(session: Session) -> str | None:
+    """Return the checkpoint of the latest optimizer step that the ModelCheckpoint callbacks have written or find."""
+    found: set[str] = set()
+    for callback in session.checkpoint_callbacks:
+        found |= {str(path) for path in callback.find_last(session.trainer)}
+    existing = sorted(path for path in found if storage.exists(path))
+    steps: list[int | None] = [None]
+    if session.is_global_zero:  # rank 0 decides for all
+        for folder in sorted({os.path.dirname(path) for path in existing}) if session.fitting else ():
+            if is_claimed_elsewhere(folder, PATIENCE):
+                raise MisconfigurationException(
+                    f'trainer.fit(ckpt_path="last"): another process is saving its run in {folder} now, so the last '
+                    "checkpoint there is not this run's: wait for that process to end, give the path of a checkpoint, "
+                    "or give ModelCheckpoint another `dirpath`."
+                )
+        steps = [global_step(path) for path in existing] if len(existing) > 1 else steps
+    if None in steps:  # a file without a step, for example of another program: the one that was written last
+        return max(existing, key=storage.modified) if existing else None
+    return max(zip(steps, map(storage.modified, existing), existing, strict=True))[-1]
 
 
 @does("reading a checkpoint")
@@ -434,7 +401,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
     with taking(path, "its plan"):
         own = checkpoint.get(OWN, {})
         if own.get("seed") is not None:
-            session.seed = operator.index(own["seed"])  # the order of data goes on as it was
+            session.seed = operator.index(own["seed"])  # the order of data is a function of it
         if session.state.fn is TrainerFn.FITTING:
             session.fit.resume.batches.read(own)
             session.fit.resume.shares = own.get("shares")
@@ -442,13 +409,13 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
 
 
 def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
-    """The module's hook that may change the checkpoint, the weights, and the data module's state."""
+    """Load the weights and the data module's state, after the module's ``on_load_checkpoint``."""
     module, datamodule = session.module, session.datamodule
     _call_load_hook(session, checkpoint)
-    if not session.places_first:  # else it has been done
+    if not session.places_first:  # placing the module has converted it
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     absent = frozen.absent_of(checkpoint, module)
-    if session.fitting and absent is None:  # the file may have other values of what is frozen than the module here
+    if session.fitting and absent is None:  # before loading: the file may hold other values of frozen weights
         session.base = frozen.FrozenBase(module)
         if _hashes_base(session):
             session.base.begin(dict(module.named_parameters()))
@@ -460,23 +427,19 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Call the module's hook on ``"state_dict"`` and, in a fit, on the weights that a callback trains in its place.
-
-    A hook that has changed those by their own key is not called again.
-    """
+    """Call the module's hook on ``"state_dict"`` and, in a fit, on the weights that a callback trains in its place."""
     keys = {key for callback in session.callbacks if (key := callback._other_weights)} if session.fitting else set()
     weights = {key: checkpoint[key] for key in keys if isinstance(checkpoint.get(key), dict)}
     others = {key: {**checkpoint, "state_dict": copy(found)} for key, found in weights.items()}
-    items = {key: list(found.items()) for key, found in weights.items()}
+    # `others` keeps the values alive, so their ids stay their own
+    items = {key: [(name, id(value)) for name, value in found.items()] for key, found in weights.items()}
     session.hooks.own("on_load_checkpoint", checkpoint)
     for key, other in others.items():
-        if checkpoint.get(key) is weights[key] and _are_same(items[key], list(weights[key].items())):
+        now = [(name, id(value)) for name, value in weights[key].items()]
+        # a hook that has changed these weights by their own key is not called on them
+        if checkpoint.get(key) is weights[key] and items[key] == now:
             session.hooks.own("on_load_checkpoint", other)
             checkpoint[key] = other["state_dict"]
-
-
-def _are_same(some: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> bool:
-    return [(name, id(value)) for name, value in some] == [(name, id(value)) for name, value in others]
 
 
 def _hashes_base(session: Session) -> bool:
@@ -486,24 +449,24 @@ def _hashes_base(session: Session) -> bool:
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
-    """Note what is frozen, with all weights in place; refuse those that the checkpoint's were not trained on."""
+    """Record which weights are frozen, once all are loaded; refuse others than the checkpoint was trained with."""
     module = session.module
     absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
     if checkpoint is not None and module.strict_loading:
         call = f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r})"
-        with taking(session.ckpt_path, "what it says of its base"):
+        with taking(session.ckpt_path, "its record of frozen weights"):
             frozen.check(checkpoint, module, session.strategy.named_parameters(), call)
     whole = checkpoint is not None and absent is None
-    if session.fitting and not whole:  # else `restore_model` has noted it
+    if session.fitting and not whole:  # otherwise `restore_model` has recorded it
         session.base = frozen.FrozenBase(module, absent)
         if _hashes_base(session):
             session.base.begin(session.strategy.named_parameters())
-    elif not (session.has("base") and session.base.is_of(module)):  # else what a fit has changed is kept behind it
+    elif not (session.has("base") and session.base.is_of(module)):  # the record of the last fit stays valid after it
         session.base = frozen.FrozenBase(module, absent)
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
-    """The callbacks' hooks, then to each the state that its ``state_key`` saved."""
+    """Call the callbacks' ``on_load_checkpoint``, then load the state of each by its ``state_key``."""
     for hook in session.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
     with taking(session.ckpt_path, "'callbacks'"):
@@ -512,7 +475,7 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
     if unclaimed and session.fitting:
         rank_zero_warn(
             f"trainer.fit(ckpt_path=...): the checkpoint has the states of callbacks that this Trainer does not have: "
-            f"{', '.join(unclaimed)}. They are not kept: give the Trainer the same callbacks to go on with them."
+            f"{', '.join(unclaimed)}. They are dropped: pass the same callbacks to the Trainer to restore them."
         )
     for callback in session.callbacks:
         saved = states.get(callback.state_key)
@@ -527,11 +490,11 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Optimizers, schedulers, counters, bucket plan; random states wait until the loop goes on."""
+    """Restore optimizers, schedulers, counters and the bucket plan. `restore_rank` restores the rest."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
             raise KeyNotThere(
-                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
+                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot resume "
                 "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
             )
     strategy, path = session.strategy, session.ckpt_path
@@ -557,7 +520,7 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Restore counters, the engine's plan and what callbacks read; this rank's entry waits for :func:`restore_rank`."""
+    """Restore counters, the engine's plan and published values, and select this rank's entry."""
     strategy, fit = session.strategy, session.fit
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
@@ -577,8 +540,8 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
             fit.resume.lacks_logged = True
             rank_zero_warn(
                 f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "
-                f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, and did not know what the others "
-                "had logged: this epoch's means are those of the batches to come."
+                f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, without the values logged on other "
+                "ranks: this epoch's means are those of the remaining batches."
             )
     else:
         fit.progress.load_lightning(checkpoint)
@@ -587,8 +550,8 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         if fit.resume.lacks_logged:
             rank_zero_warn(
                 f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit.progress.batch} batches "
-                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are "
-                "those of the batches to come."
+                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are those "
+                "of the remaining batches."
             )
 
 
@@ -601,9 +564,9 @@ def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
 
 
 def restore_rank(session: Session, part: dict[str, Any]) -> None:
-    """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
+    """Restore this rank's entry just before training continues: random states, logged values, data, gradients.
 
-    A checkpoint that Lightning wrote has an empty one.
+    The entry of a checkpoint of Lightning is empty.
     """
     module, strategy = session.module, session.strategy
     with taking(session.ckpt_path, "a rank's part"):
@@ -619,7 +582,10 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             if metric is not None:
                 load_metric(metric, saved if isinstance(saved, list) else [saved])
             else:
-                warn_once(f"The checkpoint holds what the metric {name!r} had collected, and the module has none here.")
+                warn_once(
+                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: it is "
+                    "dropped."
+                )
         if "published" in part:
             session.published.callback.clear()
             session.published.callback.update(part["published"])
@@ -631,5 +597,5 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             part = {**part, "gradients": others.mean_gradients(shapes)}
         strategy.load_window_state(part)
         session.fit.weights = part.get("weights")
-        if "random" in part:
+        if "random" in part:  # last: loading may have drawn random numbers
             set_random_states_of(part["random"], strategy.own_devices)

@@ -37,7 +37,7 @@ def taking(path: object, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MisconfigurationException, CorruptCheckpoint, RankFailed):
+    except (MisconfigurationException, CorruptCheckpoint, RankFailed):  # they name what is wrong
         raise
     except Exception as error:
         raise CorruptCheckpoint(
@@ -59,6 +59,7 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
     """
     module = session.module
     cause: RuntimeError | None = None
+    # before torch loads anything: a module that was half loaded would be neither of the two models
     difference = _first_difference(module, saved, absent, certain=True) if takes_names_as_they_are(module) else None
     if difference is None:
         try:
@@ -76,10 +77,6 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
         f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
         f"than this {type(module).__name__}: {difference}."
     ) from cause
-
-
-def _shown_shape(shape: torch.Size | None) -> tuple[int, ...]:
-    return tuple(shape or ())
 
 
 def _first_difference(
@@ -102,10 +99,10 @@ def _first_difference(
                 return f"the checkpoint has no {name!r}; {way_out}"
             continue
         there, here = getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))
-        of_old = certain and (there, here) == ((1,), ())  # a scalar as a vector
+        of_old = certain and (there, here) == ((1,), ())  # old versions of torch saved a scalar as a vector
         if there != here and not of_old:
-            said = f"{_shown_shape(there)} in the checkpoint and {_shown_shape(here)} here"
-            return f"{name!r} has the shape {said}; make the module with the arguments that it had"
+            shapes = f"{tuple(there or ())} in the checkpoint and {tuple(here or ())} here"
+            return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 
@@ -155,6 +152,7 @@ def _loaded(
 
 
 def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
+    """Return how the class of the saved optimizer differs; None if it does not."""
     own = class_of(optimizer)
     if kind is not None:
         return None if kind == own else f"it was written by {kind}"
@@ -168,6 +166,7 @@ def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) 
 
 
 def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
+    """Return how the saved parameter groups differ; None if they do not."""
     theirs, ours = (
         [len(group["params"]) for group in groups] for groups in (saved.get("param_groups", []), optimizer.param_groups)
     )
@@ -225,13 +224,6 @@ _KINDS: tuple[tuple[type, ...], ...] = ((int, float, torch.Tensor), (list, tuple
 """Groups of types that are interchangeable."""
 
 
-def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return True if an optimizer may store this for a parameter: a count, or a tensor of its shape."""
-    if name not in _NUMBERS:
-        return value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
-    return _is_number(value) and float(value) >= 0
-
-
 def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Refuse a malformed state of one of torch's optimizers; states of others are not checked.
 
@@ -251,13 +243,18 @@ def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> Non
     for number, state in states.items():
         if not isinstance(state, dict):
             raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")
-    names = set().union(*states.values())
+    names = set().union(*states.values())  # torch fails at the first step, far from the cause, if one is missing
     for (number, state), parameter in zip(states.items(), parameters, strict=True):
         missing = names - state.keys() if state else ()
         if missing:
             raise TypeError(f"parameter {number} has no {min(missing)!r}")
         for name, value in state.items():
-            if not _may_be(name, value, parameter):
+            if name in _NUMBERS:
+                is_valid = _is_number(value) and float(value) >= 0
+            else:
+                is_tensor = isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter)
+                is_valid = value is None or is_tensor
+            if not is_valid:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise TypeError(f"{name!r} of parameter {number} is of another kind ({what})")
 

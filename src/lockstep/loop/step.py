@@ -1,9 +1,8 @@
 """One window of a fit: the micro-batches of one optimizer step, forward and backward of each, and the update.
 
 `FitLoop.make_step` chooses, once per fit, the class that plays its windows: `Automatic`, `ByClosure`
-(`loop/closures.py`), `Manual` or `Ahead`. Each has the whole story of a window in its method ``window``. What they have
-in common, how a micro-batch starts and ends and what its loss and backward are, is in `Step`. The update is in
-`loop/update.py`.
+(`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each is a whole window. `Step` has what they share:
+start and end of a micro-batch, its loss and backward. The update is in `loop/update.py`.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from lockstep.loop.update import Update
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 SKIPPED = (
-    "The data set does not go round: ranks {ranks} have no samples of a micro-batch that is left at the end, and run "
-    "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
-    "weights, say) belongs into a hook of the update, `on_before_zero_grad` or `on_before_optimizer_step`, which run "
-    "on every rank; or leave such batches out by DataLoader(drop_last=True)."
+    "The data set does not divide evenly: ranks {ranks} have no samples of a last micro-batch, and run neither "
+    "`training_step` nor these batch hooks for it: {names}. Move code that belongs to each update (an average of the "
+    "weights, for example) to `on_before_zero_grad` or `on_before_optimizer_step`, which run on every rank; or leave "
+    "such batches out by DataLoader(drop_last=True)."
 )
 NO_BATCH = (
-    "A training loader gave None for a batch: it is skipped, and so are on_train_batch_start and `training_step`. If "
-    "that is not meant, look at the loader's `collate_fn`."
+    "A training loader returned None for a batch: on_train_batch_start and `training_step` are skipped. If this is not "
+    "intended, check the loader's `collate_fn`."
 )
 NO_HOOK = (
-    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
-    "not run here. If it changes gradients, and other ranks had a loss, the ranks' weights part: return `0.0 * loss`."
+    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so `on_after_backward` does not "
+    "run on this rank. If the hook changes gradients and other ranks have a loss, the ranks' weights differ from then "
+    "on: return `0.0 * loss`."
 )
 UNEVEN = (
-    "The loaders side by side are cut unevenly in this step: of one there are more samples than of another in a "
-    "micro-batch or on a rank, so that one loss for all cannot weigh each as one process with the whole batch would. "
-    'It is weighed by the loader with most samples. Return the losses by loader, {"loss": {"a": loss_a, "b": loss_b}}, '
-    "in the nest of the batch and None where a batch is None: each is weighed by its own samples then. Or leave such "
-    "rows out: DataLoader(drop_last=True) in each."
+    "The loaders that are read together are cut unevenly: a micro-batch of a rank has more samples of one loader than "
+    "of another. One loss for all is weighed by the loader with most samples, unlike in one process with the whole "
+    'batch. Return a loss for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch and None where a '
+    "batch is None; or leave uneven batches out by DataLoader(drop_last=True) in each."
 )
 
 
@@ -68,9 +67,9 @@ class TrainingBatch(NamedTuple):
     absent: tuple[int, ...]
     """Ranks without samples of it."""
     first: bool
-    """The first of its window."""
+    """True if it is the first of its window."""
     last: bool
-    """The last of its window."""
+    """True if it is the last of its window."""
 
 
 class Step:
@@ -80,25 +79,26 @@ class Step:
     not run. Hooks of the update run on every rank.
 
     Attributes:
-        update: of the optimizers.
-        shared: there are several ranks.
-        training_step: the module's, or a timed one in its place.
-        takes_idx: ``training_step`` takes the number of the batch.
-        transfer: brings a batch to the device.
-        moves: ``transfer`` has anything to do.
-        absent: ranks without samples of the micro-batch at hand.
-        ended_by_user: ``on_train_batch_start`` has returned -1.
+        update: updates the parameters at the end of a window.
+        shared: True if there are several ranks.
+        training_step: the module's method, or a timed version of it.
+        takes_idx: True if ``training_step`` takes the number of the batch.
+        transfer: moves a batch to the device.
+        moves: True if ``transfer`` changes anything.
+        absent: ranks without samples of the current micro-batch.
+        ended_by_user: True if ``on_train_batch_start`` has returned -1.
         newest: the number in its epoch of the newest micro-batch that has started; -1 before the first.
-        at_once: micro-batches that are played before a validation can come.
+        at_once: number of micro-batches that are played before a validation is possible.
     """
 
     newest = -1
     at_once = 1
     training_step: Callable[..., Any]
     takes_idx: bool
-    _given: Callable[..., Any] | None = None  # the module's, when it was looked at last
+    _given: Callable[..., Any] | None = None  # the module's method at the start of the epoch
 
     def __init__(self, session: Session, update: Update) -> None:
+        # all that a step reads is an attribute of this object: a chain of attributes costs at each step
         self._session = session
         self._strategy = session.strategy
         self._hooks = session.hooks
@@ -106,7 +106,7 @@ class Step:
         self._results = session.results
         self._scaler = session.strategy.precision.scaler
         self._watch_loss = session.fit.finite.noting
-        self._looked_at_keys = False
+        self._has_checked_keys = False
         self.shared = session.world_size > 1
         self.update = update
         self.take_step()
@@ -121,30 +121,30 @@ class Step:
         """Play one window, yielding after each micro-batch, when its hooks have run.
 
         Args:
-            window: its micro-batches.
+            window: the micro-batches.
             batch_idx: the number of the first one.
         """
         raise NotImplementedError
 
-    def go_on_after(self, batch: int, accumulate: int) -> None:
+    def continue_after(self, batch: int, accumulate: int) -> None:
         """Prepare for a resumed run that continues after this micro-batch."""
 
     def take_step(self) -> None:
-        """Take the module's ``training_step``, which a hook may have replaced since the last epoch."""
+        """Read the module's ``training_step``, which a hook may have replaced since the last epoch."""
         given = self._session.module.training_step
-        if given != self._given:
+        if given != self._given:  # else a profiler's timed version stays
             self._given = self.training_step = given
             self.takes_idx = takes_idx(given)
 
     # -- a micro-batch starts ------------------------------------------------------------------------------
 
     def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
-        """Start one micro-batch after the other; stop after the one for which the user has ended the epoch."""
+        """Yield the micro-batches of a window, each started; stop if the user ends the epoch."""
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
-        if last and not window.begun:
+        if last and not window.begun:  # a window of one batch has no middle from which a resume could continue
             self._fit.resume.window_start.note(batch_idx)
-        if local is not None:
+        if local is not None:  # with local steps, samples weigh among the ranks whose gradients are averaged
             window.share_among(local.averaged_ranks())
         if window.gap is not None:
             strategy.check_gap(*window.gap)
@@ -155,25 +155,26 @@ class Step:
             progress.under_way = True
             if absent is not None:
                 self.absent = strategy.replicas.ranks(absent[i])
-            if self.newest == -1:  # the first of a fit, before it is on a device
+            if self.newest == -1:  # the first of a fit; on the CPU, where reading labels waits for no device
                 self._fit.uneven_targets = (self.shared or last > 0) and has_uneven_targets(batch)
             batch = self.begin(batch, batch_idx + i, weight)
             if self.ended_by_user:
                 progress.under_way = False
                 return
             progress.runs = True
+            # `trainer.optimizers = [...]` in a hook
             if strategy.optimizers != self.update.optimizers:
                 self.update.change_optimizers()
             first = i == 0 and not window.begun
             yield TrainingBatch(batch, batch_idx + i, weight, share, self.absent, first, at_end)
 
     def begin(self, batch: object, batch_idx: int, weight: float) -> Any:
-        """Bring a batch to the device and call ``on_train_batch_start``; return the batch as it is there."""
+        """Move a batch to the device and call ``on_train_batch_start``; return the batch on the device."""
         results = self._results
         self.newest = batch_idx
         results.micro_batch += 1
         results.weight = weight
-        results.muted = weight == 0.0
+        results.muted = weight == 0.0  # a padding batch logs nothing
         if self.absent:
             return self._begin_with_absent(batch, batch_idx, weight)
         if self.moves:
@@ -186,7 +187,7 @@ class Step:
         return batch
 
     def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
-        """:meth:`begin` if some ranks have no samples of the micro-batch. All agree whether the epoch ends here."""
+        """Do the work of :meth:`begin` for a micro-batch that some ranks have no samples of. Collective."""
         names = self._hooks.owners(BATCH_HOOKS)
         if names:
             warn_once(SKIPPED.format(ranks=list(self.absent), names=", ".join(names)), key="batch hooks skipped")
@@ -202,6 +203,7 @@ class Step:
                     batch = self.transfer(batch)
                 if self._hooks.on_train_batch_start is not None:
                     ended = self._hooks.call("on_train_batch_start", batch, batch_idx) == -1
+        # the hook did not run on all ranks, and they have to end the epoch together
         self.ended_by_user = self._strategy.reduce_boolean_decision(ended, all=False)
         if self.ended_by_user:
             self.absent = ()
@@ -210,7 +212,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Surround user code that ranks without samples do not run: collectives are refused in it."""
+        """Refuse collectives in the block, which runs user code that ranks without samples do not run."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -220,11 +222,11 @@ class Step:
     # -- its forward ---------------------------------------------------------------------------------------
 
     def arguments(self, micro_batch: TrainingBatch) -> tuple[Any, ...]:
-        """Arguments of ``training_step``."""
+        """Return the arguments of ``training_step``."""
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
-        """Log into the table of ``training_step`` from here on; with ``muted``, values count for nothing."""
+        """Log into the table of ``training_step`` from now on; with ``muted``, values are dropped."""
         self._results.table = self._table
         self._results.muted = muted
 
@@ -232,23 +234,38 @@ class Step:
         """Return the loss and its factor.
 
         Args:
-            output: what ``training_step`` returned.
+            output: result of ``training_step``.
             share: of the micro-batch.
         """
         if output is None:
             warn_once(
-                "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
+                "`training_step` returned None: the micro-batch is skipped. If this is not intended, return the loss.",
                 key="training_step None",
             )
             return None, share
         loss = output
         if not isinstance(output, Tensor):
-            loss = self._loss_in(output)
             nest = self._fit.loaded.nest
-            if nest is not None and not isinstance(loss, Tensor):
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            if not isinstance(loss, (Tensor,) if nest is None else (Tensor, dict, list, tuple)):
+                raise MisconfigurationException(
+                    f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the "
+                    'key "loss", or None.'
+                )
+            if not isinstance(loss, Tensor):  # a loss for each of several loaders
                 self.update.unweighed = True
+                assert nest is not None
                 return weighed_by_part(output, nest, share), 1.0
+            if not self._has_checked_keys:
+                self._has_checked_keys = True
+                unread = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
+                if unread:
+                    rank_zero_warn(
+                        f"`training_step` returned the keys {unread}, which are not used since Lightning 1.0: call "
+                        "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
+                    )
             if "weight" in output:
+                # the user's weights are divided out at the end of the window, when those of all ranks are known
                 own = output["weight"]
                 self._fit.weights = own if self._fit.weights is None else self._fit.weights + own
                 return loss, own
@@ -256,20 +273,6 @@ class Step:
         if type(share) is Share:
             _warn_of_uneven_loaders()
         return loss, share
-
-    def _loss_in(self, output: Any) -> Any:
-        """Return the loss in a dict: a tensor, or a nest of tensors, one for each of several loaders."""
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        nests = (dict, list, tuple) if self._fit.loaded.nest is not None else ()
-        if not isinstance(loss, (Tensor, *nests)):
-            raise MisconfigurationException(
-                f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
-                '"loss", or None.'
-            )
-        if not self._looked_at_keys and isinstance(loss, Tensor):
-            self._looked_at_keys = True
-            _warn_of_unread_keys(output)
-        return loss
 
     # -- its backward --------------------------------------------------------------------------------------
 
@@ -280,7 +283,7 @@ class Step:
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
         """Run backward of a loss times its factor; return the product."""
-        if isinstance(factor, Tensor) or factor != 1.0:  # the value of one on a device is not waited for
+        if isinstance(factor, Tensor) or factor != 1.0:  # comparing a tensor would wait for its device
             loss = loss * factor
         hooks = self._hooks
         try:
@@ -288,7 +291,7 @@ class Step:
                 self._strategy.backward(loss)
             else:
                 self._backward_with_hooks(loss)
-        except RuntimeError as error:
+        except RuntimeError as error:  # checked only after a failure, so that healthy steps pay nothing
             refuse_loss(loss, "`training_step` returned", error)
             raise
         return loss
@@ -310,13 +313,14 @@ class Step:
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         if hooks.on_before_backward is not None and not self._session.is_padding:
-            strategy.steps_end()
+            strategy.steps_end()  # FSDP leaves parameters whole after a forward: what the hook writes there is lost
             if self.absent:
                 with self.without_absent():
                     hooks.call("on_before_backward", loss)
             else:
                 hooks.call("on_before_backward", loss)
         if self._scaler is not None and update.optimizer is None:
+            # manual optimization: users clip and read gradients between backwards, so those are kept unscaled
             update.watch.enlarge()
             strategy.backward(loss, *args, **kwargs)
             update.watch.reduce()
@@ -331,32 +335,29 @@ class Step:
         """Count a micro-batch and call ``on_train_batch_end``.
 
         Args:
-            outputs: what the hooks are shown of its step.
-            micro_batch: that is over.
-            done: micro-batches that count as finished from here on.
+            outputs: argument of the hooks.
+            micro_batch: the one that has ended.
+            done: number of micro-batches to count.
         """
         progress, results = self._progress, self._results
         progress.batch += done
         progress.total_batches += done
         progress.under_way = progress.runs = False
-        progress.phase = BATCH_END
+        progress.phase = BATCH_END  # before the hooks, whose checkpoints continue after this micro-batch
         if results.each_step:
             self._session.published.publish(results.agree_on_step())
         if self.absent:
-            self._end_with_absent(outputs, micro_batch)
+            if micro_batch.weight == 0.0:
+                self._hooks.call_without_samples("_on_any_batch_end", micro_batch.number)
+            elif self._hooks.on_train_batch_end is not None:
+                with self.without_absent():
+                    self._hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
+            self.absent = ()
         elif self._hooks.on_train_batch_end is not None:
             self._hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
         results.muted = False
         if results.each_step and self._strategy.sync_gradients:
-            self._session.agree_on_stop()  # who stops by a value of this window stops here
-
-    def _end_with_absent(self, outputs: object, micro_batch: TrainingBatch) -> None:
-        if micro_batch.weight == 0.0:
-            self._hooks.call_without_samples("_on_any_batch_end", micro_batch.number)
-        elif self._hooks.on_train_batch_end is not None:
-            with self.without_absent():
-                self._hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
-        self.absent = ()
+            self._session.agree_on_stop()  # a hook may have stopped by a value of this window: at once, on all ranks
 
 
 class Automatic(Step):
@@ -370,14 +371,14 @@ class Automatic(Step):
             on_before_backward, backward, on_after_backward,
             on_before_optimizer_step, clip, optimizer.step, schedulers, on_train_batch_end
 
-    On a rank without samples run, of all this, zero_grad, on_after_backward where the gradients were reduced,
+    A rank without samples runs, of all this, zero_grad, on_after_backward if gradients were reduced,
     on_before_optimizer_step, clipping and the step.
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
         update = self.update
-        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
+        steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
             steps = steps or micro_batch.batch is not None
             shown = self.forward_backward(micro_batch)
@@ -390,7 +391,7 @@ class Automatic(Step):
             yield
 
     def forward_backward(self, micro_batch: TrainingBatch) -> Any:
-        """Run forward and backward of one micro-batch; return what ``on_train_batch_end`` is shown."""
+        """Run forward and backward of one micro-batch; return the outputs for ``on_train_batch_end``."""
         if micro_batch.absent:
             return self._with_absent_ranks(micro_batch)
         if micro_batch.batch is None:
@@ -402,45 +403,46 @@ class Automatic(Step):
         return self._backward_of(output, micro_batch)
 
     def _backward_of(self, output: Any, micro_batch: TrainingBatch) -> Any:
-        """Backward from what ``training_step`` returned."""
+        """Run backward of the result of ``training_step``; return the outputs for ``on_train_batch_end``."""
+        strategy = self._strategy
         loss, factor = self.read_loss(output, micro_batch.share)
         if loss is not None and self._watch_loss is not None:
             self._watch_loss(loss)
-        if micro_batch.first:
+        if micro_batch.first:  # after the forward, as in Lightning: `on_train_batch_end` still has the gradients
             self.update.zero_grad(micro_batch.number)
-        if self.shared and self._strategy.sync_gradients:
+        if self.shared and strategy.sync_gradients:
             self.publish()
         if loss is None:
-            self._without_loss()
+            strategy.skip_loss()  # takes part in the reduction, for which the other ranks wait
+            if self.shared and strategy.sync_gradients and self._hooks.on_after_backward is not None:
+                warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
         else:
             loss = self.backward(loss, factor)
-        return None if self._hooks.on_train_batch_end is None else _with_loss(output, loss)
-
-    def _without_loss(self) -> None:
-        """Take part in the reduction: ``training_step`` returned None."""
-        strategy = self._strategy
-        strategy.skip_loss()
-        if self.shared and strategy.sync_gradients and self._hooks.on_after_backward is not None:
-            warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=3)  # on this rank, whichever it is
+        if self._hooks.on_train_batch_end is None:
+            return None
+        if loss is None:
+            return {}
+        # the loss as backward has seen it
+        return {"loss": loss.detach()} if isinstance(output, Tensor) else _detached({**output, "loss": loss})
 
     def _without_batch(self, micro_batch: TrainingBatch) -> None:
-        """:meth:`forward_backward` if the loader returned None for a batch."""
-        if micro_batch.first and not self._strategy.sync_gradients:  # the window goes on
+        """Do the work of :meth:`forward_backward` if the loader returned None for a batch."""
+        if micro_batch.first and not self._strategy.sync_gradients:  # the window has further micro-batches
             self.update.zero_grad(micro_batch.number)
         if self.shared and self._strategy.sync_gradients:
             self.publish()
         self._strategy.skip_loss()
 
-    # -- where some ranks have no samples ------------------------------------------------------------------
+    # -- micro-batches that some ranks have no samples of --------------------------------------------------
 
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
-        """:meth:`forward_backward` of a micro-batch that some ranks have no samples for."""
+        """Do the work of :meth:`forward_backward` for a micro-batch that some ranks have no samples of."""
         strategy = self._strategy
         with strategy.leaving_out(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
                 return self._without_batch(micro_batch)
             if micro_batch.weight:
-                with self.without_absent():  # until the step returns: the others do not run it
+                with self.without_absent():  # until the step returns, since the others do not run it
                     output = strategy.run(self.training_step, *self.arguments(micro_batch))
                 return self._backward_of(output, micro_batch)
             if strategy.runs_padding:
@@ -448,19 +450,20 @@ class Automatic(Step):
             else:
                 self._before_reduction(micro_batch)
                 if self._scaler is not None:
-                    self._scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
+                    # torch's scaler makes its scale tensor at the first loss
+                    self._scaler.scale(torch.zeros((), device=strategy.root_device))
                 strategy.skip(absent=True)
             if strategy.sync_gradients and self._hooks.on_after_backward is not None:
                 self._hooks.call("on_after_backward")
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step with the others on a rank without samples; its gradients count for nothing."""
+        """Run the step with the others on a rank without samples; its gradients have weight zero."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
             loss, _ = self.read_loss(output, 1.0)
-            if self._fit.weights is not weights:  # that of a padding batch counts for nothing
+            if self._fit.weights is not weights:  # the weight of a padding batch does not count
                 self._fit.weights = 0.0 if weights is None else weights
             self._before_reduction(micro_batch)
             if loss is None:
@@ -476,10 +479,9 @@ class Automatic(Step):
 
 
 class Manual(Step):
-    """Manual optimization: windows of one batch, for which ``training_step`` does it all, the update too.
+    """Manual optimization: windows of one batch, whose ``training_step`` also updates the parameters.
 
-    So it runs on every rank: on a padding batch where a rank has no samples, which leaves no trace
-    (`loop/padding.py`).
+    It therefore runs on every rank, on a padding batch if the rank has no samples (`loop/padding.py`).
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
@@ -488,10 +490,10 @@ class Manual(Step):
         for micro_batch in self.micro_batches(window, batch_idx):
             batch, weight, share = micro_batch.batch, micro_batch.weight, micro_batch.share
             if self.shared:
-                self.publish()
+                self.publish()  # before the step, in which the reduction is
             self.update.watch.forget_depth()
             rounds = strategy.rounds
-            self.update.share = share if weight else 1.0
+            self.update.share = share if weight else 1.0  # for `manual_backward`
             strategy.by_hand = BatchByHand(micro_batch.number, share)
             if type(share) is Share:
                 _warn_of_uneven_loaders()
@@ -501,18 +503,19 @@ class Manual(Step):
             strategy.by_hand = None
             shown = _shown_by_hand(output)
             if self.shared:
+                # only a step that has reduced gradients has carried the flags to the other ranks
                 self._session.agreement.settle(strategy.rounds != rounds)
             self.end(None if batch is None else shown, micro_batch)
             yield
 
 
 class StepParts:
-    """An engine may run ``training_step`` several times for one micro-batch, each time on a part of its samples.
+    """Logged values of single steps, joined from the parts into which an engine cuts a micro-batch.
 
-    What is logged for an epoch adds up by itself; of a step's values there is one for each part.
+    Values for an epoch need no such treatment, since they add up over the parts.
 
     Args:
-        results: what the steps log into.
+        results: collector of the steps' values.
     """
 
     def __init__(self, results: LogCollector) -> None:
@@ -520,7 +523,7 @@ class StepParts:
         self._kept: dict[int, dict[str, tuple[Entry, Any, float]]] = {}  # micro-batch -> name -> entry, value, weight
 
     def keep(self) -> None:
-        """A part is over: take what it has logged for its step."""
+        """Keep the step values that a part has logged, at its end."""
         results = self._results
         kept = self._kept.setdefault(results.micro_batch, {})
         for name, entry in (results.table or {}).items():
@@ -534,13 +537,13 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """The micro-batch at hand is over: its values are those of all its parts."""
+        """Set the values of the current micro-batch, at its end, to those of all its parts."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
 
     def show_newest(self) -> int:
-        """Let names have the values of the newest micro-batch that was played, ended or not; gives its number."""
+        """Set each name to its value of the newest micro-batch that was played; return the number of that one."""
         newest = self._results.micro_batch
         for number in sorted(self._kept):
             newest = max(newest, number)
@@ -550,16 +553,16 @@ class StepParts:
 
 
 class Ahead(Step):
-    """Windows that the engine plays by itself: all batches are there before the first forward.
+    """Windows that the engine plays: all batches are read before the first forward.
 
     Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
 
     Args:
         session, update: of the fit.
-        play: the engine's way through a window.
+        play: method of the engine that plays a window.
 
     Raises:
-        MisconfigurationException: with the hook or the optimizer that cannot go with it, and the way out.
+        MisconfigurationException: names the hook or the optimizer that the engine cannot serve.
     """
 
     def __init__(self, session: Session, update: Update, play: WindowPlayer) -> None:
@@ -569,12 +572,12 @@ class Ahead(Step):
         name = type(self._strategy).__name__
         if update.by_closure:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself, so that no closure can run them again: use an optimizer whose "
-                "`step` needs none, and do not override `optimizer_step`."
+                f"{name} plays whole windows itself, so a closure cannot run them again: use an optimizer whose `step` "
+                "needs no closure, and do not override `optimizer_step`."
             )
         if self._hooks.on_before_backward is not None:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself and calls no `on_before_backward`: change the loss in "
+                f"{name} plays whole windows itself and does not call `on_before_backward`: change the loss in "
                 "`training_step`, or gradients in `on_after_backward`, which runs once a window."
             )
 
@@ -591,18 +594,18 @@ class Ahead(Step):
             update.zero_grad(batch_idx)
         if self.shared:
             self.publish()
-        self.absent = ()
+        self.absent = ()  # the engine runs `training_step` on all ranks
         self._parts = StepParts(results)
         outputs = self._play(self.training_step, parts)
         self._parts.keep()
-        results.show_ahead = self._parts.show_newest  # for a checkpoint of a hook below
+        results.show_ahead = self._parts.show_newest  # a hook below may save a checkpoint
         if self._hooks.on_after_backward is not None:
             self._hooks.call("on_after_backward")
         update.prepare()
         self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
         update.end_window(begun[-1][0].number, True)
         for output, (micro_batch, number) in zip(outputs, begun, strict=True):
-            # as elsewhere: a checkpoint at the end of a window comes after all of its batches
+            # as in other ways to play: only the last batch of a window is at a boundary
             self._strategy.sync_gradients = micro_batch.last
             self._enter(micro_batch.weight, number)
             self._parts.show()
@@ -610,12 +613,12 @@ class Ahead(Step):
             shown = {} if output is None or isinstance(output, Tensor) else _detached(output)
             if number in losses:
                 shown["loss"] = losses[number]
-            # a checkpoint of the hooks goes on after the whole window
+            # the first hook counts all batches: a checkpoint continues after the whole window
             self.end(shown, micro_batch, done=len(begun) if micro_batch.number == batch_idx else 0)
             yield
 
     def _part(self, micro_batch: TrainingBatch, number: int, losses: dict[int, Tensor]) -> MicroBatch:
-        """Make what the engine gets of a micro-batch."""
+        """Return a micro-batch as the engine takes it."""
         enter = partial(self._enter_part, micro_batch.weight, number)
         loss = partial(self._scaled_loss, micro_batch.share, losses, number)
         return MicroBatch(self.arguments(micro_batch), enter, loss, empty=micro_batch.weight == 0.0)
@@ -625,7 +628,7 @@ class Ahead(Step):
         self._enter(weight * part, number)
 
     def _enter(self, weight: float, number: int) -> None:
-        """Log for this micro-batch from here on."""
+        """Log for this micro-batch from now on."""
         self._results.weight, self._results.micro_batch = weight, number
         self.enter_step(muted=weight == 0.0)
 
@@ -639,30 +642,20 @@ class Ahead(Step):
         if self._watch_loss is not None:
             self._watch_loss(loss)
         loss = loss * factor
-        # a copy: on a CPU the mean of a loss lies in the memory of all that it is the mean of
+        # a copy, since on the CPU a detached mean keeps the memory of the tensor that it is the mean of
         losses[number] = loss.detach().clone() if number not in losses else losses[number] + loss.detach()
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def go_on_after(self, batch: int, accumulate: int) -> None:
+    def continue_after(self, batch: int, accumulate: int) -> None:
         """Set :attr:`at_once` for a resumed run that continues after this micro-batch."""
         self.at_once = (batch - 1) % accumulate + 1
 
 
-# -- what `training_step` returns, as `on_train_batch_end` sees it --------------------------------------------
-
-
-def _with_loss(output: Any, loss: Tensor | None) -> dict[str, Any]:
-    """An output in automatic optimization: the loss is as backward saw it."""
-    if loss is None:
-        return {}
-    return {"loss": loss.detach()} if isinstance(output, Tensor) else _detached({**output, "loss": loss})
-
-
 def _shown_by_hand(output: object) -> dict[str, Any]:
-    """An output in manual optimization, where it may be whatever the user likes to be shown.
+    """Return the outputs for ``on_train_batch_end`` in manual optimization.
 
     Raises:
-        MisconfigurationException: it is neither a tensor nor a dict.
+        MisconfigurationException: the step returned neither a tensor nor a dict.
     """
     if output is None:
         return {}
@@ -671,28 +664,26 @@ def _shown_by_hand(output: object) -> dict[str, Any]:
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     raise MisconfigurationException(
-        f"`training_step` returned {output!r:.80} ({type(output).__name__}): under manual optimization it may "
-        "return a tensor or a dict, which `on_train_batch_end` is shown, or nothing."
+        f"`training_step` returned {output!r:.80} ({type(output).__name__}): in manual optimization, return a tensor "
+        "or a dict, which `on_train_batch_end` receives, or None."
     )
 
 
 def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of an output without the graphs of its tensors."""
+    """Return a copy of an output without the graphs of its tensors."""
     return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
 
 
-# -- what is warned of ---------------------------------------------------------------------------------------
-
-
 def has_uneven_targets(batch: object) -> bool:
-    """Return True if a mean over the "labels" of a batch is not a mean over its samples: some are -100 here and there.
+    """Return True if the samples of a batch may have different numbers of "labels" that are not -100.
 
-    That also holds for one sample, which may have as many as the next one or not. Waits for the device of the labels.
+    A mean over all labels then is not a mean over the samples. Waits for the device of the labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.ndim < 2 or not labels.numel() or labels.is_floating_point():
         return False
     counts = (labels != -100).flatten(1).sum(1)
+    # a single sample is not even, since the next one may have another number
     is_even = len(counts) > 1 and bool((counts == counts[0]).all())
     return not is_even and bool((counts < labels[0].numel()).any())
 
@@ -700,12 +691,3 @@ def has_uneven_targets(batch: object) -> bool:
 def _warn_of_uneven_loaders() -> None:
     """Warn, once, that one loss stands for loaders that are cut unevenly."""
     warn_once(UNEVEN, key="uneven loaders")
-
-
-def _warn_of_unread_keys(output: Mapping[str, Any]) -> None:
-    lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
-    if lost:
-        rank_zero_warn(
-            f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
-            "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
-        )

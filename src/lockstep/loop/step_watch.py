@@ -25,11 +25,7 @@ UNSEEN = (
 class StepWatch:
     """Hooks on the optimizers of a fit.
 
-    Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. An optimizer
-    in an attribute of another one (the ``base_optimizer`` of SAM) counts as that one.
-
-    With a loss scale, gradients are scaled only while a backward runs: `enlarge` and `reduce` are called around each
-    backward of manual optimization. So code that reads, clips or accumulates gradients sees the true ones. A step with
+    Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. A step with
     non-finite gradients is skipped: while such an optimizer steps, its parameters have no gradients.
     """
 
@@ -42,15 +38,16 @@ class StepWatch:
         self._counts = counts
         self._shared = counts and session.world_size > 1
         self._mean_loss = mean_loss
-        self._begun_at = self._progress.global_step
-        self._apart = False  # a backward was not reduced: ranks may find different overflows
+        self._first_step = self._progress.global_step
+        self._may_differ = False  # a backward was not reduced: ranks may find different overflows
         self._stepping: Optimizer | None = None  # the outermost optimizer in its step
         self._depth = 0  # a subclass's step may call its base's, which runs all hooks again
-        self._seen = False
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self._has_stepped = False
+        self._withheld: list[tuple[Tensor, Tensor]] = []
         self._handles: list[Any] = []
         if counts or self._scaler is not None:
             for optimizer in optimizers:
+                # SAM's `base_optimizer` steps the same parameters, and scripts may step it directly
                 for each in _with_inner(optimizer):
                     self._handles += [
                         each.register_step_pre_hook(partial(self._begin, optimizer)),
@@ -67,6 +64,7 @@ class StepWatch:
 
     def enlarge(self) -> None:
         """Scale accumulated gradients, before a backward with a scaled loss adds to them."""
+        # gradients are scaled only while a backward runs: code of the user between backwards sees the true ones
         assert self._scaler is not None
         self._scaler.multiply(self._strategy.gradients.local())
 
@@ -75,7 +73,7 @@ class StepWatch:
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
         scaler.divide(strategy.gradients.local())
-        self._apart = self._apart or not strategy.sync_gradients
+        self._may_differ = self._may_differ or not strategy.sync_gradients
         for optimizer in strategy.optimizers:
             scaler.look(optimizer)
 
@@ -86,7 +84,7 @@ class StepWatch:
             return
         if not scaler.knows(optimizer):  # gradients of `loss.backward()`, which were not scaled
             scaler.look(optimizer)
-        if self._apart and self._strategy.world_size > 1:
+        if self._may_differ and self._strategy.world_size > 1:
             scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self._strategy.root_device)
 
     # -- the optimizers' hooks
@@ -104,11 +102,11 @@ class StepWatch:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         holds = self._scaler is not None and not self._scaler.steps
         if closure is None:
-            if holds:
-                self._hold_back(owner)
+            if holds:  # the step bypasses the scaler, which would have skipped it
+                self._withhold(owner)
             return None
-        if holds:
-            closure = partial(self._run_held_back, owner, closure)
+        if holds:  # the closure computes the gradients, so they are checked after it
+            closure = partial(self._run_withheld, owner, closure)
         elif self._shared and demands_closure(optimizer):
             closure = partial(self._run_for_all, closure)
         else:
@@ -117,10 +115,10 @@ class StepWatch:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _run_held_back(self, owner: Optimizer, closure: Callable[[], Any]) -> Any:
-        self._give_back()
+    def _run_withheld(self, owner: Optimizer, closure: Callable[[], Any]) -> Any:
+        self._give_back()  # the closure may be called several times in one step
         result = closure()
-        self._hold_back(owner)
+        self._withhold(owner)
         return result
 
     def _run_for_all(self, closure: Callable[[], Any]) -> Any:
@@ -135,22 +133,22 @@ class StepWatch:
         self._depth -= 1
         if self._depth:
             return
-        self._stepping, self._seen = None, True
+        self._stepping, self._has_stepped = None, True
         self._give_back()
         if self._counts and not self.left_out:
             self._progress.global_step += 1
 
     def epoch_ended(self) -> None:
-        """Warn once if none of the user's steps was seen."""
-        if self._counts and not self._seen and self._progress.global_step == self._begun_at:
-            warn_once(UNSEEN.format(kind=type(self._strategy.module).__name__, step=self._begun_at))
+        """Warn once if no optimizer has stepped: the user may step others than those of ``configure_optimizers``."""
+        if self._counts and not self._has_stepped and self._progress.global_step == self._first_step:
+            warn_once(UNSEEN.format(kind=type(self._strategy.module).__name__, step=self._first_step))
 
     @property
     def left_out(self) -> bool:
         """True if the last step was skipped, on all ranks; always False if weights differ between nodes."""
         return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
-    def _hold_back(self, owner: Optimizer) -> None:
+    def _withhold(self, owner: Optimizer) -> None:
         """Remove non-finite gradients at the start of a step that bypasses the loss scale."""
         scaler = self._scaler
         assert scaler is not None
@@ -160,14 +158,14 @@ class StepWatch:
             for group in owner.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._held.append((parameter, parameter.grad))
+                        self._withheld.append((parameter, parameter.grad))
                         parameter.grad = None
         scaler.update(owner)
 
     def _give_back(self) -> None:
-        for parameter, gradient in self._held:
+        for parameter, gradient in self._withheld:
             parameter.grad = gradient
-        self._held = []
+        self._withheld = []
 
 
 def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -25,9 +25,9 @@ _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
 TARGETS = (
     "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
-    "labels that are not -100. If the loss is their mean, as with models of transformers, what is trained depends on "
-    'how samples are cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
-    "labels[:, 1:] for a causal model, which predicts none of the first ones."
+    "labels that are not -100. If the loss is the mean over labels, as with models of transformers, the gradient "
+    'depends on the cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    "labels[:, 1:] for a causal model, which does not predict the first label."
 )
 
 
@@ -35,19 +35,18 @@ class Update:
     """Updates the parameters of a fit by its optimizers.
 
     Attributes:
-        module: whose methods may stand for parts of the update.
+        module: its methods may replace parts of the update.
         optimizer: the one of automatic optimization; None in manual optimization.
-        wrapped: the optimizers as users get them.
-        watch: of the optimizers' own steps.
-        needs_closure: whether the optimizer's step cannot be made without a closure.
-        by_closure: whether ``optimizer.step`` plays the last micro-batch: an optimizer or an ``optimizer_step`` wants
-            it so.
-        share: of the batch at hand, in manual optimization.
+        wrapped: the optimizers as ``self.optimizers()`` returns them.
+        watch: hooks on the optimizers' steps.
+        needs_closure: True if the optimizer cannot step without a closure.
+        by_closure: True if ``optimizer.step`` plays the last micro-batch.
+        share: of the current batch, in manual optimization.
         schedulers: of the fit.
-        had_batch: set where a window has ended in which there was a batch.
-        weighs: whether ``training_step`` returns weights, as all ranks agree once one has returned a loss; None before.
-        unweighed: whether a loss of this window came without a weight.
-        factor: what the gradient of the window was divided by, for a closure's loss.
+        had_batch: True once a window with a batch has ended.
+        weighs: True if ``training_step`` returns weights; the same on all ranks. None until a rank has returned a loss.
+        unweighed: True if a loss of this window had no weight.
+        factor: factor of the window's gradient, for a closure's loss.
     """
 
     def __init__(self, session: Session) -> None:
@@ -65,12 +64,18 @@ class Update:
         self.module = session.module
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
-        self._defines_clipping = self.own_clipping  # a profiler sets the other
+        self._defines_clipping = self.own_clipping  # a profiler sets `own_clipping` to time the method
         self.share = 1.0
         self.schedulers = Schedulers(session)
         self.had_batch = False
         self._use_optimizers()
-        self.by_closure = self._steps_by_closure()
+        by_engine = self._strategy.window is not None
+        # an engine that plays windows refuses overrides; one that only wraps the method, to trace it, is harmless there
+        is_own = is_overridden if by_engine else is_replaced
+        own_step = is_own("optimizer_step", self.module, LightningModule)
+        may_use = not (self._strategy.steps_itself or by_engine)
+        wants = may_use and any(takes_closure(optimizer) for optimizer in self.optimizers)
+        self.by_closure = self.module.automatic_optimization and (self.needs_closure or own_step or wants)
 
     # -- the optimizers ------------------------------------------------------------------------------------
 
@@ -85,32 +90,28 @@ class Update:
         self.watch = StepWatch(self._session, self.optimizers, counts=not automatic, mean_loss=self._mean_loss)
         self.needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
 
-    def _steps_by_closure(self) -> bool:
-        by_engine = self._strategy.window is not None
-        is_own = is_overridden if by_engine else is_replaced
-        own_step = is_own("optimizer_step", self.module, LightningModule)
-        may = not (self._strategy.steps_itself or by_engine)
-        wants = may and any(takes_closure(optimizer) for optimizer in self.optimizers)
-        return self.module.automatic_optimization and (self.needs_closure or own_step or wants)
-
     def check_scaler(self) -> None:
-        """Refuse optimizers that do not go with a loss scale."""
+        """Refuse optimizers that do not work with a loss scale."""
         scaler = self._scaler
         if scaler is not None and self.optimizer is None:
             scaler.refuse(*self.optimizers)
         if scaler is not None and self.needs_closure:
             raise MisconfigurationException(
-                f"{scaler.asked_by} with {type(self.optimizer).__name__}: an update that may be left out and a line "
-                'search do not go together; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
+                f"{scaler.asked_by} with {type(self.optimizer).__name__}: a line search does not work with updates "
+                'that may be left out; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
             )
 
     def change_optimizers(self) -> None:
-        """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
+        """Use the optimizers that the user has set (``trainer.optimizers = [...]``) from now on.
+
+        Raises:
+            MisconfigurationException: the new one needs a closure, which the fit's way of playing windows has not.
+        """
         if self.optimizer is not None and not self.by_closure and demands_closure(self._strategy.optimizers[0]):
             raise MisconfigurationException(
-                f"trainer.optimizers: {type(self._strategy.optimizers[0]).__name__}, which needs a closure, takes the "
-                f"place of {type(self.optimizer).__name__} in the middle of a fit: begin with it in "
-                "`configure_optimizers`, or step both yourself (`self.automatic_optimization = False`)."
+                f"trainer.optimizers: {type(self._strategy.optimizers[0]).__name__}, which needs a closure, cannot "
+                f"replace {type(self.optimizer).__name__} during a fit: return it from `configure_optimizers`, or step "
+                "both yourself (`self.automatic_optimization = False`)."
             )
         self._strategy.change_optimizers()
         self.watch.detach()
@@ -119,13 +120,9 @@ class Update:
     # -- in a window ---------------------------------------------------------------------------------------
 
     def zero_grad(self, batch_idx: int) -> None:
-        """Drop the gradients of the window before, with the hook and the module's own way.
-
-        torch's `Optimizer.zero_grad` is not called, but done here: it notes each call for torch's profiler, also while
-        none runs, which takes as long as all of lockstep's own work in a small step.
-        """
+        """Drop the gradients of the previous window, with the hook and the module's own method."""
         if self._hooks.on_before_zero_grad is not None:
-            self._strategy.steps_end()  # what the hook writes in parameters stays
+            self._strategy.steps_end()  # FSDP leaves parameters whole after a forward: what the hook writes is lost
             self._hooks.call("on_before_zero_grad", self.optimizer)
         optimizer = self.optimizer
         assert optimizer is not None
@@ -133,6 +130,8 @@ class Update:
         if self.own_zero_grad:
             self.module.optimizer_zero_grad(self._progress.epoch, batch_idx, optimizer)
         elif is_torchs and not profiler._is_profiler_enabled:
+            # torch's own method records each call for its profiler, also while that is off, which takes as long as all
+            # of lockstep's work in a small step
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -140,14 +139,14 @@ class Update:
             optimizer.zero_grad()
 
     def prepare(self) -> None:
-        """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
+        """Prepare the window's whole gradient for the step: divide by weights, unscale, run the hook, clip."""
         optimizer = self.optimizer
         assert optimizer is not None
         if self.weighs is not False or self._fit.weights is not None:
             self._divide_weights()
         if self._scaler is not None:
             self._scaler.forget(optimizer)
-            self._scaler.unscale(optimizer)
+            self._scaler.unscale(optimizer)  # before the hook and the clipping, which see true gradients
         if self._hooks.on_before_optimizer_step is not None:
             self._hooks.call("on_before_optimizer_step", optimizer)
         config = self._session.config  # a hook may have set a flag
@@ -161,9 +160,9 @@ class Update:
                     self._note(norm, "gradient norm")
 
     def _divide_weights(self) -> None:
-        """Divide the weights of the window out of the gradient; all ranks do it, or none. Collective."""
+        """Divide the window's gradient by the weights, on all ranks or on none. Collective."""
         weighed, unweighed = self._fit.weights is not None, self.unweighed
-        if self.weighs is None:
+        if self.weighs is None:  # a rank without samples has seen no loss, so all agree on it, once
             kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
             weighed, unweighed = self._strategy.reduce(kinds, reduce_op="max").bool().tolist()
             self.weighs = weighed if weighed or unweighed else None
@@ -171,37 +170,37 @@ class Update:
                 warn_once(TARGETS, key="uneven targets")
         if (weighed and self.weighs is False) or (unweighed and self.weighs):
             raise MisconfigurationException(
-                '`training_step` returned a "weight" for some micro-batches and none for others: return one with every '
-                "loss, on every rank, or with none."
+                '`training_step` returned a "weight" for some micro-batches only: return one with every loss, on every '
+                "rank, or with none."
             )
         if self.weighs:
             self.factor = self._strategy.divide_gradients(0.0 if self._fit.weights is None else self._fit.weights)
         self._fit.weights, self.unweighed = None, False
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
-        """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
+        """Count the update and step the schedulers, unless there was no batch or gradients overflowed."""
         self.had_batch = self.had_batch or updated
         updated = updated and not self._strategy.left_out
         updated = updated and (self._scaler is None or not self.watch.left_out)
         if updated:
             self._progress.global_step += 1
         if self._shared:
-            self._session.agreement.settle(True)
+            self._session.agreement.settle(True)  # the reduction of this window has carried the ranks' flags
         if updated and self.schedulers.by_step:
             self.schedulers.after_update(self._fit.resume.counted(batch_idx + 1))
         if self._progress.last:
             self.schedulers.after_epoch()
 
-    # -- what users call -----------------------------------------------------------------------------------
+    # -- methods that users call ---------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer, with the Trainer's settings where none are given; 0 is no clipping."""
+        """Clip the gradients of one optimizer; None stands for the Trainer's setting, 0 for no clipping."""
         config = self._session.config
         own = config.gradient_clip_val
         if value is not None and own is not None and value != own:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_val={value!r}) beside Trainer(gradient_clip_val={own!r}): give one of "
-                "the two."
+                f"clip_gradients(gradient_clip_val={value!r}) differs from Trainer(gradient_clip_val={own!r}): set one "
+                "of the two."
             )
         value = own if value is None else value
         algorithm = config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
@@ -217,7 +216,7 @@ class Update:
             self._strategy.clip(optimizer, value, algorithm)
 
     def _mean_loss(self, loss: Any) -> Tensor:
-        """The mean over the ranks of a closure's losses, weighed as `manual_backward` weighs them. Collective."""
+        """Return the mean over the ranks of a closure's loss, weighed as `manual_backward` weighs it. Collective."""
         device = self._strategy.root_device
         own = torch.as_tensor(loss, device=device).detach().to(widest(device))
         weighed = torch.zeros_like(own) if self._session.is_padding else own * self.share
@@ -225,8 +224,9 @@ class Update:
         return mean
 
     def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """``LightningOptimizer.step``: in ``optimizer_step`` the closure is the window's, in manual the user's."""
+        """Step an optimizer for ``LightningOptimizer.step``; return the result of the closure."""
         if not self.module.automatic_optimization:
+            # the hook runs when gradients are complete: after the user's closure
             own = closure
 
             def closure() -> Any:
@@ -240,6 +240,7 @@ class Update:
             closure = PlayedFirst(closure, optimizer)
         before = self._progress.global_step
         result = self._strategy.step(optimizer, closure, **options)
-        if self.optimizer is None and self._progress.global_step == before:  # else the window's end counts it
-            self._progress.global_step += not self.watch.left_out  # one without hooks
+        if self.optimizer is None and self._progress.global_step == before:
+            # an optimizer that is not torch's has no hooks by which `StepWatch` would have counted its step
+            self._progress.global_step += not self.watch.left_out
         return result

@@ -53,24 +53,21 @@ class ValidationTiming:
         """Return True if the interval has ended with the last training batch, or with one of the last ``batches``."""
         every = self.every
         if every is None:
-            return at_window_end and self._time_is_up()
+            # rank 0's clock decides, and all ranks agree at the same boundary
+            session, is_up = self._session, time.monotonic() - self._since >= self._seconds
+            if session.world_size > 1 and at_window_end:
+                if is_up and session.is_global_zero:
+                    session.agreement.request(self._flag)
+                is_up = bool(session.agreement.is_up(self._flag))
+            return at_window_end and is_up
         if self._at_end:
-            return progress.last  # which may be true before the length that a loader has reported
+            return progress.last  # it may be true before the length that a loader has reported
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
         counted = self._session.fit.resume.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
         if progress.validated:  # a window that is repeated may contain a validation
             before = max(before, earlier + progress.validated)
         return before // every < after // every  # a batch in our count may skip the one at which it is due
-
-    def _time_is_up(self) -> bool:
-        """Return True if rank 0's clock has run out; all ranks agree at the same boundary."""
-        session, up = self._session, time.monotonic() - self._since >= self._seconds
-        if session.world_size == 1:
-            return up
-        if up and session.is_global_zero:
-            session.agreement.request(self._flag)
-        return bool(session.agreement.is_up(self._flag))
 
     def done(self) -> None:
         """Restart the clock after a validation."""

@@ -26,7 +26,7 @@ MetricState = dict[str, Any]
 
 
 def metric_state(metric: Metric) -> MetricState:
-    """Return what a torchmetrics object has collected. Lists are copied, their tensors are shared."""
+    """Return the states of a torchmetrics object. Lists are copied, their tensors are shared."""
     states: dict[str, Any] = {}
     for name in metric._defaults:
         value = getattr(metric, name)
@@ -57,7 +57,7 @@ class _Buffer:
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Return True if another buffer can be kept in the same memory."""
+        """Return True if a buffer can be copied into the memory of ``value``."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
@@ -71,7 +71,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class WindowStart:
-    """The beginning of the window under way, of a fit whose windows have several micro-batches.
+    """State at the start of the current window, of a fit whose windows have several micro-batches.
 
     Example:
         >>> start.begin_epoch(module, results, published)
@@ -91,16 +91,17 @@ class WindowStart:
         self._parts: list[tuple[str, nn.Module]] = []
 
     def __reduce__(self) -> tuple[type[WindowStart], tuple[()]]:
-        return WindowStart, ()  # it is bound to the fit that runs
+        return WindowStart, ()  # a copy does not belong to the running fit
 
     def begin_epoch(self, module: nn.Module, results: LogCollector, published: dict[str, Tensor]) -> None:
         """Find the layers of the module that have buffers or are metrics.
 
         Args:
             module: of the fit.
-            results: what training logs into.
-            published: what callbacks read.
+            results: collector of training.
+            published: values that callbacks read.
         """
+        # once an epoch: a walk over all modules takes longer than a small step
         self._results, self._published = results, published
         self._parts = [(name, part) for name, part in module.named_modules() if part._buffers or is_metric(part)]
 
@@ -119,6 +120,7 @@ class WindowStart:
                     self._metrics[name] = metric_state(part)
                 continue
             for before, now in self._changed_of(name, part):
+                # torch's foreach functions take lists of one device and dtype
                 targets, sources = changed.setdefault((now.device, now.dtype), ([], []))
                 targets.append(before)
                 sources.append(now)
@@ -159,6 +161,7 @@ class WindowStart:
             return self._read
         if self._results is None or batch != self._batch:
             return None
+        # the collector writes states of its current values only, so it goes back to the start for a moment
         now = self._results.snapshot()
         self._results.go_back(self._entries)
         logged = deepcopy(self._results.state_dict())
@@ -179,7 +182,7 @@ class WindowStart:
 
 @torch.no_grad()
 def put_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Let buffers have the values of :meth:`WindowStart.state`."""
+    """Set buffers to the values of :meth:`WindowStart.state`."""
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)

@@ -102,7 +102,7 @@ class ShardsItself(LightningModule):
 @pytest.mark.slow
 def test_layers_that_cannot_be_made_in_the_calling_process_are_an_error_after_the_run() -> None:
     trainer = quiet(strategy=FSDPStrategy(start_method="spawn"), devices=2, max_epochs=1)
-    with pytest.raises(MisconfigurationException, match=r"The run is over\. The weights of ShardsItself came back"):
+    with pytest.raises(MisconfigurationException, match=r"The run has ended and returned the weights of ShardsItself"):
         trainer.fit(ShardsItself(), DataLoader(torch.randn(8, 6), batch_size=2))  # type: ignore[arg-type]
 
 
