@@ -264,7 +264,7 @@ def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> I
         difference = _difference(one, other, rtol, atol)
         if difference:
             yield f"{name}: {difference}"
-    # two nan, each of which differs from itself, count as equal
+    # nan differs from itself: two of them count as equal
     elif isinstance(one, Tensor) or isinstance(other, Tensor) or (one != other and (one == one or other == other)):
         yield f"{name}: {_short(one)} and {_short(other)}"
 

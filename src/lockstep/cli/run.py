@@ -300,9 +300,8 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _devices(text: str) -> int:
-    import torch
+    import torch  # late: its import takes 2 s, which help and errors do without
 
-    # counts devices without a context on any, which would take memory from the ranks
     there = torch.accelerator.device_count()
     if text == "auto":
         return there or 1
