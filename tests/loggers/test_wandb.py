@@ -147,7 +147,7 @@ def test_media_tables_and_text(tmp_path: Path) -> None:
     logger.log_image("images", [image, image], step=3, caption=["one", "two"])
     logger.log_table("table", columns=["a", "b"], data=[[1, "x"]])
     logger.log_text("text", columns=["a"], data=[["y"]], step=5)
-    with pytest.raises(TypeError, match=r"log_image\('images'\): images is a ndarray; give a list"):
+    with pytest.raises(TypeError, match=r"log_image\('images'\): `images` is a ndarray; pass a list"):
         logger.log_image("images", image)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="caption has 1 items for 2 images"):
         logger.log_image("images", [image, image], caption=["one"])
@@ -247,7 +247,7 @@ def test_artifacts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_that_goes_on_is_taken_over(tmp_path: Path) -> None:
     run = wandb.init(dir=tmp_path, project="own")
-    with pytest.warns(UserWarning, match=r"already going on.*wandb\.finish\(\)"):
+    with pytest.warns(UserWarning, match=r"wandb run already in progress.*wandb\.finish\(\)"):
         assert WandbLogger(save_dir=tmp_path).experiment is run
 
 
