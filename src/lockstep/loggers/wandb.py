@@ -152,7 +152,7 @@ class WandbLogger(Logger):
             wandb.setup(settings=wandb.Settings(mode="offline"))
             self._wandb_init.setdefault("mode", "offline")
         run = wandb.init(**self._wandb_init)
-        # W&B's own step counts calls of log(), several of which belong to one optimizer step
+        # W&B's own step counts calls of log(), and one optimizer step may have several
         if self._wandb_init.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
         else:
