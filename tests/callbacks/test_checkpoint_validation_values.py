@@ -34,7 +34,7 @@ def pairs(folder: Path) -> dict[int, int]:
 def test_a_value_of_a_validation_that_is_turned_off_is_not_missed(when: Any, tmp_path: Path) -> None:
     """It ended the fit with an error behind its first epoch, or its second step."""
     keep = ModelCheckpoint(tmp_path, monitor="v", save_last=True, **when)
-    with pytest.warns(UserWarning, match="limit_val_batches=0 turns the validation off"):
+    with pytest.warns(UserWarning, match="limit_val_batches=0 disables the validation"):
         result = quiet(max_epochs=2, limit_val_batches=0, enable_checkpointing=True, callbacks=[keep]).fit(
             Measured(), numbers(8, 2), numbers(2)
         )

@@ -374,7 +374,7 @@ class TestDeleting:
         run(tmp_path, again, ckpt_path=first.best_model_path)
         assert files(again) == ["step=4.ckpt", "step=8.ckpt"]
         elsewhere = ModelCheckpoint(tmp_path / "b", filename="{step}")
-        with pytest.warns(UserWarning, match="the ranking starts anew"):
+        with pytest.warns(UserWarning, match="a new ranking starts"):
             run(tmp_path, elsewhere, ckpt_path=again.best_model_path)
         assert files(again) == ["step=4.ckpt", "step=8.ckpt"]
         assert files(elsewhere) == ["step=12.ckpt"]

@@ -1,4 +1,4 @@
-"""The base class of callbacks: a hook for every point of a run at which code outside the model may act."""
+"""Base class of callbacks, with a hook for every point of a run at which code outside the model may run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Callback:
         """Run first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run last, with the same ``stage`` as :meth:`setup`."""
+        """Clean up, as the last hook of a call; ``stage`` is that of :meth:`setup`."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run when the fit starts, before the sanity check of validation."""
@@ -108,13 +108,10 @@ class Callback:
         """Run after each ``training_step`` and the update, if one was due; ``outputs`` is what it returned."""
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """Hook of lockstep's own callbacks at the start of a micro-batch, with or without samples.
-
-        A rank without samples calls it instead of :meth:`on_train_batch_start`.
-        """
+        """Run at the start of a micro-batch without samples, in place of :meth:`on_train_batch_start`."""
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """The same for :meth:`on_train_batch_end`."""
+        """Run at the end of a micro-batch without samples, in place of :meth:`on_train_batch_end`."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
         """Run every few windows, on all ranks, with each rank's typical window times since the last call."""

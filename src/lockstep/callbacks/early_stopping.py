@@ -159,7 +159,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()
         if self.best_score.ndim:
-            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is no number")
+            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is not a number")
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
@@ -186,7 +186,7 @@ class EarlyStopping(Callback):
         message = (
             f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or name one of those."
+            "or monitor one of those."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is not None:
@@ -211,6 +211,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, current):
             message = f"{shown} is worse than the divergence threshold {self.divergence_threshold}."
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        # added to the new value and not to the best, which may be infinite
         delta = self.min_delta if self.mode == "min" else -self.min_delta
         if self._better(current + delta, self.best_score):
             before, self.best_score, self.wait_count = self.best_score.item(), current, 0
