@@ -214,7 +214,7 @@ class TestSaveRefuses:
     @pytest.mark.parametrize("numbers", [16_300, 40_000, 1_000_000])
     def test_no_room_in_the_middle_or_at_the_end(self, path: Path, no_room: None, numbers: int) -> None:
         before = path.read_bytes()
-        with pytest.raises(OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is whole"):
+        with pytest.raises(OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is intact"):
             save({"a": torch.randn(numbers)}, path)
         assert path.read_bytes() == before
         assert os.listdir(path.parent) == [path.name]

@@ -307,10 +307,10 @@ BAD: dict[Callable[[Path], None], str] = {
     no_index: "there is neither model.safetensors.index.json nor model.safetensors",
     part_gone: "is damaged (No such file or directory",
     part_cut: "is damaged (Error while deserializing header",
-    index_cut: "is no index of weights",
+    index_cut: "is not an index of weights",
     only_pickled: "its weights are pickled (pytorch_model.bin)",
     emptied: "there is neither model.safetensors.index.json nor model.safetensors",
-    quantized: "its weights are quantized (bitsandbytes, says its config.json)",
+    quantized: "its weights are quantized (bitsandbytes in its config.json)",
 }
 BAD_FOLDER = (MisconfigurationException, CorruptCheckpoint)
 
@@ -394,7 +394,7 @@ def test_other_shapes_may_be_passed_over(ranks: RankPool, tmp_path: Path) -> Non
     assert [found for found, _ in of_ranks] == [[], []]
     said = [each for each in of_ranks[0][1] if "load_pretrained" in each]
     assert len(said) == 1
-    assert "and begin as the model makes them: score.weight (2, 16) for (5, 16)." in said[0]
+    assert "which initializes them: score.weight (2, 16) for (5, 16)." in said[0]
 
 
 class Resized(Tuned):
@@ -421,13 +421,13 @@ def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: R
     folder = str(write_folder(tmp_path, "llama"))
     for found in ranks(2).run(resized, folder, strategies("ddp", "fsdp", "deepspeed_stage_3"), timeout=60):
         for said in found:
-            assert "'model.embed_tokens.weight' had the shape (48, 16) then, and has (52, 16) now" in said
+            assert "the shape of 'model.embed_tokens.weight' was (48, 16) at that call, and is (52, 16) now" in said
             assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in said
 
 
 def test_layers_that_are_replaced_before_they_are_filled_are_named(tmp_path: Path) -> None:
     module = Replaces(str(write_folder(tmp_path, "llama")), "llama")
-    with pytest.raises(MisconfigurationException, match=r"'lm_head\.weight' were to get values"):
+    with pytest.raises(MisconfigurationException, match=r"with 'lm_head\.weight' were replaced before"):
         quiet(max_steps=1).fit(module, texts())
 
 

@@ -25,7 +25,7 @@ _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
 def annotations_of(cls: type) -> dict[str, Any]:
     """Return the annotations of the arguments of ``cls.__init__`` and of those that it passes to base classes."""
     found: dict[str, Any] = {}
-    for kind in cls.__mro__:
+    for kind in cls.__mro__:  # a subclass's annotation of an argument wins over that of its base
         init: Any = inspect.unwrap(vars(kind).get("__init__", object.__init__))
         found = {**_hints(init, getattr(init, "__globals__", {})), **found}
     return found
@@ -78,16 +78,17 @@ def made(kind: Any, value: Any) -> Any:
 def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
     """Make a dataclass and restore its fields, which ``__post_init__`` may have computed again."""
     others = {field.name for field in dataclasses.fields(kind) if not field.init}
+    # copies, because `__post_init__` may change them in place, and they are compared below
     built = kind(**copy.deepcopy({name: value for name, value in values.items() if name not in others}))
     changed = [name for name, value in values.items() if not is_same(getattr(built, name), value)]
     own = set(getattr(built, "__dict__", {})) - set(values)
     if changed and own:
         raise TypeError(
-            f"{kind.__name__}.__post_init__ computes {changed[0]!r} of what it has computed before, so that its "
-            f"attribute {min(own)!r}, which is no field, may be wrong"
+            f"{kind.__name__}.__post_init__ computes {changed[0]!r} from its own earlier result, so that its "
+            f"attribute {min(own)!r}, which is not a field, may be wrong"
         )
     for name in changed:
-        object.__setattr__(built, name, values[name])
+        object.__setattr__(built, name, values[name])  # a frozen dataclass refuses setattr
     return built
 
 
@@ -108,6 +109,7 @@ def allowed_by(annotation: object) -> list[type]:
     found = dict.fromkeys(named(annotation))
     waiting = list(found)
     for kind in waiting:
+        # not `kind.__subclasses__()`, which needs an argument if `kind` is a metaclass
         inner: list[type] = type.__subclasses__(kind)
         for base in kind.__mro__ if is_made_again(kind) else ():
             names = {**vars(sys.modules.get(base.__module__, types)), base.__name__: base}

@@ -97,8 +97,9 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             _lock(file)
             yield file
             file.flush()
+            # before the rename: after a power loss the name must not belong to a file without its bytes
             os.fsync(file.fileno())
-            _take_place(beside, target)
+            _take_place(beside, target)  # while the file is locked: another process may not remove it as a leftover
         _sync_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
     try:
         with system.open(beside, "wb") as file:
             yield file
-        if system.isdir(name):
+        if system.isdir(name):  # a checkpoint in parts of an earlier run
             remove(path)
         system.mv(beside, name)
     except BaseException:
@@ -147,7 +148,7 @@ class NewFolder:
         self._target = local(target)
         if self._target.is_dir() and not is_index_folder(self._target) and any(self._target.iterdir()):
             raise IsADirectoryError(
-                errno.EISDIR, f"{str(target)!r} is a folder that is no checkpoint: choose another name, or move it away"
+                errno.EISDIR, f"{str(target)!r} is a folder but not a checkpoint: choose another name, or move it away"
             )
         beside = _beside(self._target)
         # ranks of several nodes see the folder, and a process id is unique only on its node
@@ -164,7 +165,7 @@ class NewFolder:
         """Write the index, and rename the folder to its final name. Its other files are already on the disk."""
         with replacing(self.path / INDEX) as file:
             file.write(index)
-        _sync_folder(self.path)
+        _sync_folder(self.path)  # the entries of the ranks' files
         try:
             _take_place(self.path, self._target)
             _sync_folder(self._target.parent)
@@ -199,10 +200,10 @@ class NewRemoteFolder:
         if system.isfile(name):
             raise FileExistsError(errno.EEXIST, f"{self._target!r} is a file: choose another name, or move it away")
         is_other = not is_index_folder(target) and not _is_unfinished(system, name) if system.isdir(name) else False
-        if is_other and _names(system, name):
+        if is_other and _names(system, name):  # an empty folder may be replaced
             raise IsADirectoryError(
                 errno.EISDIR,
-                f"{self._target!r} is a folder that is no checkpoint: choose another name, or move it away",
+                f"{self._target!r} is a folder but not a checkpoint: choose another name, or move it away",
             )
         self._is_there = False
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
@@ -263,6 +264,7 @@ def _take_place(beside: Path, target: Path) -> None:
         else:
             swaps = os.path.lexists(target) and beside.is_dir() and not beside.is_symlink()
         try:
+            # `os.replace` refuses a folder that is not empty, and a file in the place of a folder
             if swaps:
                 _remove_tree(_exchange(beside, target))
             else:
@@ -284,6 +286,7 @@ def _exchange(beside: Path, target: Path) -> Path:
         if swap(at_cwd, os.fsencode(beside), at_cwd, os.fsencode(target), exchange) == 0:
             return beside
         number = ctypes.get_errno()
+        # an old kernel, or a file system such as NFS: the two renames below do it then
         if number not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), str(target))
     aside = beside.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
@@ -345,6 +348,7 @@ def remove_leftovers(folder: PathLike) -> None:
         found = _LEFTOVER.fullmatch(name)
         if found is None:
             continue
+        # `_exchange` gives such names without a process id, and only to whole checkpoints
         was_moved_aside = "-" not in found[1] and is_index_folder(here / name)
         target = here / name[1 : found.start(1) - 1]
         if was_moved_aside and not os.path.lexists(target):
@@ -405,16 +409,16 @@ def raise_interruption(error: RuntimeError) -> None:
 
 def explained(error: OSError, target: Path) -> OSError:
     """Return `error` with a message about the file that was not written."""
-    standing = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
+    earlier = "the earlier file under this name is intact" if target.is_file() else "no file has this name"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
-            standing = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {standing}"
-        reason = f"there is no room ({os.strerror(error.errno)}; {standing}): make room, or choose another folder"
+            earlier = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {earlier}"
+        reason = f"there is no room ({os.strerror(error.errno)}; {earlier}): make room, or choose another folder"
     elif target.is_dir():
         reason = "there is a folder of this name: choose another name, or move it away"
     else:
         cause = error.strerror or str(error)
-        reason = f"its folder cannot be written ({cause}; {standing}): choose another folder, or change its rights"
+        reason = f"its folder cannot be written ({cause}; {earlier}): choose another folder, or change its permissions"
     return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
 
 
@@ -437,6 +441,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
             yield file
         return
     system, name = _remote(path)
+    # torch.load seeks often, and each seek in a remote file may be a request
     with system.open(name, "rb") as source, tempfile.TemporaryFile() as copy:
         shutil.copyfileobj(source, copy, 1 << 22)
         copy.seek(0)
@@ -566,6 +571,7 @@ def rename(path: PathLike, new: PathLike) -> None:
 def lies_in(path: PathLike, folder: PathLike) -> bool:
     """Return True if the file or link at `path` is in `folder` or below it, with links in its parents resolved."""
     if is_remote(path) or is_remote(folder):
+        # compared as text, so that a part such as ".." must not lead out of the folder
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
         return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
     here = local(path)
@@ -611,5 +617,5 @@ def check_writable(folder: PathLike) -> None:
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise PermissionError(
             errno.EACCES,
-            f"the folder {str(wanted)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose another",
+            f"the folder {str(wanted)!r} cannot be written: no permission in {str(ancestor)!r}; choose another",
         )

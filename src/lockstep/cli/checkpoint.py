@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import export, format, frozen, sharded, storage
-from lockstep.checkpoint.engine_folder import engine_folders, is_engines
 from lockstep.cli.run import CommandParser
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -174,7 +173,7 @@ def _optimizers(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
 def _kind(path: str) -> str:
     if storage.is_file(path):
         return f"one file, {readable(storage.size(path))}"
-    of = " of DeepSpeed's" if is_engines(path) else ""
+    of = " of DeepSpeed's" if sharded.is_engines(path) else ""
     sizes = storage.sizes(path)
     return f"folder of {len(sizes)} files{of}, {readable(sum(sizes.values()))}"
 
@@ -203,7 +202,7 @@ def _convert(given: argparse.Namespace) -> int:
     if "state_dict" not in found:
         raise MisconfigurationException(f"{source!r} has no 'state_dict'")
     if kind is None:
-        kind = "file" if sharded.is_sharded(source) and not is_engines(source) else "parts"
+        kind = "file" if sharded.is_sharded(source) and not sharded.is_engines(source) else "parts"
     _write(found, kind, given)
     print(f"{target}: {_kind(target)}")
     return 0
@@ -222,7 +221,7 @@ def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
         format.save(found, target)
     elif kind == "deepspeed":
         about = {key: found.get(key) for key in ("epoch", "global_step")}
-        sharded.write_by(lambda folder: engine_folders().write(found, folder), about, target)
+        sharded.write_by(lambda folder: sharded.engine_folders().write(found, folder), about, target)
     elif kind == "huggingface":  # the model alone
         base = frozen.base_of(found)
         export.write_state(target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)

@@ -637,7 +637,7 @@ class ReturnsNone(Deep):
 
 
 REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
-    (OnMeta, {}, "The module has 'bare' on the meta device, and nothing that gives it values"),
+    (OnMeta, {}, "The module has 'bare' on the meta device, and nothing initializes it"),
     (MadeEarly, {}, "make the optimizer in `configure_optimizers`"),
     (LineSearch, {}, "FSDPStrategy with LBFGS: it mixes the elements"),
     (Grows, {}, "'more' came after the module was sharded"),
