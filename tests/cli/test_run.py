@@ -254,31 +254,17 @@ def sleeper(folder: Path, batches: int, *flags: str) -> tuple[subprocess.Popen[s
     """A run that has come to its first batches, and the processes of its ranks."""
     (folder / "sleeper.py").write_text(SLEEPER)
     process = begin([*flags, "--devices", 2, "sleeper.py", batches], folder, PYTHONPATH=PYTHONPATH)
-    until, files = time.monotonic() + 60, [folder / f"ready-{rank}" for rank in range(2)]
+    return process, pids_in(process, [folder / f"ready-{rank}" for rank in range(2)])
+
+
+def pids_in(process: subprocess.Popen[str], files: list[Path]) -> list[int]:
+    """The processes that ranks have noted in files, once all have."""
+    until = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    return process, [int(file.read_text()) for file in files]
-
-
-def plain(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[Path]]:
-    """A run of a script that imports no torch: it notes its process, blocks SIGUSR1 and goes on by ``then``."""
-    lines = (
-        "import os, pathlib, signal, time",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])",
-        "pathlib.Path(os.environ['RANK'] + '.part').write_text(str(os.getpid()))",
-        "os.rename(os.environ['RANK'] + '.part', os.environ['RANK'])",
-        then,
-    )
-    (folder / "plain.py").write_text("\n".join(lines))
-    process = begin(["--devices", 2, "plain.py"], folder, TMPDIR=str(folder))  # a killed agent leaves its folder
-    until, files = time.monotonic() + 60, [folder / "0", folder / "1"]
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    return process, files
+    return [int(file.read_text()) for file in files]
 
 
 def gone(pid: int, seconds: float = 5.0) -> bool:
@@ -294,9 +280,11 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
-    """Under torchrun they go on as orphans. Whatever a script imports, and however early it happens."""
-    process, files = plain(tmp_path, "time.sleep(60)")
-    pids = [int(file.read_text()) for file in files]
+    """Under torchrun they go on as orphans. Also if the script imports no torch."""
+    script = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "plain.py").write_text(script)
+    process = begin(["--devices", 2, "plain.py"], tmp_path, TMPDIR=str(tmp_path))  # a killed agent leaves its folder
+    pids = pids_in(process, [tmp_path / "0", tmp_path / "1"])
     process.kill()
     assert all(gone(pid) for pid in pids)
 
