@@ -312,7 +312,6 @@ BAD: dict[Callable[[Path], None], str] = {
     emptied: "there is neither model.safetensors.index.json nor model.safetensors",
     quantized: "its weights are quantized (bitsandbytes in its config.json)",
 }
-BAD_FOLDER = (MisconfigurationException, CorruptCheckpoint)
 
 
 def refusals(folders: dict[str, str], strategies: list[str]) -> list[tuple[str, str]]:
@@ -321,10 +320,15 @@ def refusals(folders: dict[str, str], strategies: list[str]) -> list[tuple[str, 
     devices = dist.get_world_size() if dist.is_initialized() else 1
     for strategy in strategies:
         for name, folder in folders.items():
-            with patch.object(WeightFiles, "read", side_effect=AssertionError), pytest.raises(BAD_FOLDER) as raised:
-                quiet(strategy=strategy, devices=devices, max_steps=1).fit(Tuned(folder, "llama"), texts())
-            found.append((name, str(raised.value)))
+            with patch.object(WeightFiles, "read", side_effect=AssertionError):
+                found.append((name, said_of(Tuned(folder, "llama"), strategy, devices)))
     return found
+
+
+def said_of(module: Tuned, strategy: str, devices: int) -> str:
+    with pytest.raises((MisconfigurationException, CorruptCheckpoint)) as raised:
+        quiet(strategy=strategy, devices=devices, max_steps=1).fit(module, texts())
+    return str(raised.value)
 
 
 def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(ranks: RankPool, tmp_path: Path) -> None:
@@ -341,10 +345,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(ranks: RankPoo
 
 
 def of_another(folder: str) -> str:
-    module = Tuned(folder, "bert")
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="fsdp", devices=dist.get_world_size(), max_steps=1).fit(module, texts())
-    return str(raised.value)
+    return said_of(Tuned(folder, "bert"), "fsdp", dist.get_world_size())
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
@@ -409,12 +410,7 @@ class Resized(Tuned):
 
 
 def resized(folder: str, strategies: list[str]) -> list[str]:
-    found: list[str] = []
-    for strategy in strategies:
-        with pytest.raises(MisconfigurationException) as raised:
-            quiet(strategy=strategy, devices=dist.get_world_size(), max_steps=1).fit(Resized(folder, "llama"), texts())
-        found.append(str(raised.value))
-    return found
+    return [said_of(Resized(folder, "llama"), strategy, dist.get_world_size()) for strategy in strategies]
 
 
 def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: RankPool, tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ def busy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "kind"),
-    [("simple", SimpleProfiler), ("advanced", AdvancedProfiler), ("PyTorch", PyTorchProfiler)],
+    ("flag", "kind"), [("simple", SimpleProfiler), ("advanced", AdvancedProfiler), ("PyTorch", PyTorchProfiler)]
 )
 def test_a_profiler_by_name(flag: str, kind: type[Profiler]) -> None:
     assert type(make_profiler(flag)) is kind
