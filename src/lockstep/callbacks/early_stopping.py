@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._asked_for_train_epoch_end = check_on_train_epoch_end
+        self._user_choice = check_on_train_epoch_end
         self._check_on_train_epoch_end = bool(check_on_train_epoch_end)
 
     @property
@@ -117,7 +117,7 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Decide when to check, unless the user did."""
-        if self._asked_for_train_epoch_end is None:
+        if self._user_choice is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
         An interrupted epoch is checked after the resume.
         """
         is_due = self._check_on_train_epoch_end
-        if self._asked_for_train_epoch_end is None and not trainer.fit_loop.expects_validation:
+        if self._user_choice is None and not trainer.fit_loop.expects_validation:
             is_due = True
         if is_due and not trainer.fit_loop.is_interrupted:
             self._check(trainer)

@@ -31,7 +31,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
     return found
 
 
-def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], left: set[str]) -> Any:
+def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], kept: set[str]) -> Any:
     """Return the object from which a plain value was made; inner objects are rebuilt first.
 
     Args:
@@ -39,25 +39,25 @@ def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: 
         at: the path to it, as in `lockstep.ground.tree.classes_in`.
         noted: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.
-        left: receives the names of recorded classes that are not allowed; their objects stay plain.
+        kept: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
         Exception: the object cannot be rebuilt; the user's code may run, so of any class.
     """
     if isinstance(value, dict):
         value = type(value)(
-            (rebuilt(key, (None, *at, key), noted, allowed, left), rebuilt(item, (*at, key), noted, allowed, left))
+            (rebuilt(key, (None, *at, key), noted, allowed, kept), rebuilt(item, (*at, key), noted, allowed, kept))
             for key, item in value.items()
         )
     elif type(value) in (list, tuple):
-        value = type(value)(rebuilt(item, (*at, place), noted, allowed, left) for place, item in enumerate(value))
+        value = type(value)(rebuilt(item, (*at, place), noted, allowed, kept) for place, item in enumerate(value))
     elif isinstance(value, set):
-        value = {rebuilt(item, (*at, item), noted, allowed, left) for item in value}
+        value = {rebuilt(item, (*at, item), noted, allowed, kept) for item in value}
     if at not in noted:
         return value
     kind = _class(str(noted[at]), allowed)
     if kind is None:
-        left.add(str(noted[at]).partition(":")[2])
+        kept.add(str(noted[at]).partition(":")[2])
         return value
     return made(kind, value)
 

@@ -150,19 +150,19 @@ def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collec
     # paths of keys of a dict start with None
     names = {next((step for step in at if step is not None), None) for at in noted if isinstance(at, tuple)}
     for name in [name for name in saved if name in names and name not in given]:
-        left: set[str] = set()
+        kept: set[str] = set()
         allowed = allowed_by(annotations.get(name))
         try:
-            found[name] = rebuilt(saved[name], (name,), noted, allowed, left)
+            found[name] = rebuilt(saved[name], (name,), noted, allowed, kept)
         except Exception as error:  # a user's class, for example, may fail in any way
             raise MisconfigurationException(
                 f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
                 f"the object cannot be made from it ({name}: {error}). Pass it: {cls.__name__}.load_from_checkpoint("
                 f"path, {name}=...)."
             ) from error
-        if left:
+        if kept:
             rank_zero_warn(
-                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(left))} and stays in its "
+                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(kept))} and stays in its "
                 "plain form, because no annotation names an imported class of that name, or a base of it. Annotate "
                 f"the argument of {cls.__name__}.__init__ with it, or pass it: {cls.__name__}.load_from_checkpoint("
                 f"path, {name}=...)."

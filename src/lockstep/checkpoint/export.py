@@ -292,17 +292,17 @@ def write(
         config: a folder to copy further files from.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
-    with _beside(target) as beside:
-        parts = _Parts(beside, limit)
+    with _temporary_folder(target) as temporary:
+        parts = _Parts(temporary, limit)
         for name, tensor in tensors:
             parts.add(name, tensor)
         parts.end()
         raise_on_all(parts.error, comm.all_gather_object, repr(str(target)))
 
         def finish() -> None:
-            _write_index(beside, parts.sizes)
-            _write_about(beside, model, tokenizer, config)
-            _take_place(beside, target)
+            _write_index(temporary, parts.sizes)
+            _write_about(temporary, model, tokenizer, config)
+            _take_place(temporary, target)
 
         _on_rank_0(finish, target)
 
@@ -320,7 +320,7 @@ def write_adapter(
         tokenizer: as in `write`.
     """
     target = Path(folder)
-    with _beside(target) as beside:
+    with _temporary_folder(target) as temporary:
         wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -332,10 +332,10 @@ def write_adapter(
             base = vars(model.get_base_model()).get(FOLDER)
             for config in model.peft_config.values():
                 config.base_model_name_or_path = config.base_model_name_or_path or base
-            beside.mkdir()
-            model.save_pretrained(beside, state_dict=held)
-            _copy_tokenizer(beside, tokenizer, base)
-            _take_place(beside, target)
+            temporary.mkdir()
+            model.save_pretrained(temporary, state_dict=held)
+            _copy_tokenizer(temporary, tokenizer, base)
+            _take_place(temporary, target)
 
         _on_rank_0(finish, target)
 
@@ -355,16 +355,16 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
+def _temporary_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the target, with the same name on all ranks, and remove it. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system
-    beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
+    temporary = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
     try:
-        yield beside
+        yield temporary
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
@@ -394,7 +394,7 @@ class _Parts:
         self._folder, self._limit = folder, limit
         self._save = _safetensors().save_file
         self._world, self._rank = comm.world_size(None), comm.rank(None)
-        self._held: dict[str, Tensor] = {}
+        self._buffered: dict[str, Tensor] = {}
         self.sizes: list[dict[str, int]] = [{}]
         self.error: Exception | None = None
 
@@ -406,11 +406,11 @@ class _Parts:
             self.sizes.append({})
         self.sizes[-1][name] = size
         if (len(self.sizes) - 1) % self._world == self._rank:
-            self._held[name] = tensor.detach().cpu().contiguous()
+            self._buffered[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
         """Write the last file, if it is this rank's turn."""
-        held, self._held = self._held, {}
+        held, self._buffered = self._buffered, {}
         if not held or self.error is not None:
             return
         try:
@@ -461,19 +461,19 @@ def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _take_place(beside: Path, target: Path) -> None:
+def _take_place(temporary: Path, target: Path) -> None:
     """Move the files to the target folder; earlier weights there are removed, their index first."""
     target.mkdir(parents=True, exist_ok=True)
     # A process that is killed here leaves a folder that is refused, and not one with weights of two models.
     (target / INDEX).unlink(missing_ok=True)
-    new = {path.name for path in beside.iterdir()}
+    new = {path.name for path in temporary.iterdir()}
     for path in target.iterdir():
         if PART.fullmatch(path.name) and path.name not in new:
             path.unlink()
     for name in sorted(new, key=lambda name: name == INDEX):  # the new index comes last, after all that it names
         if (target / name).is_dir():
             shutil.rmtree(target / name)
-        (beside / name).replace(target / name)
+        (temporary / name).replace(target / name)
 
 
 def _safetensors() -> Any:

@@ -67,14 +67,14 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     _draw_adapters(module, waiting)
     with _flagged(module), _guarded():
         _apply_own(module, None, waiting)
-    for layer, names in waiting.left():
+    for layer, names in waiting.remaining():
         if callable(getattr(layer, "reset_parameters", None)):
             _call(layer.reset_parameters, [(layer, names)], waiting)  # type: ignore[arg-type]
-    for layer, _ in waiting.left():
+    for layer, _ in waiting.remaining():
         maker = waiting.makers[id(layer)]
         if maker is not None and waiting.names_of(layer):  # else another layer's call has done it
-            _call(maker.init_weights, waiting.asked_within(maker), waiting)  # type: ignore[arg-type]
-    for layer, names in waiting.left():
+            _call(maker.init_weights, waiting.pending_within(maker), waiting)  # type: ignore[arg-type]
+    for layer, names in waiting.remaining():
         shown = waiting.prefixes[id(layer)] or "The module"
         raise MisconfigurationException(UNSET.format(layer=shown, maker=waiting.maker_of(layer), name=names[0]))
 
@@ -166,7 +166,7 @@ class _Waiting:
 
     Attributes:
         names: own names of a layer's tensors without values, by the layer's id; shrinks as they get values.
-        asked: the same as it was at the start, without layers that are complete.
+        pending: the same as it was at the start, without layers that are complete.
         prefixes: names of all layers, by id.
         models: nearest enclosing model with ``_init_weights``, by a layer's id.
         makers: nearest enclosing module with ``init_weights()``, by a layer's id.
@@ -174,7 +174,7 @@ class _Waiting:
 
     def __init__(self, module: nn.Module) -> None:
         self.names: dict[int, list[str]] = {}
-        self.asked: dict[int, list[str]] = {}
+        self.pending: dict[int, list[str]] = {}
         self.prefixes: dict[int, str] = {}
         self.models: dict[int, nn.Module | None] = {}
         self.makers: dict[int, nn.Module | None] = {}
@@ -199,7 +199,7 @@ class _Waiting:
         """Return the names of a layer's tensors that still need values."""
         return self.names.get(id(layer), [])
 
-    def left(self) -> list[tuple[nn.Module, list[str]]]:
+    def remaining(self) -> list[tuple[nn.Module, list[str]]]:
         """Return the layers that need values, in order of registration."""
         return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
 
@@ -211,17 +211,17 @@ class _Waiting:
     def have_all(self, layers: Iterable[nn.Module]) -> None:
         """Record that these layers are complete: calls for other layers leave them unchanged."""
         for layer in layers:
-            self.asked.pop(id(layer), None)
+            self.pending.pop(id(layer), None)
 
     def leave_shared(self, ties: _Ties) -> None:
         """Remove shared tensors from all layers but the first, which initializes them."""
-        for layer, names in self.left():
+        for layer, names in self.remaining():
             self.names[id(layer)] = [name for name in names if name in ties.names[id(layer)]]
-        self.asked = {key: list(names) for key, names in self.names.items()}
+        self.pending = {key: list(names) for key, names in self.names.items()}
 
-    def asked_within(self, maker: nn.Module) -> Asked:
+    def pending_within(self, maker: nn.Module) -> Pending:
         """Return the layers in a module that had no values at the start, with their names."""
-        return [(layer, self.asked[id(layer)]) for layer in maker.modules() if self.asked.get(id(layer))]
+        return [(layer, self.pending[id(layer)]) for layer in maker.modules() if self.pending.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
         """Return the name of the last method that was called to initialize a layer."""
@@ -234,7 +234,7 @@ class _Waiting:
 
     def check(self) -> None:
         """Raise if nothing can initialize a layer."""
-        for layer, names in self.left():
+        for layer, names in self.remaining():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
                 shown = self.prefixes[id(layer)] or "The module"
@@ -253,7 +253,7 @@ def _required(method: object) -> int:
 
 # -- the calls -------------------------------------------------------------------------------------------------
 
-Asked = list[tuple[nn.Module, list[str]]]
+Pending = list[tuple[nn.Module, list[str]]]
 """Layers, and the names of their tensors that a call is to initialize."""
 
 
@@ -267,25 +267,25 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
         found = getattr(layer, "peft_config", None)
         configs |= found if isinstance(found, dict) else {}
     for prefix, layer in module.named_modules():
-        asked = _asked_of_adapter(layer, waiting)
-        if not asked:
+        pending = _pending_of_adapter(layer, waiting)
+        if not pending:
             continue
         reset = _reset_of_adapter(layer, configs)
         if reset is not None:
-            _call(reset, asked, waiting)
-        if any(waiting.names_of(each) for each, _ in asked):
+            _call(reset, pending, waiting)
+        if any(waiting.names_of(each) for each, _ in pending):
             raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__))
-        waiting.have_all(each for each, _ in asked)
+        waiting.have_all(each for each, _ in pending)
 
 
-def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
+def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
     """Return the tensors of a peft layer that need values, without those of its base layer."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
     around = getattr(layer, "base_layer", None)  # may itself be an adapter of another parameter
     base = {id(each) for each in (layer.get_base_layer() if around is None else around).modules()}
     parts = [each for each in layer.modules() if id(each) not in base]
-    return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
+    return [(each, waiting.pending[id(each)]) for each in parts if waiting.pending.get(id(each))]
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
@@ -328,15 +328,15 @@ def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
         _apply_own(child, model, waiting)
     if model is None:
         return
-    asked = [(each, waiting.asked.get(id(each), [])) for each in (layer, *layer.children())]
-    if any(names for _, names in asked):
-        _call(lambda: model._init_weights(layer), asked, waiting)
+    pending = [(each, waiting.pending.get(id(each), [])) for each in (layer, *layer.children())]
+    if any(names for _, names in pending):
+        _call(lambda: model._init_weights(layer), pending, waiting)
 
 
-def _call(method: Callable[[], object], asked: Asked, waiting: _Waiting) -> None:
+def _call(method: Callable[[], object], pending: Pending, waiting: _Waiting) -> None:
     """Call an init method with the listed tensors whole; then each rank keeps its part of their values."""
     with ExitStack() as wholes:
-        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in asked]
+        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in pending]
         method()
         for layer, names, own in made:
             for name in names:

@@ -62,7 +62,7 @@ def _stem(target: Path) -> str:
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
 
-def _beside(target: Path) -> Path:
+def _temporary_path(target: Path) -> Path:
     """Return the temporary path of what is to become `target`; unique to each writer."""
     # In the same folder, as a rename is atomic only within a file system.
     return target.with_name(f"{_stem(target)}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
@@ -89,21 +89,21 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             yield file
         return
     target = local(path)
-    beside = _beside(target)
+    temporary = _temporary_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # never write through a link that a killed process of the same id left
-        with open(beside, "wb") as file:
+        temporary.unlink(missing_ok=True)  # never write through a link that a killed process of the same id left
+        with open(temporary, "wb") as file:
             _lock(file)
             yield file
             file.flush()
             # before the rename: after a power loss the name must not belong to a file without its bytes
             os.fsync(file.fileno())
-            _take_place(beside, target)  # while the file is locked: another process may not remove it as a leftover
+            _take_place(temporary, target)  # while the file is locked: another process may not remove it as a leftover
         _sync_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         if isinstance(error, OSError):
             raise explained(error, target) from error
         raise
@@ -114,17 +114,17 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
 def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
     # Closing an fsspec file commits what was written, even after an error; hence the temporary name.
     system, name = _remote(path)
-    beside = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
+    temporary = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
     system.makedirs(os.path.dirname(name), exist_ok=True)
     try:
-        with system.open(beside, "wb") as file:
+        with system.open(temporary, "wb") as file:
             yield file
         if system.isdir(name):  # a checkpoint in parts of an earlier run
             remove(path)
-        system.mv(beside, name)
+        system.mv(temporary, name)
     except BaseException:
         with contextlib.suppress(Exception):
-            system.rm(beside)
+            system.rm(temporary)
         raise
 
 
@@ -150,9 +150,9 @@ class NewFolder:
             raise IsADirectoryError(
                 errno.EISDIR, f"{str(target)!r} is a folder but not a checkpoint: choose another name, or move it away"
             )
-        beside = _beside(self._target)
+        temporary = _temporary_path(self._target)
         # ranks of several nodes see the folder, and a process id is unique only on its node
-        self.path = beside.with_name(f"{beside.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
+        self.path = temporary.with_name(f"{temporary.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
@@ -255,27 +255,27 @@ _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISD
 """Errors of a rename if another writer has put something in its place, or removed it."""
 
 
-def _take_place(beside: Path, target: Path) -> None:
+def _take_place(temporary: Path, target: Path) -> None:
     """Rename a finished file, link or folder to `target`, and replace what was there, except a folder without index."""
     for tries_left in range(9, -1, -1):
         is_folder = target.is_dir() and not target.is_symlink()
         if is_folder:
             swaps = is_index_folder(target)
         else:
-            swaps = os.path.lexists(target) and beside.is_dir() and not beside.is_symlink()
+            swaps = os.path.lexists(target) and temporary.is_dir() and not temporary.is_symlink()
         try:
             # `os.replace` refuses a folder that is not empty, and a file in the place of a folder
             if swaps:
-                _remove_tree(_exchange(beside, target))
+                _remove_tree(_exchange(temporary, target))
             else:
-                os.replace(beside, target)
+                os.replace(temporary, target)
             return
         except OSError as error:
-            if error.errno not in _RACES or not tries_left or not os.path.lexists(beside):
+            if error.errno not in _RACES or not tries_left or not os.path.lexists(temporary):
                 raise
 
 
-def _exchange(beside: Path, target: Path) -> Path:
+def _exchange(temporary: Path, target: Path) -> Path:
     """Exchange two names; return the new name of what was at `target`.
 
     If the system cannot do that in one step, nothing has the name `target` for a moment.
@@ -283,16 +283,16 @@ def _exchange(beside: Path, target: Path) -> Path:
     swap = _renameat2()
     if swap is not None:
         at_cwd, exchange = -100, 2
-        if swap(at_cwd, os.fsencode(beside), at_cwd, os.fsencode(target), exchange) == 0:
-            return beside
+        if swap(at_cwd, os.fsencode(temporary), at_cwd, os.fsencode(target), exchange) == 0:
+            return temporary
         number = ctypes.get_errno()
         # an old kernel, or a file system such as NFS: the two renames below do it then
         if number not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), str(target))
-    aside = beside.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
+    aside = temporary.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
     os.rename(target, aside)
     try:
-        os.rename(beside, target)
+        os.rename(temporary, target)
     except BaseException:
         os.rename(aside, target)
         raise
@@ -586,12 +586,12 @@ def link(path: PathLike, target: PathLike) -> None:
     Unfinished files of a killed process are removed, as by :func:`replacing`.
     """
     name, destination = local(path).absolute(), local(target).absolute()
-    beside, leads_to = _beside(name), os.path.relpath(destination, name.parent)
+    temporary, leads_to = _temporary_path(name), os.path.relpath(destination, name.parent)
     while True:
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(leads_to)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(leads_to)
         try:
-            _take_place(beside, name)
+            _take_place(temporary, name)
         except FileNotFoundError:  # another writer of the same name removed it as a leftover
             continue
         break

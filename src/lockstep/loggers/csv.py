@@ -61,8 +61,9 @@ class ExperimentWriter:
         self.hparams.update(params)
         write_hparams(self.log_dir, self.hparams, self.NAME_HPARAMS_FILE)
 
+    # Lightning's name, which subclasses in other packages read; fsspec is slow to import
     @property
-    def _fs(self) -> Any:  # Lightning's name, which subclasses in other packages read
+    def _fs(self) -> Any:
         return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:

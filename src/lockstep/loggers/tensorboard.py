@@ -122,15 +122,15 @@ class TensorBoardLogger(FolderLogger):
         self._write_hparams()
         if metrics is None and self._default_hp_metric:
             metrics = -1
-        if metrics is None:
+        if metrics is None:  # without a metric TensorBoard would not show them
             return
         by_name = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
         self.log_metrics(by_name, step)
         from torch.utils.tensorboard.summary import hparams
 
-        shown = {name: _shown(value) for name, value in flattened(as_dict(params)).items()}
+        values = {name: _plain_value(value) for name, value in flattened(as_dict(params)).items()}
         writer = self.experiment._get_file_writer()
-        for summary in hparams(shown, {name: float(value) for name, value in by_name.items()}):
+        for summary in hparams(values, {name: float(value) for name, value in by_name.items()}):
             writer.add_summary(summary, step)
 
     @rank_zero_only
@@ -169,7 +169,7 @@ class TensorBoardLogger(FolderLogger):
             self._experiment = None
 
 
-def _shown(value: object) -> bool | int | float | str:
+def _plain_value(value: object) -> bool | int | float | str:
     """Return a hyperparameter in a type that TensorBoard accepts: a number or text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
