@@ -364,8 +364,8 @@ def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
-            # On the CPU the random numbers do not depend on the model's device. The whole tensor is drawn, and a sharded
-            # layer keeps its part of it: torch would give every part on a CPU the same numbers.
+            # On the CPU the random numbers do not depend on the model's device. The whole tensor is drawn, and a
+            # sharded layer keeps its part of it: torch would give every part on a CPU the same numbers.
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
             _mark_unset(stand_in)
         elif tensor.is_meta or hasattr(tensor, "placements"):

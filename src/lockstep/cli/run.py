@@ -64,23 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
-    # the core's names come first, and no extension can replace them
-    every = COMMANDS | {name: line for name, line in commands().items() if name not in COMMANDS}
-    if first in ("-h", "--help"):
-        rows = every | {"--version": "show the version"}
-        width = max(map(len, rows))
-        lines = [f"  {name:<{width}} {line}" for name, line in rows.items()]
-        print(
-            "\n".join(["usage: lockstep COMMAND ...", "", *lines, "", "`lockstep COMMAND --help` lists its options."])
-        )
-        return 0
     if first == "--version":
         print(f"lockstep {sys.modules['lockstep'].__version__}")
         return 0
     if first not in COMMANDS and not is_known("commands", first):
-        wrong = f"{first!r} is not a command" if words else "no command is given"
-        print(f"lockstep: {wrong}; choose one of: {', '.join(every)}", file=sys.stderr)
-        return 2
+        # the core's names come first, and no extension can replace them
+        every = COMMANDS | {name: line for name, line in commands().items() if name not in COMMANDS}
+        if first not in ("-h", "--help"):
+            wrong = f"{first!r} is not a command" if words else "no command is given"
+            print(f"lockstep: {wrong}; choose one of: {', '.join(every)}", file=sys.stderr)
+            return 2
+        rows = every | {"--version": "show the version"}
+        width = max(map(len, rows))
+        print("usage: lockstep COMMAND ...\n")
+        print(*(f"  {name:<{width}} {line}" for name, line in rows.items()), sep="\n")
+        print("\n`lockstep COMMAND --help` lists its options.")
+        return 0
     try:
         if first == "run":
             return run(words[1:])
