@@ -348,7 +348,7 @@ def remove_leftovers(folder: PathLike) -> None:
         found = _LEFTOVER.fullmatch(name)
         if found is None:
             continue
-        # `_exchange` gives such names without a process id, and only to whole checkpoints
+        # names without a process id are those of whole folders, which `_exchange` or `remove` has moved
         was_moved_aside = "-" not in found[1] and is_index_folder(here / name)
         target = here / name[1 : found.start(1) - 1]
         if was_moved_aside and not os.path.lexists(target):
