@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.module import LightningModule as LightningModule
     from lockstep.trainer import Trainer as Trainer
 
-# Imported when they are asked for: the commands of a search need no torch, whose import takes 2 s.
+# Imported on first use: the commands of a search need no torch, whose import takes 2 s.
 _FILES = {
     "Callback": "callbacks.base",
     "CombinedOptimizer": "ground.optimizers",
@@ -45,11 +45,9 @@ __all__ = listed(__name__, _FILES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's file when it is first used.
-
-    Modules live as long as the process, and a full collection in the middle of their import goes through all that
-    torch has made: 60 to 100 ms for nothing.
-    """
+    """Import a name's file when it is first used."""
+    # Modules live as long as the process. A full collection during their import would walk all of torch's objects,
+    # which takes 60 to 100 ms and frees nothing.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""``python -m lockstep``: the command ``lockstep``."""
+"""Entry point of ``python -m lockstep``, the same as the command ``lockstep``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What users read of a Trainer: its public attributes, derived from its parts."""
+"""Public attributes of a Trainer, derived from its parts."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 
 class Of(Generic[T]):
-    """A part of the run, read and set as an attribute of the Trainer; the session has it."""
+    """Attribute of the Trainer that is stored in its session under the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, trainer: Attributes, owner: type | None = None) -> T:
-        if trainer is None:  # asked of the class
+        if trainer is None:  # read from the class
             return cast(T, self)
         found: T = getattr(trainer.session, self._name, None)  # type: ignore[assignment]  # None before a call
         return found
@@ -62,7 +62,7 @@ class Of(Generic[T]):
 
 
 class Gone:
-    """A method of the class of years ago: whoever asks for it is told today's way."""
+    """Method of Lightning 1.x that raises an AttributeError with its replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -75,12 +75,12 @@ class Gone:
 
 
 def _loaders(given: object) -> Any:
-    """Loaders as a user asks for them: of a CombinedLoader those that it was made of, as in Lightning."""
+    """Return loaders as the user gave them: those within a CombinedLoader, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
 
 
 class Attributes:
-    """The read side of :class:`lockstep.Trainer`; what it shows is in the session and the loops."""
+    """Readable attributes of :class:`lockstep.Trainer`. Their values are in the session and the loops."""
 
     session: Session
     fit_loop: FitLoop
@@ -89,8 +89,8 @@ class Attributes:
     predict_loop: EvaluationLoop
     _ckpt_wanted: str | None
 
-    # The flags that are read as they are: here for type checkers, which do not see `__getattr__` below, so that they
-    # tell of a misspelt name. The config has the values.
+    # Flags whose values `__getattr__` reads from the config. Type checkers do not see `__getattr__`, and so report
+    # a misspelt name.
     fast_dev_run: int
     max_epochs: int
     min_epochs: int
@@ -145,7 +145,7 @@ class Attributes:
 
     @property
     def lightning_module(self) -> LightningModule:
-        """The module of the last call; None before the first."""
+        """Module of the last call; None before the first."""
         return vars(self.session).get("module")  # type: ignore[return-value]
 
     @lightning_module.setter
@@ -175,7 +175,7 @@ class Attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: object) -> None:
-            if name in self._flags():  # a flag set between two calls
+            if name in self._flags():  # checked here as in the constructor
                 name, value = "config", set_flag(self.config, name, value)
             object.__setattr__(self, name, value)
 
@@ -187,17 +187,17 @@ class Attributes:
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """Rank of this process among all, from 0."""
         return self.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its node."""
+        """Rank of this process among those of its node, from 0."""
         return self.strategy.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This node."""
+        """Number of this node, from 0."""
         return self.strategy.world.node_rank
 
     @property
@@ -212,20 +212,25 @@ class Attributes:
 
     @property
     def num_devices(self) -> int:
-        """Devices of this node."""
+        """Number of devices that the run uses on this node."""
         return len(self.device_ids)
 
     @property
     def device_ids(self) -> list[int]:
-        """The devices of this node by their numbers; on the CPU the processes are counted."""
+        """Numbers of the devices that the run uses on this node; on the CPU the processes are counted."""
         devices = self.strategy.devices
         if self.strategy.root_device.type == "cpu" and not self.strategy.drives_all_devices:
-            return list(range(self.strategy.world.local_size))  # a launcher may have started more than were asked for
+            return list(range(self.strategy.world.local_size))  # a launcher may have started more than `devices`
         return [number if device.index is None else device.index for number, device in enumerate(devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """What a ``DistributedSampler`` of one's own is made with; None on one process."""
+        """Arguments for a ``DistributedSampler`` of your own: ``num_replicas`` and ``rank``; None on one process.
+
+        Example::
+
+            sampler = DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)
+        """
         if self.world_size == 1:
             return None
         replicas = self.strategy.replicas
@@ -233,61 +238,61 @@ class Attributes:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.strategy.world.rank == 0
 
     @property
     def precision(self) -> str:
-        """The full name of the run's precision, "32-true" for one."""
+        """Full name of the run's precision, such as "32-true"."""
         return str(self.strategy.precision.name)
 
     @property
     def precision_plugin(self) -> Precision:
-        """The run's precision, as an object."""
+        """Precision of the run, as an object."""
         return self.strategy.precision
 
     @property
     def scaler(self) -> Any:
-        """What scales the loss of 16-bit floats, or None."""
+        """``GradScaler`` of "16-mixed"; None under other precisions."""
         return self.strategy.precision.scaler
 
     @property
     def model(self) -> LightningModule:
-        """The module; lockstep wraps it in nothing."""
+        """Module of the last call, the same object as ``lightning_module``: no strategy wraps it."""
         return self.lightning_module
 
     # -- how far -------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs, counted from 0; after a fit the number of finished epochs.
+        """Current epoch, counted from 0; after a fit the number of finished epochs.
 
-        Where a fit goes on behind an epoch's end, it is the next one already in ``on_train_start``.
+        In a fit that resumes from the end of an epoch, ``on_train_start`` already sees the next epoch.
         """
         return self.fit_loop.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far, of all optimizers."""
+        """Number of optimizer steps so far, summed over all optimizers."""
         return self.session.fit.progress.global_step
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch at hand is the epoch's last."""
+        """True during the last training batch of an epoch."""
         return self.session.fit.progress.last
 
     @property
     def is_padding_batch(self) -> bool:
-        """Whether the batch at hand is another rank's, as this one has none: nothing of it is to be counted.
+        """True during a padding batch: a sample of another rank, on a rank that has none left. Do not count it.
 
-        So it is on several ranks, where the last samples of an epoch do not go round: under manual optimization, and
-        under FSDP, whose forwards are made by all ranks together, in evaluations, too.
+        Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
+        optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
         """
         return self.session.is_padding
 
     @property
     def training(self) -> bool:
-        """Whether a training batch may be running."""
+        """True while a fit trains, but not during its validations."""
         return self.state.stage is RunningStage.TRAINING
 
     @training.setter
@@ -296,7 +301,7 @@ class Attributes:
 
     @property
     def validating(self) -> bool:
-        """Whether a validation runs."""
+        """True during a validation, but not during the sanity check."""
         return self.state.stage is RunningStage.VALIDATING
 
     @validating.setter
@@ -305,7 +310,7 @@ class Attributes:
 
     @property
     def testing(self) -> bool:
-        """Whether a test runs."""
+        """True during a test."""
         return self.state.stage is RunningStage.TESTING
 
     @testing.setter
@@ -314,7 +319,7 @@ class Attributes:
 
     @property
     def predicting(self) -> bool:
-        """Whether a prediction runs."""
+        """True during a prediction."""
         return self.state.stage is RunningStage.PREDICTING
 
     @predicting.setter
@@ -323,7 +328,7 @@ class Attributes:
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the sanity check runs."""
+        """True during the sanity check."""
         return self.state.stage is RunningStage.SANITY_CHECKING
 
     @sanity_checking.setter
@@ -338,93 +343,102 @@ class Attributes:
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation, a test or the sanity check runs."""
+        """True during a validation, a test or the sanity check."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last call was interrupted."""
+        """True if the last call was interrupted."""
         return self.state.stopped and not self.state.finished
 
     # -- data ----------------------------------------------------------------------------------------------
 
     @property
     def num_training_batches(self) -> int | float:
-        """Training batches of an epoch on each rank; infinite where the length is not known."""
+        """Number of training batches of an epoch on each rank; infinite if the length is unknown."""
         feed = self.session.fit.feed
         return math.inf if feed is None else feed.num_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Validation batches of this rank, by loader."""
+        """Number of validation batches of this rank, by loader."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
         return loop.num_batches_by_loader
 
     @property
     def num_sanity_val_steps(self) -> int | float:
-        """Batches of each validation loader that the sanity check tries; infinite: all."""
+        """Number of batches of each validation loader in the sanity check; infinite: all."""
         steps = self.config.num_sanity_val_steps
         return math.inf if steps == -1 else steps
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """Training batches between two validations; infinite: at the epoch's end; None: by time, or not known yet."""
+        """Training batches between two validations; infinite: at the end of an epoch; None: by time, or unknown yet."""
         return self.fit_loop.timing.every
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of the sanity check, by loader."""
+        """Number of batches of the sanity check, by loader."""
         each = self.fit_loop.validation.num_batches_by_loader
         return [min(self.num_sanity_val_steps, batches) for batches in each]
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Test batches of this rank, by loader."""
+        """Number of test batches of this rank, by loader."""
         return self.test_loop.num_batches_by_loader
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Prediction batches of this rank, by loader."""
+        """Number of prediction batches of this rank, by loader."""
         return self.predict_loop.num_batches_by_loader
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader or loaders as the user gave them."""
+        """Training loader or loaders, as the user gave them."""
         return _loaders(self.fit_loop.given)
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader or loaders as the user gave them."""
+        """Validation loader or loaders, as the user gave them."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
         return _loaders(loop.given)
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader or loaders as the user gave them."""
+        """Test loader or loaders, as the user gave them."""
         return _loaders(self.test_loop.given)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loader or loaders as the user gave them."""
+        """Prediction loader or loaders, as the user gave them."""
         return _loaders(self.predict_loop.given)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
+        """Number of optimizer steps of the whole fit; infinite if it has no limit. May create the training loader.
+
+        Example::
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.AdamW(self.parameters())
+                steps = self.trainer.estimated_stepping_batches
+                scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
+                return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        """
         return self.fit_loop.estimated_steps()
 
     # -- optimization --------------------------------------------------------------------------------------
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of one window in the epoch that runs; after a resume on other ranks perhaps not the flag's."""
+        """Micro-batches of one window in the current epoch. A resume on another number of ranks may change it."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
         return accumulate if feed is None else feed.counting.micro(accumulate)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit."""
+        """Optimizers of the fit."""
         return self.strategy.optimizers
 
     @optimizers.setter
@@ -433,28 +447,28 @@ class Attributes:
 
     @property
     def wrapped_optimizers(self) -> list[LightningOptimizer]:
-        """The optimizers as ``self.optimizers()`` gives them."""
+        """Optimizers as ``self.optimizers()`` returns them, with a ``step`` that runs the hooks."""
         return self.fit_loop.step.update.wrapped if self.fit_loop.has_step else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """The schedulers of the fit, and when they are stepped."""
+        """Schedulers of the fit, with the interval and frequency of their steps."""
         return self.strategy.lr_scheduler_configs
 
     # -- metrics, loggers, callbacks -----------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
+        """Newest value of each logged name: of this rank, or of all ranks once it has been reduced."""
         return self.session.callback_metrics()
 
     def memory(self) -> MemoryUse:
-        """What this rank's memory is used for, by kind: now, or after a fit when that ended.
+        """Return this rank's memory use by kind: at this moment, or after a fit at its end.
 
-        Activations are those of the fit's first micro-batch.
+        Activations are those of the first micro-batch of the fit.
 
         Raises:
-            MisconfigurationException: before the first call of the Trainer.
+            MisconfigurationException: the Trainer has not run a call yet.
 
         Example::
 
@@ -464,7 +478,7 @@ class Attributes:
         return memory_of(self.session)
 
     def reduced_metrics(self) -> dict[str, Tensor]:
-        """:attr:`callback_metrics`, reduced over the ranks and the same on all of them: what a decision reads.
+        """Return :attr:`callback_metrics` reduced over the ranks: the same on all of them, as a decision needs it.
 
         Collective: call it on every rank, at the same place.
         """
@@ -474,25 +488,26 @@ class Attributes:
             self.session.share_step_values()
         if self.world_size == 1:
             return dict(self.session.callback_metrics())
-        found = self.published.reduced()  # what callbacks wrote there themselves may differ
+        found = self.published.reduced()  # values that callbacks have written may differ between ranks
         return self.strategy.broadcast({name: torch.as_tensor(value).cpu() for name, value in found.items()})
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Newest value of what goes to the loggers."""
+        """Newest value of each name that goes to the loggers."""
         self.session.show_logged("logged")
         return self.published.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Newest value of what the progress bar shows."""
+        """Newest value of each name in the progress bar."""
         self.session.show_logged("progress_bar")
         shown = self.published.progress_bar
+        # one transfer from the device for all values, and not one for each
         return dict(zip(shown, floats(list(shown.values())), strict=True))
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers; None and one alone may be set, too."""
+        """All loggers. It can be set to a list, a single logger or None."""
         return self.session.loggers
 
     @loggers.setter
@@ -502,7 +517,7 @@ class Attributes:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, or None."""
+        """First logger, or None."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -511,18 +526,18 @@ class Attributes:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run's logs, the same on all ranks."""
+        """Folder of the first logger's files, the same on all ranks; without loggers ``default_root_dir``."""
         found = getattr(self.logger, "log_dir", None) if self.loggers else self.default_root_dir
         return os.fspath(found) if isinstance(found, (str, os.PathLike)) else None
 
     @property
     def default_root_dir(self) -> str:
-        """The folder under which logs and checkpoints go."""
+        """Folder of logs and checkpoints by default."""
         return self.config.default_root_dir
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the call goes on from. Set it, and calls that name none take it."""
+        """Checkpoint that the call has loaded. If it is set, later calls without a ``ckpt_path`` use it."""
         return self.session.ckpt_path
 
     @ckpt_path.setter
@@ -531,27 +546,27 @@ class Attributes:
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """The callbacks that write checkpoints."""
+        """Callbacks that write checkpoints."""
         return self.session.checkpoint_callbacks
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
-        """The first callback that writes checkpoints, or None."""
+        """First callback that writes checkpoints, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """The EarlyStopping callbacks."""
+        """EarlyStopping callbacks."""
         return self.session.early_stopping_callbacks
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first EarlyStopping callback, or None."""
+        """First EarlyStopping callback, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The progress bar, or None."""
+        """Progress bar, or None."""
         return self.session.progress_bar
 
 
@@ -568,7 +583,7 @@ CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
         "use_distributed_sampler": lambda trainer: trainer.config.use_distributed_sampler,
     },
     "_callback_connector": {"_reorder_callbacks": lambda trainer: in_order},
-    # asks no other rank: third parties call it on rank 0
+    # `alone`: third parties call it on rank 0 only, where a collective would hang
     "_checkpoint_connector": {"dump_checkpoint": lambda trainer: partial(collect, trainer.session, alone=True)},
     "_data_connector": {},
     "_logger_connector": {
@@ -579,7 +594,7 @@ CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
     },
     "_signal_connector": {},
 }
-"""What third parties may read of the inner parts of Lightning's Trainer, by part; the rest is an error of their own."""
+"""Inner parts of Lightning's Trainer that third parties read: getters by part and name. Other names raise an error."""
 
 
 def _log_metrics(session: Session, metrics: Mapping[str, Any], step: int | None = None) -> None:

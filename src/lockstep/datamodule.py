@@ -1,4 +1,4 @@
-"""LightningDataModule: the data of a project in one class, with its hooks."""
+"""LightningDataModule, which bundles the data of a project, with its hooks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class LightningDataModule(HyperparametersMixin):
-    """The data of a project: download, split, transforms and loaders, apart from the model.
+    """Data of a project, separate from the model: download, split, transforms and loaders.
 
-    The Trainer calls ``prepare_data`` in one process of a node, then in every process ``setup(stage)``, the
-    loader hooks that the stage needs, and at the end ``teardown(stage)``; ``stage`` is "fit", "validate",
-    "test" or "predict". Loaders are plain ones: lockstep shares their samples over the ranks.
+    The Trainer calls ``prepare_data`` in one process of each node; then in every process ``setup(stage)``, the loader
+    hooks that the stage needs, and at the end ``teardown(stage)``. ``stage`` is "fit", "validate", "test" or
+    "predict". Loaders need no DistributedSampler: lockstep distributes their samples over the ranks.
 
     Example::
 
@@ -52,7 +52,7 @@ class LightningDataModule(HyperparametersMixin):
                 return DataLoader(self.val, self.hparams.batch_size)
     """
 
-    #: under which a logger notes this data module's settings
+    #: name under which loggers record the hyperparameters of this data module
     name: str | None = None
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
@@ -60,57 +60,65 @@ class LightningDataModule(HyperparametersMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        #: the Trainer that this data module is attached to
+        #: Trainer that this data module is attached to
         self.trainer: Trainer | None = None
-        #: ``prepare_data`` runs once on every node (True) or once in all (False)
+        #: ``prepare_data`` runs once per node (True) or once in total (False)
         self.prepare_data_per_node: bool = True
-        #: a loader without samples is no error where there are several devices
+        #: a loader without samples is not an error on several devices
         self.allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     # -- in the order in which the Trainer calls them
 
     def prepare_data(self) -> None:
-        """Download, tokenize, write to disk. Runs in one process: others would lack attributes set here."""
+        """Download, tokenize, write to disk. It runs in one process: attributes set here are missing in others."""
 
     def setup(self, stage: str) -> None:
-        """Build data sets and splits. Runs in every process."""
+        """Build data sets and splits, in every process."""
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
-        """The training loader; or a dict, list or `CombinedLoader` of several."""
+        """Return the training loader, or a dict, list or `CombinedLoader` of several.
+
+        Raises:
+            MisconfigurationException: it is not overridden; so do the other loader hooks.
+        """
         raise self._missing("train_dataloader", "fit")
 
     def val_dataloader(self) -> EVAL_DATALOADERS:
-        """The validation loader, or a list of several."""
+        """Return the validation loader, or a list of several."""
         raise self._missing("val_dataloader", "validate")
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
-        """The test loader, or a list of several."""
+        """Return the test loader, or a list of several."""
         raise self._missing("test_dataloader", "test")
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        """The loader that predictions are made for, or a list of several."""
+        """Return the prediction loader, or a list of several."""
         raise self._missing("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to the device."""
+        """Return a batch, changed as needed, before it moves to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; for batches that are no nest of tensors, dicts, lists and tuples."""
+        """Return a batch on ``device``.
+
+        Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
+        a method ``to``.
+        """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device."""
+        """Return a batch, changed as needed, that is on the device."""
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
         """Clean up after a run that failed."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up after a stage. Runs in every process."""
+        """Clean up after a stage, in every process."""
 
     def __str__(self) -> str:
-        """The length of each data set that there is by now; asks the loader hooks for them."""
+        """Return the lengths of the data sets, as far as they exist. It calls the loader hooks."""
         hooks = [("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")]
         return "\n".join(
             f"{{{kind} dataloader: {_sizes(getattr(self, f'{name}_dataloader'))}}}" for kind, name in hooks
@@ -119,11 +127,11 @@ class LightningDataModule(HyperparametersMixin):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this data module."""
+        """Return the state to keep in a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     @restricted_classmethod
     def load_from_checkpoint(
@@ -134,17 +142,18 @@ class LightningDataModule(HyperparametersMixin):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """A data module with the hyperparameters that a checkpoint holds for it, and its state.
+        """Create a data module from the hyperparameters and the state in a checkpoint.
 
         Args:
-            checkpoint_path: a checkpoint, file or folder.
-            map_location: as in `torch.load`.
-            hparams_file: a YAML file whose hyperparameters stand in for the checkpoint's.
-            weights_only: False lets the file run code when it is loaded; only for files you trust.
-            kwargs: arguments of ``__init__`` that go before those of the checkpoint.
+            checkpoint_path: checkpoint of a fit with this data module: a file or a folder.
+            map_location: device of its tensors, as in `torch.load`.
+            hparams_file: YAML file of hyperparameters, in place of the checkpoint's.
+            weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
+            kwargs: arguments of ``__init__``, which override those of the checkpoint.
 
         Raises:
-            MisconfigurationException: the file holds more than tensors and plain values.
+            MisconfigurationException: the file has more than tensors and plain values, and `weights_only` is not
+                False.
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         datamodule: Self = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
@@ -166,16 +175,22 @@ class LightningDataModule(HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """A data module around data sets; a dict or list of data sets becomes one of loaders.
+        """Create a data module from data sets. A dict or list of data sets becomes a dict or list of loaders.
 
         Args:
-            train_dataset: shuffled, unless it is iterable.
-            val_dataset: in order, as the next two.
-            test_dataset: see ``val_dataset``.
-            predict_dataset: see ``val_dataset``.
-            batch_size: of every loader, on each rank; also handed to ``__init__`` if that takes it.
-            num_workers: likewise.
-            datamodule_kwargs: for ``__init__``.
+            train_dataset: data for training; shuffled, unless it is an IterableDataset.
+            val_dataset: data for validation, in order.
+            test_dataset: data for tests, in order.
+            predict_dataset: data for predictions, in order.
+            batch_size: batch size of every loader, on each rank; also passed to ``__init__`` if it has such an
+                argument.
+            num_workers: worker processes of every loader; also passed to ``__init__``, as `batch_size`.
+            datamodule_kwargs: further arguments of ``__init__``.
+
+        Example::
+
+            data = LightningDataModule.from_datasets(train_set, val_set, batch_size=32, num_workers=4)
+            trainer.fit(model, datamodule=data)
         """
         parameters = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -208,13 +223,13 @@ class LightningDataModule(HyperparametersMixin):
 
     def _missing(self, hook: str, stage: str) -> MisconfigurationException:
         return MisconfigurationException(
-            f"{type(self).__name__} has no {hook}(): define it to return a DataLoader, or hand loaders to "
+            f"{type(self).__name__} has no {hook}(): define it to return a DataLoader, or pass loaders to "
             f"trainer.{stage}() directly."
         )
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """What `str` of a data module says of a loader hook: the lengths of the data sets of its loaders."""
+    """Return the lengths of the data sets of a loader hook, as text; "None" if the hook raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

@@ -1,4 +1,4 @@
-"""The hooks of a LightningModule: points of a run at which the model's own code may act."""
+"""Hooks of a LightningModule: methods that run at certain points of a run and that a model may override."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.ground.types import STEP_OUTPUT
 
 
 class ModuleHooks:
-    """Override what you need; only overridden hooks are called, after those of the callbacks.
+    """Hooks of a LightningModule. Override those that you need: they run after the same hook of the callbacks.
 
     Attributes:
-        prepare_data_per_node: :meth:`prepare_data` runs once on every node (True) or once in all (False).
+        prepare_data_per_node: :meth:`prepare_data` runs once per node (True) or once in total (False).
     """
 
     prepare_data_per_node: bool = True
@@ -24,83 +24,105 @@ class ModuleHooks:
     # -- a run ---------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and unpack, on one process of each node; assign no state here."""
+        """Download and unpack data. It runs in one process of each node: attributes set here are missing elsewhere."""
 
     def setup(self, stage: str) -> None:
-        """Build what depends on data, on every process; ``stage``: fit, validate, test or predict."""
+        """Build what depends on data, in every process; ``stage``: "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Called last, with the ``stage`` of :meth:`setup`."""
+        """Clean up. It runs as the last hook of a call, with the ``stage`` of :meth:`setup`."""
 
     def configure_model(self) -> None:
-        """Create layers late, on every process, before weights are loaded; must bear being called twice."""
+        """Create layers in every process, before weights are loaded and the strategy shards them.
+
+        It may run more than once, so check whether the layers exist.
+
+        Example::
+
+            def configure_model(self):
+                if self.net is None:
+                    self.net = nn.Linear(4096, 4096)
+        """
 
     def configure_sharded_model(self) -> None:
-        """The old name of :meth:`configure_model`."""
+        """Create layers: the name of :meth:`configure_model` before Lightning 2."""
 
     def on_fit_start(self) -> None:
-        """Called when a fit begins."""
+        """Run when a fit starts, before the sanity check."""
 
     def on_fit_end(self) -> None:
-        """Called when a fit has ended."""
+        """Run when a fit has ended."""
 
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Called once before the first epoch, after the sanity check."""
+        """Run once before the first epoch, after the sanity check."""
 
     def on_train_end(self) -> None:
-        """Called once after the last epoch."""
+        """Run once after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called at the start of an epoch."""
+        """Run at the start of an epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Called at the end of an epoch, after its validation."""
+        """Run at the end of an epoch, after its validation. Log values of the whole epoch here."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called before a training batch; return -1 to end the epoch here."""
+        """Run before a training batch, which is on its device. Return -1 to skip the rest of the epoch."""
         return None
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
-        """Called after a training batch, with what ``training_step`` returned (the loss detached)."""
+        """Run after a training batch and its update, if one was due.
+
+        Args:
+            outputs: what ``training_step`` returned, with the loss detached.
+            batch: batch on its device.
+            batch_idx: number of the batch in the epoch, from 0.
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called after the first forward of a window, before its gradients are dropped."""
+        """Run after the first forward of a window, before the gradients of the last window are set to None."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before a backward, with the loss as it is weighted in its window."""
+        """Run before a backward; ``loss`` is multiplied by the micro-batch's share of the window."""
 
     def on_after_backward(self) -> None:
-        """Called after a backward; at a window's last one the gradients are reduced over the ranks."""
+        """Run after a backward. After the last one of a window the gradients are reduced over the ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called once per window with its whole gradient, before clipping."""
+        """Run once per window, before clipping; ``.grad`` has the gradient of the whole window.
+
+        Example::
+
+            def on_before_optimizer_step(self, optimizer):
+                norm = torch.linalg.vector_norm(self.head.weight.grad)
+                self.log("head_grad_norm", norm)
+        """
 
     # -- validation, test, prediction ----------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Called before a validation."""
+        """Run before a validation."""
 
     def on_validation_end(self) -> None:
-        """Called after a validation, when its metrics are there."""
+        """Run after a validation; its metrics are in ``trainer.callback_metrics``."""
 
     def on_validation_epoch_start(self) -> None:
-        """Called before the first batch of a validation."""
+        """Run before the first batch of a validation."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last batch of a validation; log here what needs the whole epoch."""
+        """Run after the last batch of a validation. Log values of the whole epoch here."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a validation batch."""
+        """Run before a validation batch, which is on its device; ``dataloader_idx`` is the number of its loader."""
 
     def on_validation_batch_end(
         self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after a validation batch."""
+        """Run after a validation batch; ``outputs`` is what ``validation_step`` returned."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation at a window's end: drops the gradients to free memory."""
+        """Set the gradients to None before a validation at the end of a window, to free their memory."""
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
@@ -108,26 +130,26 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Put the model back into train mode; not overridden, each submodule gets its own mode back."""
+        """Put the model back into train mode. Unless it is overridden, each submodule returns to its own mode."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_start(self) -> None:
-        """Called before a test."""
+        """Run before a test."""
 
     def on_test_end(self) -> None:
-        """Called after a test, when its metrics are there."""
+        """Run after a test; its metrics are in ``trainer.callback_metrics``."""
 
     def on_test_epoch_start(self) -> None:
-        """Called before the first batch of a test."""
+        """Run before the first batch of a test."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last batch of a test."""
+        """Run after the last batch of a test. Log values of the whole epoch here."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a test batch."""
+        """Run before a test batch, which is on its device."""
 
     def on_test_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a test batch."""
+        """Run after a test batch; ``outputs`` is what ``test_step`` returned."""
 
     def on_test_model_eval(self) -> None:
         """Put the model into eval mode for a test."""
@@ -138,22 +160,22 @@ class ModuleHooks:
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_start(self) -> None:
-        """Called before a prediction."""
+        """Run before a prediction."""
 
     def on_predict_end(self) -> None:
-        """Called after a prediction."""
+        """Run after a prediction."""
 
     def on_predict_epoch_start(self) -> None:
-        """Called before the first batch of a prediction."""
+        """Run before the first batch of a prediction."""
 
     def on_predict_epoch_end(self) -> None:
-        """Called after the last batch of a prediction."""
+        """Run after the last batch of a prediction."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a prediction batch."""
+        """Run before a prediction batch, which is on its device."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a prediction batch."""
+        """Run after a prediction batch; ``outputs`` is what ``predict_step`` returned."""
 
     def on_predict_model_eval(self) -> None:
         """Put the model into eval mode for a prediction."""
@@ -162,37 +184,53 @@ class ModuleHooks:
     # -- data ----------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
-        """The loader, or a dict or list of loaders, of training."""
+        """Return the training loader, or a dict or list of loaders. lockstep distributes its samples over the ranks.
+
+        Example::
+
+            def train_dataloader(self):
+                return DataLoader(self.dataset, batch_size=32, shuffle=True)
+        """
         raise NotImplementedError("`train_dataloader` is not defined")
 
     def val_dataloader(self) -> Any:
-        """The loader, or a list of loaders, of validation."""
+        """Return the validation loader, or a list of loaders."""
         raise NotImplementedError("`val_dataloader` is not defined")
 
     def test_dataloader(self) -> Any:
-        """The loader, or a list of loaders, of a test."""
+        """Return the test loader, or a list of loaders."""
         raise NotImplementedError("`test_dataloader` is not defined")
 
     def predict_dataloader(self) -> Any:
-        """The loader, or a list of loaders, of a prediction."""
+        """Return the prediction loader, or a list of loaders."""
         raise NotImplementedError("`predict_dataloader` is not defined")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it moves to the device."""
+        """Return a batch, changed as needed, before it moves to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to ``device``; override it for batches whose tensors lockstep can't find."""
+        """Return a batch on ``device``.
+
+        Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
+        a method ``to``.
+        """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device."""
+        """Return a batch, changed as needed, that is on the device."""
         return batch
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint before it is written; plain types and tensors only."""
+        """Add entries to a checkpoint before it is written: plain types and tensors only.
+
+        Example::
+
+            def on_save_checkpoint(self, checkpoint):
+                checkpoint["vocabulary"] = self.vocabulary
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read from a checkpoint before the weights are loaded."""
+        """Read entries of a checkpoint before its weights are loaded."""

@@ -1,4 +1,4 @@
-"""LightningModule: a torch module that says how it is trained, validated, tested and used."""
+"""LightningModule: a torch module with methods for training, validation, test and prediction."""
 
 from __future__ import annotations
 
@@ -37,19 +37,11 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 
-_KEPT = {"sync_dist_group": "reduced over all ranks", "enable_graph": "kept without their graph"}
-
-
-def _say_ignored(name: str, argument: str) -> None:
-    """An argument of `self.log` has no effect."""
-    warn_once(f"self.log({name!r}, {argument}=...) has no effect: values are {_KEPT[argument]}.", key=f"log {argument}")
-
-
 class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
-    """A model together with its training.
+    """Model with the code of its training.
 
-    Write ``training_step`` and ``configure_optimizers``; everything else has a default. One such class runs
-    unchanged on one process and on many.
+    Define ``training_step`` and ``configure_optimizers``; all other methods have defaults. The same class runs on one
+    process and on many.
 
     Example::
 
@@ -72,7 +64,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
-    # TorchScript compiles properties too, unless they are named here; these are none of a model's forward.
+    # Names of properties that TorchScript must not compile; filled below the class with all of them.
     __jit_unused_properties__: list[str] = []
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,16 +74,16 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self._strict_loading: bool | None = None
         self._example_input_array: Any = None
         self._toggled: dict[nn.Parameter, bool] = {}
-        self._compiler_ctx: dict[str, Any] | None = None  # after torch.compile; see loop/compiled.py
+        self._compiler_ctx: dict[str, Any] | None = None  # set by torch.compile of the module; see loop/compiled.py
 
     # -- where it runs -------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this module.
+        """Trainer of this module.
 
         Raises:
-            RuntimeError: while no Trainer does.
+            RuntimeError: no call of a Trainer has been made with this module.
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`: call trainer.fit(module) first.")
@@ -100,13 +92,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         for module in self.modules():
-            if isinstance(module, LightningModule):  # of one in another, too: it may log
+            if isinstance(module, LightningModule):  # also within another one: it may log
                 module._trainer = trainer
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; where they are on several, the one on which steps run."""
-        strategy = getattr(self._trainer, "strategy", None)  # while TorchScript looks, another object stands there
+        """Device of the parameters; if they are on several, the one on which steps run."""
+        strategy = getattr(self._trainer, "strategy", None)  # `_seen_by_torchscript` sets a plain object as Trainer
         device: torch.device | None = getattr(strategy, "step_device", None)
         if strategy is not None and device is not None and strategy.module is self:
             return device
@@ -117,42 +109,42 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the floating parameters."""
+        """Dtype of the first floating-point parameter; without one torch's default dtype."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the parameters are on a CUDA device."""
+        """True if the parameters are on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs, counted from 0; 0 without a Trainer."""
+        """Current epoch, counted from 0; 0 without a Trainer."""
         return self._trainer.current_epoch if self._trainer is not None else 0
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far; 0 without a Trainer."""
+        """Number of optimizer steps so far; 0 without a Trainer."""
         return self._trainer.global_step if self._trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """This process among all; 0 without a Trainer."""
+        """Rank of this process among all; 0 without a Trainer."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its node; 0 without a Trainer."""
+        """Rank of this process among those of its node; 0 without a Trainer."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger of the Trainer, or None."""
+        """First logger of the Trainer, or None."""
         return self._trainer.logger if self._trainer is not None else None
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers of the Trainer."""
+        """Loggers of the Trainer; empty without one."""
         return self._trainer.loggers if self._trainer is not None else []
 
     @property
@@ -162,12 +154,25 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of the strategy's devices, where it has one; else None."""
+        """``DeviceMesh`` of the strategy, or None."""
         return getattr(self.trainer.strategy, "device_mesh", None)
 
     @property
     def automatic_optimization(self) -> bool:
-        """Whether the loop calls backward and the optimizer; set it to False to do so in ``training_step``."""
+        """True (default) if the loop calls backward and the optimizer. Set it to False to do so in ``training_step``.
+
+        Example::
+
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+        """
         return self._automatic_optimization
 
     @automatic_optimization.setter
@@ -176,7 +181,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint's weights must match this module's names exactly."""
+        """True (default) if the names of a checkpoint's weights must match the module's exactly."""
         return True if self._strict_loading is None else self._strict_loading
 
     @strict_loading.setter
@@ -185,7 +190,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def example_input_array(self) -> Any:
-        """An input of ``forward``, for sizes in the model summary."""
+        """Input of ``forward``, a tuple for several: for sizes in the model summary, graphs in loggers, and exports."""
         return self._example_input_array
 
     @example_input_array.setter
@@ -195,34 +200,62 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     # -- what it does --------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Compute the loss of one micro-batch: ``training_step(batch, batch_idx)``.
+        """Compute the loss of one micro-batch. Define it as ``training_step(batch, batch_idx)``.
 
-        Return the loss, a dict with ``"loss"``, or None to skip the micro-batch. A dict may say by ``"weight"``
-        how much the micro-batch counts in its window (target tokens, say): weights are summed over the window
-        and the ranks, and divided out of the gradient. Without it a micro-batch counts by its samples. Of several
-        loaders side by side return one loss each, ``{"loss": {"a": loss_a, "b": loss_b}}`` in the nest of the batch:
-        each counts by its own loader's samples, also where one has more of them than another.
+        Returns:
+            a scalar loss, the mean over the samples of the batch; a dict with such a ``"loss"``; or None to skip the
+            micro-batch. A dict may have a ``"weight"``, such as the number of target tokens: losses are then averaged
+            over the window and the ranks with these weights. By default the weight is the number of samples. With
+            several loaders the loss may be a dict or list with the structure of the batch,
+            ``{"loss": {"a": loss_a, "b": loss_b}}``: each loss is weighted by the samples of its own loader.
+
+        Example::
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = nn.functional.cross_entropy(self.net(x), y)
+                self.log("train_loss", loss)
+                return loss
         """
         raise NotImplementedError("`training_step` is not defined")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Measure one batch: ``validation_step(batch, batch_idx, dataloader_idx=0)``."""
+        """Evaluate one batch. Define it as ``validation_step(batch, batch_idx, dataloader_idx=0)``.
+
+        It runs in eval mode and without gradients. Values logged here are averaged over the epoch.
+        """
         raise NotImplementedError("`validation_step` is not defined")
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Measure one batch: ``test_step(batch, batch_idx, dataloader_idx=0)``."""
+        """Evaluate one batch. Define it as ``test_step(batch, batch_idx, dataloader_idx=0)``; see `validation_step`."""
         raise NotImplementedError("`test_step` is not defined")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one batch: ``predict_step(batch, batch_idx, dataloader_idx=0)``; the default calls ``forward``."""
+        """Return the prediction for one batch. Define it as ``predict_step(batch, batch_idx, dataloader_idx=0)``.
+
+        The default returns ``self(batch)``.
+        """
         return self(kwargs.get("batch", args[0] if args else None))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer and its schedulers; called once per fit, with the parameters on their device."""
+        """Create the optimizers and schedulers. It runs once per fit, when the parameters are on their device.
+
+        Returns:
+            an optimizer; a list of them; a pair of lists (optimizers, schedulers); or a dict with ``"optimizer"`` and
+            ``"lr_scheduler"``, which is a scheduler or a dict with ``"scheduler"``, ``"interval"`` ("epoch", the
+            default, or "step"), ``"frequency"`` and ``"monitor"``.
+
+        Example::
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        """
         raise NotImplementedError("`configure_optimizers` is not defined")
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that come with the model; one replaces the Trainer's of the same type."""
+        """Return a callback or a list of them. Each replaces the Trainer's callbacks of the same type."""
         return []
 
     # -- logging -------------------------------------------------------------------------------------------
@@ -244,28 +277,44 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep one number under ``name``; averages weigh by samples, and are reduced over the ranks (``sync_dist``).
+        """Log a value. Means are weighted by the number of samples, over the epoch and over the ranks.
 
         Args:
-            name: key in loggers and ``callback_metrics``; with on_step and on_epoch, ``_step`` or ``_epoch`` follows.
-            value: number, tensor of one element or torchmetrics object; ``MisconfigurationException`` for all others,
-                and in a hook where nothing can be logged.
+            name: key in loggers and ``callback_metrics``. With both on_step and on_epoch, the suffix ``_step`` or
+                ``_epoch`` is added.
+            value: number, tensor of one element, or torchmetrics object.
             prog_bar, logger: show it in the progress bar (default False), send it to the loggers (default True).
-            on_step: keep the newest value (default: in training hooks).
-            on_epoch: keep the reduction over the epoch (default: in evaluation and epoch hooks).
-            reduce_fx: over steps and ranks: "mean", "sum", "min" or "max".
-            sync_dist: reduce on_step values before each ``on_train_batch_end``; else when loggers get them.
+            on_step: log the newest value; default: True in training hooks.
+            on_epoch: log the reduction over the epoch; default: True in evaluation and epoch hooks.
+            reduce_fx: reduction over steps and ranks: "mean", "sum", "min" or "max".
+            sync_dist: reduce on_step values over the ranks before each ``on_train_batch_end``. By default they are
+                reduced when they go to loggers. Values of an epoch are always reduced.
             add_dataloader_idx: with several evaluation loaders, add ``/dataloader_idx_N`` to the name.
-            batch_size: the weight of this value in place of the number of samples.
-            rank_zero_only: only rank 0's value counts.
-            enable_graph, sync_dist_group, metric_attribute: nothing reads them.
+            batch_size: weight of this value, in place of the number of samples.
+            rank_zero_only: use the value of rank 0 alone.
+            enable_graph, sync_dist_group, metric_attribute: unused; for scripts written for Lightning.
+
+        Raises:
+            MisconfigurationException: another kind of value, or a hook in which nothing can be logged.
+
+        Example::
+
+            self.log("val_loss", loss, prog_bar=True)
         """
         trainer = self._trainer
         if trainer is None:
-            warn_once(f"self.log({name!r}, ...) without a Trainer keeps nothing.", key="log without trainer")
+            warn_once(f"self.log({name!r}, ...) has no effect without a Trainer.", key="log without trainer")
             return
-        if enable_graph or sync_dist_group is not None:
-            _say_ignored(name, "enable_graph" if sync_dist_group is None else "sync_dist_group")
+        if sync_dist_group is not None:
+            warn_once(
+                f"self.log({name!r}, sync_dist_group=...) has no effect: values are reduced over all ranks.",
+                key="log sync_dist_group",
+            )
+        elif enable_graph:
+            warn_once(
+                f"self.log({name!r}, enable_graph=...) has no effect: values are kept without their graph.",
+                key="log enable_graph",
+            )
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
         results, kind = trainer.session.results, type(value)
         table = results.table
@@ -274,9 +323,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             entry = table.get(name)
             quick = value.dtype if kind is Tensor else float  # type: ignore[union-attr]
             if entry is not None and quick is entry.quick and entry.options == options:
-                try:  # most values, in this frame: with nothing of ours in the processor's cache a call costs 1 µs
+                # Most values end here, without another call, which costs 1 µs when the processor's cache is cold.
+                try:
                     number = value.item() if kind is Tensor else value  # type: ignore[union-attr]
-                except RuntimeError:  # more numbers than one
+                except RuntimeError:  # more than one element: `results.log` explains it
                     results.log(name, value, options, batch_size)
                     return
                 weight = results.weight if batch_size is None else batch_size
@@ -289,27 +339,33 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         results.log(name, value, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **options: Unpack[LogOptions]) -> None:
-        """:meth:`log` every item of a dict or of a torchmetrics ``MetricCollection``, all with the same options."""
-        # a torchmetrics collection gives its metrics' full names only on request
-        collection = hasattr(dictionary, "compute_groups")
-        items = dictionary.items(keep_base=False) if collection else dictionary.items()  # type: ignore[call-arg]
-        for name, value in items:
+        """Log every item of a dict or of a torchmetrics ``MetricCollection``, with the same options of :meth:`log`.
+
+        Example::
+
+            self.log_dict({"loss": loss, "accuracy": accuracy}, on_epoch=True)
+        """
+        for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """``print`` on rank 0 only, without tearing the progress bar."""
+        """Print on rank 0 only, above the progress bar."""
         if self._trainer is None:
             print(*args, **kwargs)
         else:
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: object, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
-        """The tensors of ``data`` from all ranks: each of shape ``(world_size, *shape)``; as it is on one process.
+        """Gather the tensors of ``data`` from all ranks. Collective: call it on every rank.
 
         Args:
-            data: a tensor, a number or a nested collection of such; shapes equal on all ranks.
-            group: a process group in place of all ranks.
-            sync_grads: let gradients flow back to the rank that a slice came from.
+            data: tensor, number, or nested collection of them, with the same shapes on all ranks.
+            group: process group; None: all ranks.
+            sync_grads: let gradients flow back to the rank that a slice comes from.
+
+        Returns:
+            a collection like ``data``, with tensors of shape ``(world_size, *shape)``; on one process tensors of
+            their own shape.
         """
         strategy = self.trainer.strategy
 
@@ -322,51 +378,62 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> OneOptimizerOrSeveral:
-        """The optimizer, or the list of them, that ``configure_optimizers`` made; type checkers take it for either.
+        """Return the optimizer of ``configure_optimizers``, or a list if there are several.
 
         Args:
-            use_pl_optimizer: give wrappers whose ``step`` runs the hooks and counts; else the plain optimizers.
+            use_pl_optimizer: True: wrappers whose ``step`` runs the hooks and is counted; False: torch's optimizers.
         """
         found: list[Any] = list(self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers)
         either: Any = found[0] if len(found) == 1 else found
+        # a type that checkers accept both as an optimizer and as a list: a union would be an error in either use
         return cast("OneOptimizerOrSeveral", either)
 
     def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
-        """The scheduler, the list of them, or None."""
+        """Return the scheduler of ``configure_optimizers``, a list if there are several, None if there is none."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Call this in place of ``loss.backward()`` in manual optimization: precision and ranks are seen to."""
+        """Run backward in manual optimization, with the precision's loss scale and the reduction over the ranks.
+
+        Args:
+            loss: scalar to differentiate.
+            args: further arguments of ``torch.Tensor.backward``.
+            kwargs: further arguments of ``torch.Tensor.backward``, such as ``retain_graph=True``.
+
+        Raises:
+            MisconfigurationException: ``automatic_optimization`` is True.
+        """
         if self.automatic_optimization:
             raise MisconfigurationException(
-                "manual_backward() was called under automatic optimization: set `self.automatic_optimization = False`."
+                "manual_backward() was called under automatic optimization; set `self.automatic_optimization = False`."
             )
         self.trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients; override it for another backward than ``loss.backward()``."""
+        """Compute the gradients of ``loss``. Override it to replace ``loss.backward()``."""
         loss.backward(*args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only ``optimizer``'s parameters need gradients, until :meth:`untoggle_optimizer`."""
+        """Set ``requires_grad=False`` for parameters of other optimizers, until :meth:`untoggle_optimizer`."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self.trainer.optimizers:
             for group in other.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in wanted:
+                        # the first value counts: a second toggle must not record the False of the first
                         self._toggled.setdefault(parameter, parameter.requires_grad)
                         self.trainer.strategy.set_requires_grad(parameter, False)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Give the parameters their ``requires_grad`` back."""
+        """Restore ``requires_grad`` of the parameters that :meth:`toggle_optimizer` has changed."""
         for parameter, needed in self._toggled.items():
             self.trainer.strategy.set_requires_grad(parameter, needed)
         self._toggled = {}
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """:meth:`toggle_optimizer` for the length of a ``with`` block."""
+        """Run a ``with`` block between :meth:`toggle_optimizer` and :meth:`untoggle_optimizer`."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -379,12 +446,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of ``optimizer``'s parameters, as a rule with the Trainer's own settings.
+        """Clip the gradients of an optimizer's parameters.
 
         Args:
-            optimizer: whose parameters.
-            gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none; 0 for none.
-            gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element).
+            optimizer: optimizer of the parameters.
+            gradient_clip_val: bound; None: the Trainer's, if it has one; 0: no clipping.
+            gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element); None: the
+                Trainer's.
         """
         self.trainer.fit_loop.step.update.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -394,33 +462,50 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip at the end of a window; override it to clip otherwise."""
+        """Clip gradients at the end of a window. Override it for another kind of clipping.
+
+        Example::
+
+            def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+                self.clip_gradients(optimizer, 1.0 if self.current_epoch < 5 else 0.5, "norm")
+        """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
+        """Step the optimizer at the end of a window.
+
+        An override must run ``optimizer_closure``, which runs the last forward and backward of the window, or pass it
+        to ``optimizer.step``.
+
+        Example::
+
+            def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-3 * min(1.0, (self.global_step + 1) / 500)
+                optimizer.step(closure=optimizer_closure)
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Drop the gradients of the last window."""
+        """Set the gradients of the last window to None."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
-        """Step a scheduler, with the metric that it monitors if it does."""
+        """Step a scheduler; ``metric`` is the value that it monitors, or None."""
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:
-            scheduler.step(metric)  # type: ignore[arg-type]  # another scheduler may take a metric, too
+            scheduler.step(metric)  # type: ignore[arg-type]  # schedulers other than ReduceLROnPlateau may take one too
 
     def freeze(self) -> Self:
-        """No parameter needs gradients; eval mode. Gives the module."""
+        """Set ``requires_grad=False`` for all parameters, switch to eval mode, and return the module."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """All parameters need gradients; train mode. Gives the module."""
+        """Set ``requires_grad=True`` for all parameters, switch to train mode, and return the module."""
         self.requires_grad_(True)
         return self.train()
 
@@ -436,21 +521,24 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make a module from a checkpoint: its hyperparameters, overridden by ``kwargs``, and its weights.
+        """Create a module from the hyperparameters and weights of a checkpoint.
 
         Args:
-            checkpoint_path: file or folder written by lockstep or by Lightning 2.x, or a file that is open for reading
-                bytes.
-            map_location: where its tensors go, as in ``torch.load``; the module goes with them. By default where they
-                were, or to the CPU where there is no such device.
-            hparams_file: YAML or CSV file of hyperparameters in place of the checkpoint's.
-            strict: whether names of weights must match; default: the module's ``strict_loading``.
-            weights_only: False to unpickle whatever the file holds, for files that you trust.
-            **kwargs: arguments of ``__init__`` that replace or complete the saved ones.
+            checkpoint_path: file or folder written by lockstep or by Lightning 2.x, or a binary file object.
+            map_location: device of its tensors and of the module, as in ``torch.load``. By default the device that
+                they were saved from, or the CPU if there is no such device.
+            hparams_file: YAML or CSV file of hyperparameters, in place of the checkpoint's.
+            strict: True if names of weights must match exactly; default: the module's ``strict_loading``.
+            weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
+            **kwargs: arguments of ``__init__``, which override or complete the saved ones.
 
         Raises:
-            CorruptCheckpoint: for a file that is truncated, altered or no checkpoint.
+            CorruptCheckpoint: the file is truncated, altered, or not a checkpoint.
             MisconfigurationException: ``__init__`` needs an argument that neither the file nor ``kwargs`` has.
+
+        Example::
+
+            model = Classifier.load_from_checkpoint("best.ckpt", map_location="cpu", lr=1e-4)
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
@@ -468,20 +556,24 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def to_onnx(
         self, file_path: str | PathLike[str] | BytesIO | None = None, input_sample: object = None, **kwargs: Any
     ) -> Any:
-        """Export ``forward`` to ONNX.
+        """Export ``forward`` to ONNX, in eval mode.
 
         Args:
-            file_path: a path, or a buffer to write to; None: nothing is written.
-            input_sample: an input of ``forward``, a tuple for several; None: ``example_input_array``. It goes
-                through the module's batch transfer hooks, to the module's device.
-            **kwargs: of ``torch.onnx.export``.
+            file_path: path or buffer to write to; None: nothing is written.
+            input_sample: input of ``forward``, a tuple for several; None: ``example_input_array``. The batch transfer
+                hooks of the module are applied to it.
+            **kwargs: further arguments of ``torch.onnx.export``.
 
         Returns:
-            torch's ``ONNXProgram``; None from the exporter of old (``dynamo=False``).
+            torch's ``ONNXProgram``; None with ``dynamo=False``.
 
         Raises:
             ModuleNotFoundError: `onnx` or `onnxscript` is not installed.
             MisconfigurationException: there is no input to export with.
+
+        Example::
+
+            model.to_onnx("model.onnx", input_sample=torch.zeros(1, 64))
         """
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for package in needed:
@@ -496,6 +588,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
                 return torch.onnx.export(self, sample, path, **kwargs)
             if not kwargs.get("dynamo", True):
                 return torch.onnx.export(self, sample, file_path, **kwargs)  # type: ignore[arg-type]
+            # the default exporter of torch takes a path, but no buffer
             program: Any = torch.onnx.export(self, sample, None, **kwargs)
             file_path.write(program.model_proto.SerializeToString())
             return program
@@ -505,7 +598,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @torch.no_grad()
     @contextmanager
     def _seen_by_torchscript(self) -> Iterator[None]:
-        """Inside, torch may look at every property: what needs a Trainer is missing then, and does not raise."""
+        """Let torch read every property in a ``with`` block: without a Trainer some would raise."""
+        # properties that need a Trainer now raise AttributeError, which torch skips, and not RuntimeError
         trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
         try:
             yield
@@ -513,7 +607,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             self._trainer = trainer
 
     def to_torchscript(self, *args: object, **kwargs: object) -> Any:
-        """Refused: torch has deprecated TorchScript.
+        """Raise: torch has deprecated TorchScript. Use ``torch.export.export(module, args)`` or :meth:`to_onnx`.
 
         Raises:
             NotImplementedError: always.
@@ -524,22 +618,22 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
-        """Refused: export to ONNX, which TensorRT reads.
+        """Raise: lockstep has no export to TensorRT, which reads what :meth:`to_onnx` writes.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"{type(self).__name__}.to_tensorrt(): lockstep does not export to TensorRT; write `to_onnx(path)`, which "
-            "TensorRT reads, or call torch_tensorrt.compile(module, ...) yourself."
+            f"{type(self).__name__}.to_tensorrt(): lockstep does not export to TensorRT; call `to_onnx(path)`, whose "
+            "file TensorRT reads, or torch_tensorrt.compile(module, ...)."
         )
 
     def _sample(self, given: object) -> Any:
-        """An input of ``forward`` as a batch would come: through the transfer hooks, on the module's device."""
+        """Return an input of ``forward`` after the batch transfer hooks, on the module's device."""
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise MisconfigurationException(
-                f"{type(self).__name__}.to_onnx(path, input_sample): there is no input to export with; give one, or "
+                f"{type(self).__name__}.to_onnx(path, input_sample): there is no input to export with; pass one, or "
                 "set `self.example_input_array`."
             )
         sample = self.on_before_batch_transfer(sample, 0)
@@ -552,42 +646,46 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return state
 
 
+# Properties of the Trainer's state are not part of a model's forward, and TorchScript could not compile them.
 LightningModule.__jit_unused_properties__ = [
     name for kind in LightningModule.__mro__ for name, value in vars(kind).items() if isinstance(value, property)
 ]
 
 
 def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
-    """Refuse a file that torch can read and that is no checkpoint of a run.
-
-    Raises:
-        CorruptCheckpoint: there is no ``state_dict`` in it.
-    """
+    """Raise CorruptCheckpoint if a file that torch can read is not a checkpoint of a run."""
     if "state_dict" not in checkpoint:
         raise CorruptCheckpoint(
-            f"{str(path)!r} is no checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
+            f"{str(path)!r} is not a checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
             f"{sorted(map(str, checkpoint))[:8]}). Load weights alone by `module.load_state_dict(torch.load(path))`."
         )
 
 
 def _load_weights(module: LightningModule, checkpoint: dict[str, Any], strict: bool | None) -> None:
-    """Load weights; without ``strict`` (None: the module's ``strict_loading``) tell what is on one side only."""
+    """Load the weights of a checkpoint. If ``strict`` is False, warn about names that only one side has.
+
+    Args:
+        module: module to load into.
+        checkpoint: loaded checkpoint.
+        strict: True if names must match exactly; None: the module's ``strict_loading``.
+    """
     if strict is not None and module._strict_loading not in (None, strict):
         raise MisconfigurationException(
             f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
-            f"{module._strict_loading}; leave `strict` out, or set both to the same."
+            f"{module._strict_loading}; leave out `strict`, or set both to the same value."
         )
     strict = module.strict_loading if strict is None else strict
     weights, absent = checkpoint["state_dict"], frozen.absent_of(checkpoint, module)
     if strict and absent is not None:
+        # a checkpoint with trainable_only has no frozen weights: check that the module's are those that it belongs to
         named = dict(module.named_parameters())
         frozen.check(checkpoint, module, named, f"{type(module).__name__}.load_from_checkpoint")
         weights = {**weights, **{name: named[name].detach() for name in absent if name in named}}
     keys = module.load_state_dict(weights, strict=strict)
     if not strict and keys is not None:
         for names, where in (
-            (keys.missing_keys, "in the module and not in the checkpoint, and stay as they were made"),
-            (keys.unexpected_keys, "in the checkpoint and not in the module, and are left out"),
+            (keys.missing_keys, "in the module but not in the checkpoint, and keep their initial values"),
+            (keys.unexpected_keys, "in the checkpoint but not in the module, and are ignored"),
         ):
             if names:
                 rank_zero_warn(f"{type(module).__name__}: weights that are {where}: {', '.join(names)}.")

@@ -1,4 +1,4 @@
-"""Trainer: the parts of a run put together; the loops are in ``loop/``."""
+"""Trainer, which assembles the parts of a run. The loops are in ``loop/``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from lockstep.config.devices import (
     nodes,
 )
 from lockstep.config.objects import (
-    Plugins,
     check_constructed,
     check_kind,
     check_not_lightnings,
@@ -72,93 +71,99 @@ from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
 STAYED_THERE = (
-    "the call ran in processes of its own, where the optimizers' states and all else that a resume needs have stayed. "
-    "Save by ModelCheckpoint, or in a hook, to resume; give weights_only=True for the weights."
+    "the call ran in other processes, and the optimizer states and everything else that a resume needs are gone with "
+    "them. To resume, save by ModelCheckpoint or in a hook; for the weights alone, pass weights_only=True."
 )
 
 SAVED_WITHIN = (
-    "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that goes on from this file plays the "
-    "batch again, and with it its window. Random numbers that they have drawn by now are others then, a step of the "
-    "optimizer that has been made counts twice, and so do buffers and logged values of a window of one batch. Save in "
-    "`on_train_batch_end`, or by ModelCheckpoint(every_n_train_steps=...)."
+    "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that resumes from this file repeats the "
+    "batch and its window. It draws other random numbers, and counts twice a step that the optimizer has made already, "
+    "and buffers and logged values of a window of one batch. Save in `on_train_batch_end`, or by "
+    "ModelCheckpoint(every_n_train_steps=...)."
 )
 
 
 class Trainer(Attributes):
-    """Trains, validates, tests and uses a LightningModule, on one process or on many.
+    """Trainer of a LightningModule: trains, validates, tests and predicts, on one process or on many.
 
-    Every argument is checked here, before anything is started.
+    All arguments are checked in the constructor, before any process is started.
 
     Args:
-        accelerator: "auto" (one if there is any), "gpu", "cpu", "cuda", "mps", "xpu", "tpu", the name of any other
-            device that torch has, or an Accelerator.
-        strategy: "auto" (one device: as it is; several: "ddp", in a notebook "ddp_notebook"), "ddp" (this script once
-            per device), "ddp_spawn" and "ddp_notebook" (the call, in fresh processes), "ddp_fork" (the call, in copies
-            of this process), "dp" (one process for all devices), or a Strategy object; all: ``engines/table.py``.
-        devices: how many (an int; on the CPU: processes), which (a list or "0,1"), -1 for all, or "auto".
+        accelerator: kind of device: "auto" (an accelerator if there is one, else the CPU), "gpu", "cpu", "cuda", "mps",
+            "xpu", "tpu", the name of any other device that torch has, or an Accelerator.
+        strategy: "auto" (one device: no strategy is needed; several: "ddp", in a notebook "ddp_notebook"), "ddp" (runs
+            this script once per device), "ddp_spawn" and "ddp_notebook" (run the call in fresh processes), "ddp_fork"
+            (runs the call in copies of this process), "fsdp", "dp" (one process for all devices), or a Strategy
+            object. All names are in ``engines/table.py``.
+        devices: number of devices (int; on the CPU: processes), their numbers (a list or "0,1"), -1 for all, or "auto".
         num_nodes: number of machines.
-        precision: "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or the number alone.
-        logger: True for the default one, False for none, a Logger or several.
+        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", or the
+            number alone.
+        logger: True (default): TensorBoardLogger, or CSVLogger if tensorboard is not installed; False: none; or a
+            Logger or several.
         callbacks: a Callback or several.
-        fast_dev_run: run one batch of everything (an int: so many), without loggers and checkpoints.
-        max_epochs: end after so many epochs; -1: no limit. Default 1000 where nothing else limits the fit.
-        min_epochs: do not stop early before.
-        max_steps: end after so many optimizer steps; -1: no limit.
-        min_steps: do not stop early before.
-        max_time: end after "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
-        limit_train_batches: so many batches of an epoch (int), or this fraction (float).
+        fast_dev_run: run one batch (True) or so many (int) of each loader, without loggers and checkpoints.
+        max_epochs: stop after so many epochs; -1: no limit. Default 1000 unless `max_steps` or `max_time` is given.
+        min_epochs: train at least so many epochs before an early stop.
+        max_steps: stop after so many optimizer steps; -1: no limit.
+        min_steps: train at least so many optimizer steps before an early stop.
+        max_time: stop after this time: "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
+        limit_train_batches: number (int) or fraction (float) of the batches of an epoch; default 1.0.
         limit_val_batches: the same for each validation loader.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
-        overfit_batches: train and validate on the same few batches in every epoch: so many (int), or this fraction
-            (float); without shuffling.
-        val_check_interval: validate every so many batches (int), after this fraction of an epoch (float), or when so
-            much time has passed since the last validation ("DD:HH:MM:SS", a timedelta, or its arguments as a dict).
-        check_val_every_n_epoch: validate in every n-th epoch; None: the interval counts across epochs.
-        num_sanity_val_steps: validation batches tried before training; -1: all.
-        log_every_n_steps: how often values of single steps go to the loggers, in optimizer steps.
-        enable_checkpointing: keep a checkpoint of the last epoch where no ModelCheckpoint is given.
-        enable_progress_bar: show a progress bar on rank 0, where there is a terminal.
-        enable_model_summary: print the layers and their parameters.
-        accumulate_grad_batches: micro-batches of one optimizer step, or a dict from the first epoch to that.
-        gradient_clip_val: bound of the gradient.
-        gradient_clip_algorithm: "norm" (all parameters together) or "value" (each element).
-        deterministic: ask torch for deterministic algorithms only; "warn": warn where there is none.
-        benchmark: let cuDNN try its algorithms for the sizes at hand; off where ``deterministic`` is on.
-        inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
-        use_distributed_sampler: share loaders out over the ranks; False: take them as they are.
-        profiler: measure where the time goes: "simple", "advanced", "pytorch", or a Profiler.
-        detect_anomaly: look for NaN in backward, with the forward call that made it; slow.
-        barebones: turn off everything that costs time beside the steps, ``self.log`` included.
-        plugins: a Precision, a ClusterEnvironment that says which rank this process is, or a CheckpointIO that writes
-            and reads the checkpoints; one or several.
-        sync_batchnorm: let BatchNorm take its statistics over all ranks while training.
-        reload_dataloaders_every_n_epochs: ask the loader hooks for new loaders every n epochs; 0: never.
-        default_root_dir: where logs and checkpoints go; default: the working directory.
-        enable_autolog_hparams: send the module's and data module's hyperparameters to the loggers.
+        overfit_batches: train and validate on the same batches in every epoch, without shuffling: a number (int) or a
+            fraction (float); 0.0: off.
+        val_check_interval: time between two validations: training batches (int), a fraction of an epoch (float; default
+            1.0), or wall-clock time ("DD:HH:MM:SS", a timedelta, or its arguments as a dict).
+        check_val_every_n_epoch: validate in every n-th epoch; None: `val_check_interval` counts across epochs.
+        num_sanity_val_steps: validation batches to try before training; default 2; -1: all.
+        log_every_n_steps: optimizer steps between two records of step values in the loggers; default 50; 0: none.
+        enable_checkpointing: save a checkpoint of the last epoch if no ModelCheckpoint is given; default True.
+        enable_progress_bar: show a progress bar on rank 0, if there is a terminal; default True.
+        enable_model_summary: print the layers and their parameters; default True.
+        accumulate_grad_batches: micro-batches of one optimizer step; or a dict from the first epoch (from 0) to that
+            number. Default 1.
+        gradient_clip_val: bound of the gradient; None or 0: no clipping.
+        gradient_clip_algorithm: "norm" (default; total 2-norm over all parameters) or "value" (each element).
+        deterministic: let torch use deterministic algorithms only, and raise where there is none; "warn": warn there.
+        benchmark: let cuDNN choose its fastest algorithm for the sizes at hand; off under ``deterministic``.
+        inference_mode: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
+        use_distributed_sampler: distribute the samples of loaders over the ranks; False: use each rank's loader as it
+            is.
+        profiler: measure where time goes: "simple", "advanced", "pytorch", or a Profiler.
+        detect_anomaly: raise at a NaN in backward and print the forward call that made it; slow.
+        barebones: turn off everything that costs time besides the steps, ``self.log`` included.
+        plugins: a Precision, a ClusterEnvironment that determines the rank of this process, or a CheckpointIO that
+            writes and reads checkpoints; one or several.
+        sync_batchnorm: compute the statistics of BatchNorm over all ranks while training.
+        reload_dataloaders_every_n_epochs: call the loader hooks again every n epochs; 0: never.
+        default_root_dir: folder of logs and checkpoints; default: the working directory.
+        enable_autolog_hparams: send the hyperparameters of the module and the data module to the loggers.
         model_registry: only None.
-        order: "lockstep" (the order of data is a function of seed, epoch and position), or "torch" (torch's own
+        order: order of training samples: "lockstep" (a function of seed, epoch and position), or "torch" (torch's own
             permutation, for comparisons).
-        keep_global_batch: a run that goes on with another number of ranks keeps the samples of each step: the ranks
-            accumulate more or fewer micro-batches. False: ``batch_size`` and ``accumulate_grad_batches`` stay as they
-            are on each rank.
-        balance: let each rank take as many samples of a global batch as its measured speed and memory allow, under
-            "ddp" and "fsdp"; the global batch and its gradient stay what they are.
-        compile: compile the module's layers by ``torch.compile`` for the length of each call: True, or a dict of its
-            arguments ("mode", "fullgraph", "dynamic", "backend", "options") and "blocks" (True: the repeated blocks, as
-            by default on several ranks; False: the whole module, as by default on one; or classes of layers).
-        non_finite: what follows from a loss or gradient that is NaN or infinite. "protect": the fit ends with a
-            `NonFiniteError` where weights have become so; while they are finite, a warning names the first such step.
-            "skip": the update is left out, on all ranks; "stop": the fit ends before it; both wait for the device in
-            each step. "ignore": the fit goes on. Weights that are not finite are never saved.
-        hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
-            waits where, and what the others do. None: nobody is told.
-        hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
-            it goes on.
-        **others: flags of earlier years, translated with a warning (``names/old_flags.py``); others are refused.
+        keep_global_batch: when a run resumes with another number of ranks, keep the samples of each step: ranks
+            accumulate more or fewer micro-batches. False: keep ``batch_size`` and ``accumulate_grad_batches`` of each
+            rank.
+        balance: give each rank as many samples of a global batch as its measured speed and memory allow, under "ddp"
+            and "fsdp". The global batch and its gradient do not change.
+        compile: compile the module's layers by ``torch.compile`` during each call: True, or a dict of its arguments
+            ("mode", "fullgraph", "dynamic", "backend", "options") and "blocks" (True: the repeated blocks, the default
+            on several ranks; False: the whole module, the default on one; or classes of layers).
+        non_finite: reaction to a loss or gradient that is NaN or infinite. "protect": a warning names the first such
+            step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks leave the update
+            out. "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit
+            continues. Weights that are not finite are never saved.
+        hang_timeout: time, in seconds or as a timedelta, after which a rank that waits for others prints which rank
+            waits where and what the others do. None: never.
+        hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
+            never.
+        **others: flags of Lightning 1.x, translated with a warning (``names/old_flags.py``); any other is an error.
 
     Raises:
-        MisconfigurationException: for a value or a combination that cannot work.
+        MisconfigurationException: an argument has a wrong value, or arguments contradict each other.
+        TypeError: there is no such flag.
 
     Example::
 
@@ -222,8 +227,8 @@ class Trainer(Attributes):
         variables = locals()
         warn_of_untried_torch()
         flags = {name: variables[name] for name in FLAGS}
-        flags.update(flags_of(flags, FLAGS))
-        unknown: dict[str, Any] = {**others}  # for type checkers there are none: they tell of a misspelt flag
+        flags.update(flags_of(flags, FLAGS))  # PL_TRAINER_... variables fill flags that were not given
+        unknown: dict[str, Any] = {**others}  # Never: type checkers report a misspelt flag
         old = old_flags_of(flags, unknown)
         refuse_unknown_flags(unknown, FLAGS)
         callbacks, self._resume_from = flags["callbacks"], None
@@ -241,6 +246,7 @@ class Trainer(Attributes):
         self._cluster = found.cluster
         strategy, devices = flags["strategy"], flags["devices"]
         dealt = dealt_out(self._cluster)
+        # before `find_accelerator` uses CUDA, which reads the order of devices from the environment only once
         number_devices(dealt or flags["accelerator"] == "cpu")
         self.accelerator = find_accelerator(flags["accelerator"])
         kind = self.accelerator.device_type
@@ -249,7 +255,11 @@ class Trainer(Attributes):
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()
         check_devices(devices, placement.cluster)
-        made = self._make_strategy(flags, placement, found)
+        made = make_strategy(strategy, placement.world.size, is_interactive(placement))
+        together = len(self._node_devices) if made.drives_all_devices else 1
+        made.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
+        if found.checkpoint_io is not None:
+            made.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self._connect(made)
         if config.balance:
@@ -289,8 +299,8 @@ class Trainer(Attributes):
         self.predict_loop = EvaluationLoop(self.session, RunningStage.PREDICTING)
 
     def _begin_call(self) -> None:
-        """In the process in which a call runs: find out which rank it is, and tie the module to this Trainer."""
-        if self._spawns:  # this is a process that was started for the call: there is nothing more to be launched
+        """Set up the process in which a call runs: its rank, and the Trainer of module and data module."""
+        if self._spawns:  # in a process that was started for the call, further calls run directly
             self._launch, self._spawns = directly, False
         self._connect(self.strategy)
         self.session.module.trainer = self
@@ -298,7 +308,7 @@ class Trainer(Attributes):
             self.datamodule.trainer = self
 
     def _connect(self, strategy: Strategy) -> None:
-        """Tell the strategy which rank this process is."""
+        """Give the strategy the rank and the device of this process."""
         world = self._placement().world
         device = device_of(self._node_devices, world.local_rank, world.local_size)
         # a node may have more devices than ranks, where a cluster dealt them out
@@ -308,17 +318,8 @@ class Trainer(Attributes):
         strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
 
-    def _make_strategy(self, flags: dict[str, Any], placement: Placement, plugins: Plugins) -> Strategy:
-        """The strategy that the flags name, with what other flags and plugins say of it."""
-        made = make_strategy(flags["strategy"], placement.world.size, is_interactive(placement))
-        together = len(self._node_devices) if made.drives_all_devices else 1
-        made.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
-        if plugins.checkpoint_io is not None:
-            made.checkpoint_io = plugins.checkpoint_io
-        return made
-
     def _placement(self) -> Placement:
-        """This process among the ranks, by the user's cluster plugin or by what the environment tells."""
+        """Return the place of this process among the ranks, from the user's cluster plugin or the environment."""
         return here(self._devices_asked, self._num_nodes_asked, self._cluster)
 
     # -- what users call -----------------------------------------------------------------------------------
@@ -335,15 +336,24 @@ class Trainer(Attributes):
         """Train ``model``.
 
         Args:
-            model: what to train.
-            train_dataloaders: a loader, a dict or list of loaders, or a LightningDataModule.
-            val_dataloaders: a loader or a list of loaders.
-            datamodule: in place of loaders.
-            ckpt_path: go on from this checkpoint; "last": from the newest one, if there is one.
-            weights_only: False to unpickle a checkpoint of your own that holds more than plain types.
+            model: module to train.
+            train_dataloaders: a loader, a dict or list of loaders, or a LightningDataModule; None: the module's or data
+                module's own ``train_dataloader()``.
+            val_dataloaders: a loader or a list of loaders; None: ``val_dataloader()``, if it is defined.
+            datamodule: data module, in place of loaders.
+            ckpt_path: checkpoint to resume from; "last": the newest one, if there is one; "best": the best one.
+            weights_only: False: unpickle any object in the checkpoint, which may run code; only for files you trust.
 
         Returns:
-            how it ended, the same on every rank.
+            the `Result`, the same on every rank: why the fit ended, its metrics, epochs and steps.
+
+        Raises:
+            MisconfigurationException: module, loaders and flags do not fit together.
+
+        Example::
+
+            result = trainer.fit(model, train_loader, val_loader, ckpt_path="last")
+            print(result.stopped, result.metrics)
         """
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         path = self._checkpoint(self._resume_from if ckpt_path is None else ckpt_path, model_given=True)
@@ -363,23 +373,23 @@ class Trainer(Attributes):
     ) -> Planned:
         """Predict memory and seconds of a step under each way to train ``model`` on this Trainer's devices.
 
-        Nothing is trained. Where the model fits, some steps are measured on this device, and put back; else seconds
+        Nothing is trained. If the model fits, some steps are measured on this device and undone; otherwise seconds
         come from a cost model.
 
         Args:
-            model: what is to be trained; after the call it is as before.
-            train_dataloaders: where the batch comes from.
-            datamodule: in place of loaders.
-            batch: in place of both: a batch of one device.
-            goal: "speed", or "memory" for the least on a device.
-            blocks: names of submodules that are blocks of a chain; by default they are found.
+            model: module to plan for; it is unchanged after the call.
+            train_dataloaders: loaders to take a batch from, as in :meth:`fit`.
+            datamodule: data module, in place of loaders.
+            batch: a batch of one device, in place of both.
+            goal: "speed", or "memory" for the least memory on a device.
+            blocks: names of submodules that are the blocks of a chain; by default they are detected.
 
         Returns:
-            a table (``print(plan)``) with a choice and its reason, which ``plan.save("plan.yaml")`` keeps for
-            ``Trainer(strategy="plan.yaml")``.
+            a table (``print(plan)``) with the choice and its reason. ``plan.save("plan.yaml")`` writes it to a file
+            for ``Trainer(strategy="plan.yaml")``.
 
         Raises:
-            MisconfigurationException: manual optimization, no batch, a step whose control flow depends on values.
+            MisconfigurationException: manual optimization, no batch, or a step whose control flow depends on values.
 
         Example::
 
@@ -399,19 +409,19 @@ class Trainer(Attributes):
         devices: int | None = None,
         steps: int = 5,
     ) -> Verified:
-        """Say whether several ranks train what one process trains, as ``lockstep verify`` does for a script.
+        """Check that several ranks train the same model as one process, as ``lockstep verify`` does for a script.
 
-        Copies of the model train in processes of their own, on this machine's CPU.
+        Copies of the model train in separate processes, on this machine's CPU.
 
         Args:
-            model: what is to be trained; it stays as it is.
-            train_dataloaders: what `fit` takes.
-            datamodule: in place of loaders.
-            devices: ranks; by default this Trainer's, at least 2.
-            steps: optimizer steps that are compared.
+            model: module to train; it is unchanged after the call.
+            train_dataloaders: loaders, as in :meth:`fit`.
+            datamodule: data module, in place of loaders.
+            devices: number of ranks; default: this Trainer's, at least 2.
+            steps: optimizer steps to compare.
 
         Returns:
-            a certificate: true where all is alike; else it names what differs first, and why.
+            a certificate, which is true if all values agree. Otherwise it names the first difference and its cause.
 
         Example::
 
@@ -432,15 +442,22 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Measure a module on the validation data; gives the metrics of each loader, and prints them.
+        """Evaluate a module on the validation data.
 
         Args:
-            model: what to measure; None: the module of the last call, with its best checkpoint.
+            model: module to evaluate; None: the module of the last call, with its best checkpoint.
             dataloaders: a loader or a list of loaders, or a LightningDataModule.
-            ckpt_path: weights to load first: a path, "best" or "last".
+            ckpt_path: checkpoint whose weights to load first: a path, "best" or "last".
             verbose: print the metrics.
-            datamodule: in place of loaders.
-            weights_only: as of :meth:`fit`.
+            datamodule: data module, in place of loaders.
+            weights_only: as in :meth:`fit`.
+
+        Returns:
+            a dict of metrics for each loader, reduced over the ranks.
+
+        Example::
+
+            (metrics,) = trainer.validate(model, val_loader)
         """
         given = self._attach(TrainerFn.VALIDATING, model, {"val": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
@@ -455,7 +472,7 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Measure a module on the test data; arguments as for :meth:`validate`."""
+        """Evaluate a module on the test data. Arguments and result are those of :meth:`validate`."""
         given = self._attach(TrainerFn.TESTING, model, {"test": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
         return self._call(self.test_loop, path, verbose, True, weights_only)
@@ -469,19 +486,20 @@ class Trainer(Attributes):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Run ``predict_step`` over the data.
+        """Run ``predict_step`` on every batch of the prediction data.
 
         Args:
-            model: what to use; None: the module of the last call, with its best checkpoint.
+            model: module to use; None: the module of the last call, with its best checkpoint.
             dataloaders: a loader or a list of loaders, or a LightningDataModule.
-            datamodule: in place of loaders.
-            return_predictions: False to keep nothing.
-            ckpt_path: weights to load first: a path, "best" or "last".
-            weights_only: as of :meth:`fit`.
+            datamodule: data module, in place of loaders.
+            return_predictions: False: discard the predictions, for callbacks such as BasePredictionWriter.
+            ckpt_path: checkpoint whose weights to load first: a path, "best" or "last".
+            weights_only: as in :meth:`fit`.
 
         Returns:
-            what ``predict_step`` returned for each batch of this rank, and of all ranks where the call started them
-            ("ddp_spawn", "ddp_notebook", "ddp_fork"); a list for each loader if there are several.
+            a list of what ``predict_step`` returned for each batch; with several loaders a list of such lists. It has
+            the batches of this rank; those of all ranks if the call has started the processes ("ddp_spawn",
+            "ddp_notebook", "ddp_fork").
         """
         given = self._attach(TrainerFn.PREDICTING, model, {"predict": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
@@ -495,15 +513,19 @@ class Trainer(Attributes):
         *,
         trainable_only: bool = False,
     ) -> None:
-        """Write the run to a file; call it on every rank.
+        """Save the state of the run as a checkpoint. Call it on every rank.
 
         Args:
-            filepath: replaced as a whole, or not at all.
+            filepath: path of the checkpoint. An existing file is replaced atomically.
             weights_only: leave out what only a resume needs.
-            storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
-            trainable_only: leave out weights that are frozen since the fit began and have not changed: the file has
-                an adapter, say, its optimizer and what a resume needs, and a hash of the weights that it belongs to,
-                by which loading refuses others. Frozen weights that change (a target network's) are in the file.
+            storage_options: options of the CheckpointIO in ``Trainer(plugins=...)``; the default one has none.
+            trainable_only: leave out weights that have been frozen since the start of the fit and have not changed. The
+                file then has, for example, an adapter, its optimizer, the rest that a resume needs, and a hash of the
+                left-out weights, so that loading it with others is an error. Frozen weights that change, such as a
+                target network's, are in the file.
+
+        Raises:
+            NotThere: no fit has set up a module, or its state is in other processes.
         """
         call = f"trainer.save_checkpoint({os.fspath(filepath)!r})"
         session = self._saved_session(call)
@@ -520,9 +542,9 @@ class Trainer(Attributes):
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
-                f"trainer.save_checkpoint in {early}: {own} comes behind it, and a run that goes on from this file "
-                "does not call it for this batch. If it changes anything, save in it, or derive the callback from "
-                "lockstep.callbacks.Checkpoint, which comes behind the module."
+                f"trainer.save_checkpoint in {early}: {own} runs after it, and a run that resumes from this file does "
+                "not call it for this batch. If it changes anything, save in it, or derive the callback from "
+                "lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 
@@ -534,23 +556,24 @@ class Trainer(Attributes):
         model: nn.Module | None = None,
         tokenizer: object = None,
     ) -> None:
-        """Write the model of the last call as a folder that ``from_pretrained`` reads; call it on every rank.
+        """Write the model of the last call as a folder that ``from_pretrained`` reads. Call it on every rank.
 
-        Of a model of peft's it is peft's folder, with the adapters alone, for ``PeftModel.from_pretrained``.
-
-        Weights are gathered tensor by tensor, and each rank writes its turn of the parts: none has the whole model
-        where the strategy shards it. All ranks have to see the folder.
+        For a model of peft the folder has the adapters alone, for ``PeftModel.from_pretrained``.
 
         Args:
-            folder: to make; weights that are there are replaced.
-            max_shard_size: of a part: bytes, or "5GB".
-            model: which of the module's layers is meant; None: the only model of transformers, or the only one that
-                `lockstep.load_pretrained` began.
-            tokenizer: to be written, too: a tokenizer of transformers, or a folder that holds one. None: files of the
-                folder that the model began with are copied.
+            folder: folder to make, which all ranks can see. Weights in it are replaced.
+            max_shard_size: maximum size of a file: bytes, or text such as "5GB".
+            model: submodule to write; None: the only model of transformers in the module, or the only one loaded by
+                `lockstep.load_pretrained`.
+            tokenizer: tokenizer to write too: one of transformers, or a folder with one. None: copy the tokenizer's
+                files from the folder that the model was loaded from.
+
+        Raises:
+            NotThere: no fit has set up a module, or it is in other processes.
         """
         strategy = self._saved_session(f"trainer.save_pretrained({os.fspath(folder)!r})").strategy
         prefix, found = export.find_model(strategy.module, model)
+        # One whole tensor at a time, and ranks take turns to write: a sharded model need not fit on any of them.
         values = itertools.chain(((n, value) for n, value, _ in strategy.whole_parameters()), strategy.whole_buffers())
         if export.is_of_peft(found):
             export.write_adapter(folder, values, prefix, found, tokenizer)
@@ -558,18 +581,18 @@ class Trainer(Attributes):
             export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     def _saved_session(self, call: str) -> Session:
-        """The session whose module can be saved now: this process's, or one of what came back from others."""
+        """Return the session to save: this process's, or one made from the weights that other processes returned."""
         if self._spawns and self.session.came_back:
             return spawn_results.session_here(self.session)
         if self._spawns:
             raise NotThere(
-                f"{call}: no weights have come back: calls of this Trainer run in processes of their own, and bring "
-                "them back when they end without an error. Call it after that, or in a hook."
+                f"{call}: there are no weights to save. Calls of this Trainer run in other processes, which return the "
+                "weights when they end without an error. Call it after that, or in a hook."
             )
         if not self.session.has("hooks") or self.strategy.module is None:
             raise NotThere(
-                f"{call}: there is nothing to save before the first fit has set up its module (a copy of a Trainer has "
-                "set up nothing)."
+                f"{call}: there is nothing to save before the first fit has set up its module (a copy of a Trainer "
+                "starts without one)."
             )
         if self.strategy.absent:
             self.strategy.check_present(call)
@@ -577,12 +600,12 @@ class Trainer(Attributes):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make a module on this rank's device and in the run's precision, without a copy on the CPU first.
+        """Create modules on this rank's device and in the run's precision, without a copy on the CPU first.
 
         Args:
-            empty_init: leave parameters without their first values, for weights that a checkpoint brings. Under FSDP
-                and ModelParallelStrategy they have no memory either (the meta device), until they are in shards; then
-                each layer's ``reset_parameters`` gives them values.
+            empty_init: leave parameters uninitialized, because a checkpoint is loaded afterwards. Under FSDP and
+                ModelParallelStrategy they also have no memory (the meta device) until they are sharded; then each
+                layer's ``reset_parameters`` initializes them.
 
         Example::
 
@@ -594,18 +617,10 @@ class Trainer(Attributes):
             yield
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """``print`` on rank 0 only, above the progress bar."""
+        """Print on rank 0 only, above the progress bar."""
         self.session.print(*args, **kwargs)
 
     # -- calls ---------------------------------------------------------------------------------------------
-
-    def _refuse_within(self, fn: TrainerFn) -> None:
-        if self.fit_loop.plays:
-            raise MisconfigurationException(
-                f"trainer.{fn}() in a hook of trainer.fit, whose epochs run: it would end what the fit goes on with. "
-                "Call it behind the fit, or in `on_train_end`; within an epoch the fit validates by itself "
-                "(val_dataloaders=, val_check_interval=)."
-            )
 
     def _attach(
         self,
@@ -614,14 +629,19 @@ class Trainer(Attributes):
         given: dict[str, Any],
         datamodule: LightningDataModule | None,
     ) -> bool:
-        """Take in module and data of a call; tells whether a module was given."""
-        self._refuse_within(fn)
+        """Check and store module and data of a call. Return True if the user passed a module."""
+        if self.fit_loop.plays:
+            raise MisconfigurationException(
+                f"trainer.{fn}() in a hook of trainer.fit while its epochs run would overwrite the state of the fit. "
+                "Call it after the fit or in `on_train_end`. During an epoch the fit validates by itself "
+                "(val_dataloaders=, val_check_interval=)."
+            )
         self.state.fn = fn
         first = next(iter(given))
         if isinstance(given[first], LightningDataModule):
             datamodule, given[first] = given[first], None
         if datamodule is not None and any(value is not None for value in given.values()):
-            raise MisconfigurationException(f"trainer.{fn}(): give loaders or `datamodule=`, not both.")
+            raise MisconfigurationException(f"trainer.{fn}(): pass loaders or `datamodule=`, not both.")
         if datamodule is not None:
             check_not_lightnings(f"trainer.{fn}(datamodule=...)", datamodule)
             if isinstance(datamodule, LightningDataModule):
@@ -629,7 +649,8 @@ class Trainer(Attributes):
         module: Any = self.lightning_module if model is None else unwrapped(model)
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
-        self._check_before_start(module, fn)
+        if self._launch is not directly:  # an error in this process is clearer than one in each that it would start
+            check_steps(module, fn)
         self.session.module = module
         self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
@@ -645,20 +666,15 @@ class Trainer(Attributes):
         )
         return model is not None
 
-    def _check_before_start(self, module: LightningModule, fn: TrainerFn) -> None:
-        """Refuse a module that cannot do the call before processes are started for it."""
-        if self._launch is not directly:
-            check_steps(module, fn)
-
-    def _checkpoint(self, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
-        """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""
-        return state.find(self.session, self._ckpt_wanted if asked is None else asked, model_given=model_given)
+    def _checkpoint(self, path: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
+        """Return the path of a call's checkpoint: its ``ckpt_path``, else the value of ``trainer.ckpt_path``."""
+        return state.find(self.session, self._ckpt_wanted if path is None else path, model_given=model_given)
 
     def _call(self, loop: spawn_results.Loop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
     def _hand_over(self, loop: spawn_results.Loop, *args: object) -> Any:
-        """Run a loop in spawned or forked processes, and go on here as if it had run here."""
+        """Run a loop in spawned or forked processes, and take over their results as if it had run here."""
         session = self.session
         session.came_back = False
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)

@@ -34,7 +34,7 @@ def pairs(folder: Path) -> dict[int, int]:
 def test_a_value_of_a_validation_that_is_turned_off_is_not_missed(when: Any, tmp_path: Path) -> None:
     """It ended the fit with an error behind its first epoch, or its second step."""
     keep = ModelCheckpoint(tmp_path, monitor="v", save_last=True, **when)
-    with pytest.warns(UserWarning, match="limit_val_batches=0 turns the validation off"):
+    with pytest.warns(UserWarning, match="limit_val_batches=0 disables the validation"):
         result = quiet(max_epochs=2, limit_val_batches=0, enable_checkpointing=True, callbacks=[keep]).fit(
             Measured(), numbers(8, 2), numbers(2)
         )
@@ -82,9 +82,7 @@ def test_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(2).run(on_two, tmp_path) == [{step: step for step in (2, 4, 6, 8)}] * 2
 
 
-def test_a_value_of_earlier_weights_is_told_and_deletes_no_better_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_value_of_earlier_weights_is_told_and_deletes_no_better_ones(tmp_path: Path) -> None:
     """Validations at 4, 8, 12, saves at 6 and 12: the file of step 6 has the value of step 4."""
     keep = ModelCheckpoint(tmp_path, "{step}", "v", mode="max", save_top_k=1, every_n_train_steps=6)
     trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keep], val_check_interval=4)

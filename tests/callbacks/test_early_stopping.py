@@ -47,41 +47,19 @@ def test_patience_counts_checks_without_improvement(settings: dict, values: list
 @pytest.mark.parametrize(
     ("settings", "values", "reason", "text"),
     [
-        (
-            {"stopping_threshold": 1.0},
-            [3, 1, 0.9, 5],
-            EarlyStoppingReason.STOPPING_THRESHOLD,
-            "threshold 1.0",
-        ),
-        (
-            {"divergence_threshold": 9.0},
-            [3, 9, 9.5],
-            EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-            "threshold 9.0",
-        ),
-        (
-            {"mode": "max", "stopping_threshold": 0.9},
-            [0.1, 0.9, 0.95],
-            EarlyStoppingReason.STOPPING_THRESHOLD,
-            "threshold 0.9",
-        ),
-        (
-            {"mode": "max", "divergence_threshold": 0.1},
-            [0.5, 0.1, 0.05],
-            EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-            "threshold 0.1",
-        ),
-        ({}, [3, 2, math.nan], EarlyStoppingReason.NON_FINITE_METRIC, "not finite; the best value was 2"),
-        ({}, [3, 2, math.inf], EarlyStoppingReason.NON_FINITE_METRIC, "not finite"),
+        ({"stopping_threshold": 1.0}, [3, 1, 0.9, 5], "STOPPING_THRESHOLD", "threshold 1.0"),
+        ({"divergence_threshold": 9.0}, [3, 9, 9.5], "DIVERGENCE_THRESHOLD", "threshold 9.0"),
+        ({"mode": "max", "stopping_threshold": 0.9}, [0.1, 0.9, 0.95], "STOPPING_THRESHOLD", "threshold 0.9"),
+        ({"mode": "max", "divergence_threshold": 0.1}, [0.5, 0.1, 0.05], "DIVERGENCE_THRESHOLD", "threshold 0.1"),
+        ({}, [3, 2, math.nan], "NON_FINITE_METRIC", "not finite; the best value was 2"),
+        ({}, [3, 2, math.inf], "NON_FINITE_METRIC", "not finite"),
     ],
 )
-def test_thresholds_and_non_finite_values_stop_at_once(
-    settings: dict, values: list, reason: EarlyStoppingReason, text: str
-) -> None:
+def test_thresholds_and_non_finite_values_stop_at_once(settings: dict, values: list, reason: str, text: str) -> None:
     stopper = EarlyStopping("loss", **settings)
     trainer = run(stopper, values)
     assert trainer.should_stop
-    assert (stopper.stopping_reason, stopper.stopped_epoch) == (reason, 2)
+    assert (stopper.stopping_reason, stopper.stopped_epoch) == (EarlyStoppingReason[reason], 2)
     assert text in str(stopper.stopping_reason_message)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import on_ranks, quiet
+from tests.loop.pieces import QUIET, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 EPOCHS = 5
@@ -79,11 +79,9 @@ SETTINGS: list[dict[str, Any]] = [
 def test_the_backbone_is_trained_as_lightning_trains_it(
     settings: dict[str, Any], tmp_path: Path, lightning: Any
 ) -> None:
-    theirs = module_of(lightning)
-    flags: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    flags.update(enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path))
-    lightning.Trainer(callbacks=lightning.callbacks.BackboneFinetuning(**settings), **flags).fit(theirs, data())
-    ours = module_of(lockstep)
+    theirs, ours = module_of(lightning), module_of(lockstep)
+    finetuning = lightning.callbacks.BackboneFinetuning(**settings)
+    lightning.Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=EPOCHS, callbacks=finetuning).fit(theirs, data())
     quiet(order="torch", max_epochs=EPOCHS, callbacks=BackboneFinetuning(**settings)).fit(ours, data())
     assert ours.rates == theirs.rates
     assert_same(ours.weights, theirs.weights)
@@ -129,9 +127,8 @@ def test_a_resume_is_bitwise_the_run_that_went_on(callback: Any, stop_at: int, t
 
 
 def test_a_checkpoint_of_lightnings_is_gone_on_from_with_the_backbone_thawed(tmp_path: Path, lightning: Any) -> None:
-    flags: dict[str, Any] = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    flags.update(enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path))
-    trainer = lightning.Trainer(callbacks=lightning.callbacks.BackboneFinetuning(1), **flags)
+    finetuning = lightning.callbacks.BackboneFinetuning(1)
+    trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=3, callbacks=finetuning)
     trainer.fit(module_of(lightning), data())
     trainer.save_checkpoint(tmp_path / "theirs.ckpt")
     resumed, whole = module_of(lockstep), module_of(lockstep)
@@ -250,7 +247,7 @@ def test_parameters_of_equal_value_are_not_taken_for_one() -> None:
 def test_parameters_that_are_in_the_optimizer_already_are_named() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    with pytest.warns(UserWarning, match="2 parameters .* are in it already"):
+    with pytest.warns(UserWarning, match="2 parameters .* are already in another group"):
         BaseFinetuning.unfreeze_and_add_param_group(layer, optimizer)
     assert len(optimizer.param_groups) == 1
 

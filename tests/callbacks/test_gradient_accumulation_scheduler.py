@@ -13,7 +13,7 @@ from lockstep import Callback
 from lockstep.callbacks import GradientAccumulationScheduler
 from lockstep.ground.errors import MisconfigurationException
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import SaveAt, Slope, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -67,17 +67,10 @@ def test_a_fit_that_fails_leaves_the_next_one_free() -> None:
 
 
 def test_a_resume_inside_a_window_goes_on_with_the_epochs_windows(tmp_path: Path) -> None:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.current_epoch == 1 and batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "run.ckpt")
-
-    def schedule() -> GradientAccumulationScheduler:
-        return GradientAccumulationScheduler({1: 4})
-
-    whole, resumed = Slope(lr=0.1), Slope(lr=0.1)
-    quiet(callbacks=[schedule(), Save()], max_epochs=2).fit(whole, numbers(10))
-    quiet(callbacks=schedule(), max_epochs=2).fit(resumed, numbers(10), ckpt_path=tmp_path / "run.ckpt")
+    path, whole, resumed = tmp_path / "run.ckpt", Slope(lr=0.1), Slope(lr=0.1)
+    callbacks = [GradientAccumulationScheduler({1: 4}), SaveAt(4, path, epoch=1)]
+    quiet(callbacks=callbacks, max_epochs=2).fit(whole, numbers(10))
+    quiet(callbacks=callbacks[:1], max_epochs=2).fit(resumed, numbers(10), ckpt_path=path)
     assert resumed.gradients == whole.gradients[-2:]
     assert torch.equal(resumed.w, whole.w)
 

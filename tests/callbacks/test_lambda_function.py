@@ -6,24 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
-from torch import nn
 
 from lockstep.callbacks.lambda_function import HOOKS, LambdaCallback
 from lockstep.ground.errors import MisconfigurationException
-from tests.callbacks.fake_trainer import FakeTrainer
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
-
-
-def test_functions_are_called_with_the_arguments_of_their_hooks() -> None:
-    seen: list[tuple] = []
-    callback = LambdaCallback(
-        setup=lambda trainer, module, stage: seen.append((trainer, module, stage)),
-        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append((batch_idx,)),
-        on_train_end=None,
-    )
-    trainer, module = FakeTrainer([callback], max_epochs=1, num_training_batches=2), nn.Linear(1, 1)
-    trainer.fit(module)
-    assert seen == [(trainer, module, "fit"), (0,), (1,)]
 
 
 def test_a_hook_that_does_not_exist() -> None:

@@ -27,12 +27,7 @@ def config(optimizer: Optimizer, interval: str = "epoch", name: str | None = Non
 
 def play(monitor: LearningRateMonitor, optimizers: list, configs: list, **settings: Any) -> list:
     trainer = FakeTrainer(
-        [monitor],
-        max_epochs=1,
-        num_training_batches=4,
-        optimizers=optimizers,
-        lr_scheduler_configs=configs,
-        **settings,
+        [monitor], max_epochs=1, num_training_batches=4, optimizers=optimizers, lr_scheduler_configs=configs, **settings
     )
     trainer.fit(nn.Linear(1, 1))
     return trainer.loggers[0].written

@@ -90,14 +90,6 @@ class FakeTrainer:
         self.published = SimpleNamespace(measured={})
         self.saves: list[tuple[int, str]] = []
 
-    @property
-    def num_val_batches(self) -> list[int]:
-        return [self.val_batches]
-
-    @property
-    def enable_validation(self) -> bool:
-        return self.val_batches > 0
-
     def save_checkpoint(self, path: str, weights_only: bool = False) -> None:
         assert not self.inside_window, "saved while gradients were on the way"
         self.saves.append((self.global_step, os.path.basename(path)))
@@ -115,7 +107,7 @@ class FakeTrainer:
             self.callback.on_validation_end(self, MODULE)  # type: ignore[arg-type]
 
     def validation_follows(self) -> bool:
-        if not self.enable_validation:
+        if not self.val_batches:
             return False
         if self.val_check_interval != 1.0:
             return (self.batch + 1) % int(self.val_check_interval) == 0
@@ -176,9 +168,6 @@ class TestWhen:
         trainer = run(tmp_path, callback, epochs=2, batches=11, accumulate=accumulate)
         last = trainer.global_step
         assert [step for step, _ in trainer.saves] == list(range(3, last + 1, 3))
-
-    def test_without_validation_when_training_ends(self, tmp_path: Path) -> None:
-        assert len(run(tmp_path, ModelCheckpoint(), epochs=2, val_batches=0).saves) == 2
 
     def test_validation_every_second_epoch(self, tmp_path: Path) -> None:
         trainer = run(tmp_path, ModelCheckpoint(save_top_k=-1), epochs=4, check_val_every_n_epoch=2)
@@ -374,7 +363,7 @@ class TestDeleting:
         run(tmp_path, again, ckpt_path=first.best_model_path)
         assert files(again) == ["step=4.ckpt", "step=8.ckpt"]
         elsewhere = ModelCheckpoint(tmp_path / "b", filename="{step}")
-        with pytest.warns(UserWarning, match="the ranking starts anew"):
+        with pytest.warns(UserWarning, match="a new ranking starts"):
             run(tmp_path, elsewhere, ckpt_path=again.best_model_path)
         assert files(again) == ["step=4.ckpt", "step=8.ckpt"]
         assert files(elsewhere) == ["step=12.ckpt"]

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import lockstep
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
-from tests.loop.pieces import on_ranks, quiet
+from tests.loop.pieces import QUIET, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -84,17 +84,15 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.parametrize("order", ["lockstep", "torch"])
 # In a prediction Lightning puts drop_last off and another sampler in the place of a batch sampler's, and has no indices
 # without batches.
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in ("one by one", "drop_last", "batch sampler")])
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in ("one by one", "batch sampler")])
 def test_on_one_process_as_lightning_has_it(kind: str, order: Any, tmp_path: Path, lightning: Any) -> None:
     if kind == "shuffled" and order == "lockstep":
         pytest.skip("another permutation")
     theirs = writer_of(lightning.callbacks.BasePredictionWriter, "batch_and_epoch")
     ours = writer_of(BasePredictionWriter, "batch_and_epoch")
-    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    flags["default_root_dir"] = str(tmp_path)
-    for library, writer in ((lightning, theirs), (lockstep, ours)):
+    for library, writer, flags in ((lightning, theirs, {}), (lockstep, ours, {"order": order})):
         torch.manual_seed(3)
-        trainer = library.Trainer(callbacks=writer, **flags, **({"order": order} if library is lockstep else {}))
+        trainer = library.Trainer(callbacks=writer, **QUIET, **flags, default_root_dir=str(tmp_path))
         trainer.predict(module_of(library), LOADERS[kind](10), return_predictions=False)
     if kind == "shuffled":  # torch's loader draws a base seed first
         assert sorted(i for b in ours.batches for i in b[2]) == list(range(10))
@@ -104,14 +102,14 @@ def test_on_one_process_as_lightning_has_it(kind: str, order: Any, tmp_path: Pat
         assert ours.epochs == theirs.epochs
 
 
-def write_on_ranks(kind: str, count: int, calls: int) -> list[Any]:
+def write_on_ranks(kind: str, count: int, calls: int) -> Any:
     writer = writer_of(BasePredictionWriter, "batch_and_epoch")
     trainer: Any = on_ranks(callbacks=writer)
     loader = LOADERS[kind](count)
     returned = [trainer.predict(module_of(lockstep), loader) for _ in range(calls)]
     assert [list(epoch[0]) for epoch in writer.epochs] == returned
     assert (trainer.predict_loop.predictions, trainer.predict_loop.epoch_batch_indices) == ([], [])
-    return [(writer.batches, writer.epochs)]
+    return writer.batches, writer.epochs
 
 
 @pytest.mark.everyday
@@ -121,17 +119,14 @@ def test_every_sample_once_over_the_ranks_with_its_own_index(
     ranks: RankPool, kind: str, world: int, count: int
 ) -> None:
     """Lightning 2.6.6 predicts 12 of 10 samples on 3 ranks."""
-    if count == 1 and kind == "drop_last":
-        pytest.skip("has no batch")
     calls = 2
-    found = [one for rank in ranks(world).run(write_on_ranks, kind, count, calls, timeout=60) for one in rank]
+    found = ranks(world).run(write_on_ranks, kind, count, calls, timeout=60)
     pairs = [
         pair for batches, _ in found for _, _, indices, values in batches for pair in zip(indices, values, strict=True)
     ]
     assert all(index == value for index, value in pairs)
-    kept = count if kind != "drop_last" else count // (3 * world) * 3 * world
-    assert len(pairs) == calls * kept
-    assert len({index for index, _ in pairs}) == kept
+    assert len(pairs) == calls * count
+    assert len({index for index, _ in pairs}) == count
     for batches, epochs in found:
         assert [i for _, indices in epochs for i in indices[0]] == [b[2] for b in batches]
         assert [p for predictions, _ in epochs for p in predictions] == [b[3] for b in batches]

@@ -53,13 +53,8 @@ def show(bar: ProgressBar, *, fn: TrainerFn = TrainerFn.FITTING, **settings: Any
     if fn is TrainerFn.FITTING:
         trainer.fit(module, step)
     else:
-        what = {
-            TrainerFn.VALIDATING: "validation",
-            TrainerFn.TESTING: "test",
-            TrainerFn.PREDICTING: "predict",
-        }[fn]
         trainer.call("setup", module, str(fn))
-        trainer.evaluate(module, what, [2, 3])
+        trainer.evaluate(module, "validation" if fn is TrainerFn.VALIDATING else str(fn), [2, 3])
         trainer.call("teardown", module, str(fn))
     return trainer
 

@@ -16,7 +16,7 @@ from lockstep import Callback
 from lockstep.callbacks import Timer
 from lockstep.ground.errors import MisconfigurationException
 from tests.callbacks.side_by_side import OURS, theirs, trainer
-from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.loop.pieces import SaveAt, Slope, Validated, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -123,15 +123,8 @@ def test_each_stage_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_resumed_run_has_used_up_the_time_of_its_earlier_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run.ckpt"
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(path)
-
-    clock = Clock(timer_file, monkeypatch)
-    quiet(callbacks=[clock, Timer(), Save()], max_epochs=1).fit(Slope(), numbers(5))
+    path, clock = tmp_path / "run.ckpt", Clock(timer_file, monkeypatch)
+    quiet(callbacks=[clock, Timer(), SaveAt(2, path)], max_epochs=1).fit(Slope(), numbers(5))
 
     timer = Timer(timedelta(seconds=7))
     result = quiet(callbacks=[clock, timer], max_epochs=9).fit(Slope(), numbers(5), ckpt_path=path)

@@ -92,8 +92,7 @@ def test_one_container_and_another_argument(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("h.yaml", "root: new\nlr: 0.5\n"), ("h.csv", "key,value\nroot,new\nlr,0.5\n")],
+    ("name", "text"), [("h.yaml", "root: new\nlr: 0.5\n"), ("h.csv", "key,value\nroot,new\nlr,0.5\n")]
 )
 def test_a_file_of_hyperparameters(tmp_path: Path, name: str, text: str) -> None:
     pytest.importorskip("yaml")

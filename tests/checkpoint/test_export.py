@@ -132,7 +132,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     trainer = fitted(tmp_path)
     with pytest.raises(MisconfigurationException, match="give bytes, or a size like '5GB'"):
         trainer.save_pretrained(tmp_path / "out", max_shard_size="large")
-    with pytest.raises(MisconfigurationException, match="is no part of Tuned"):
+    with pytest.raises(MisconfigurationException, match="is not part of Tuned"):
         trainer.save_pretrained(tmp_path / "out", model=torch.nn.Linear(1, 1))
     (tmp_path / "file").write_text("")
     with pytest.raises(MisconfigurationException, match="this is a file"):
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_two_models_that_the_config_fits_is_refused(tmp_path: Pa
     both = {
         f"{name}.{key}": each for name, state in (("teacher", one), ("student", other)) for key, each in state.items()
     }
-    with pytest.raises(MisconfigurationException, match=r"has 2 models that it fits \('teacher', 'student'\)"):
+    with pytest.raises(MisconfigurationException, match=r"it fits 2 models in the checkpoint \('teacher', 'student'\)"):
         export.write_state(str(tmp_path / "out"), both, config, "5GB", None)
     same = {f"{name}.{key}": each for name in ("net", "alias") for key, each in one.items()}
     export.write_state(str(tmp_path / "out"), same, config, "5GB", None)

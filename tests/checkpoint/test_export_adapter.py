@@ -140,5 +140,5 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     trainer.save_checkpoint(tmp_path / "a.ckpt", trainable_only=True)
     words = ["checkpoint", "convert", "--to", "huggingface", "--config", folder, str(tmp_path / "a.ckpt")]
     assert main([*words, str(tmp_path / "x")]) != 0
-    assert f"not the weights of {folder!r} beside it" in capsys.readouterr().err
+    assert f"without the frozen weights of {folder!r}" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep import LightningModule, Trainer
+from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
+from tests.loop.pieces import QUIET, quiet
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -44,14 +45,19 @@ class Ours(Body, LightningModule): ...
 
 def written(folder: Path, **hparams: Any) -> tuple[Any, Path]:
     """A module that Lightning has trained, and its checkpoint."""
+    net, path = Theirs(**hparams), folder / "theirs.ckpt"
+    theirs_fit(net, torch.ones(2, 2), 1, max_steps=1).save_checkpoint(path)
+    return net, path
+
+
+def theirs_fit(net: Any, rows: Tensor, batch_size: int, ckpt_path: Path | None = None, **flags: Any) -> Any:
+    """Lightning's Trainer, after a fit without a word."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, **quiet)
-        trainer.fit(net := Theirs(**hparams), DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
-        trainer.save_checkpoint(folder / "theirs.ckpt")
-    return net, folder / "theirs.ckpt"
+        trainer = pl.Trainer(**QUIET, **flags)
+        trainer.fit(net, DataLoader(rows, batch_size), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    return trainer
 
 
 def test_weights_and_hyperparameters_of_every_plain_kind(tmp_path: Path) -> None:
@@ -94,15 +100,10 @@ def test_attribute_dict_is_as_lightnings(value: dict[str, Any]) -> None:
 
 def test_lightning_goes_on_from_our_checkpoint_at_its_step(tmp_path: Path) -> None:
     """It began to count at 0: the counters of its optimizers were not in the file."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    ours = Trainer(max_epochs=2, accelerator="cpu", enable_checkpointing=False, **quiet)
-    ours.fit(Ours(lr=0.5), DataLoader(torch.ones(6, 2), 2))
+    ours, net = quiet(max_epochs=2), Theirs(lr=0.5)
+    ours.fit(Ours(lr=0.5), DataLoader(torch.ones(6, 2), 2))  # type: ignore[arg-type]
     ours.save_checkpoint(tmp_path / "ours.ckpt")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = pl.Trainer(max_epochs=3, accelerator="cpu", enable_checkpointing=False, **quiet)
-        theirs.fit(net := Theirs(lr=0.5), DataLoader(torch.ones(6, 2), 2), ckpt_path=tmp_path / "ours.ckpt")
+    theirs = theirs_fit(net, torch.ones(6, 2), 2, tmp_path / "ours.ckpt", max_epochs=3)
     assert (theirs.global_step, theirs.current_epoch) == (9, 3)
     whole = Ours(lr=0.5)
     whole.load_state_dict(torch.load(tmp_path / "ours.ckpt", weights_only=True)["state_dict"])

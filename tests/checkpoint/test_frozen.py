@@ -192,7 +192,7 @@ def test_an_adapter_for_another_base_is_refused_by_name_on_every_rank(ranks: Ran
     for told in ranks(2).run(all_refused, strategies("ddp", "fsdp", "balanced"), other, path, timeout=100):
         for said in told:
             assert said.startswith(f"trainer.fit(ckpt_path={path!r}): the checkpoint is an adapter for another base")
-            assert f"it was trained on {one!r}, and here is {other!r}; 21 of 21 frozen tensors" in said
+            assert f"it was trained on {one!r}, and this is {other!r}; 21 of 21 frozen tensors" in said
 
 
 @pytest.mark.usefixtures("peft")
@@ -207,7 +207,7 @@ def test_a_module_made_of_it_has_base_and_adapter(tmp_path: Path) -> None:
     assert all(torch.equal(wanted[name], value) for name, value in read.named_parameters())
     with pytest.raises(MisconfigurationException, match=r"load_from_checkpoint: .* an adapter for another base"):
         Adapted.load_from_checkpoint(path, folder=other)
-    with pytest.warns(UserWarning, match="and stay as they were made"):
+    with pytest.warns(UserWarning, match="and keep their initial values"):
         Adapted.load_from_checkpoint(path, folder=other, strict=False)
 
 

@@ -307,12 +307,11 @@ BAD: dict[Callable[[Path], None], str] = {
     no_index: "there is neither model.safetensors.index.json nor model.safetensors",
     part_gone: "is damaged (No such file or directory",
     part_cut: "is damaged (Error while deserializing header",
-    index_cut: "is no index of weights",
+    index_cut: "is not an index of weights",
     only_pickled: "its weights are pickled (pytorch_model.bin)",
     emptied: "there is neither model.safetensors.index.json nor model.safetensors",
-    quantized: "its weights are quantized (bitsandbytes, says its config.json)",
+    quantized: "its weights are quantized (bitsandbytes in its config.json)",
 }
-BAD_FOLDER = (MisconfigurationException, CorruptCheckpoint)
 
 
 def refusals(folders: dict[str, str], strategies: list[str]) -> list[tuple[str, str]]:
@@ -321,10 +320,15 @@ def refusals(folders: dict[str, str], strategies: list[str]) -> list[tuple[str, 
     devices = dist.get_world_size() if dist.is_initialized() else 1
     for strategy in strategies:
         for name, folder in folders.items():
-            with patch.object(WeightFiles, "read", side_effect=AssertionError), pytest.raises(BAD_FOLDER) as raised:
-                quiet(strategy=strategy, devices=devices, max_steps=1).fit(Tuned(folder, "llama"), texts())
-            found.append((name, str(raised.value)))
+            with patch.object(WeightFiles, "read", side_effect=AssertionError):
+                found.append((name, said_of(Tuned(folder, "llama"), strategy, devices)))
     return found
+
+
+def said_of(module: Tuned, strategy: str, devices: int) -> str:
+    with pytest.raises((MisconfigurationException, CorruptCheckpoint)) as raised:
+        quiet(strategy=strategy, devices=devices, max_steps=1).fit(module, texts())
+    return str(raised.value)
 
 
 def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(ranks: RankPool, tmp_path: Path) -> None:
@@ -341,10 +345,7 @@ def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(ranks: RankPoo
 
 
 def of_another(folder: str) -> str:
-    module = Tuned(folder, "bert")
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="fsdp", devices=dist.get_world_size(), max_steps=1).fit(module, texts())
-    return str(raised.value)
+    return said_of(Tuned(folder, "bert"), "fsdp", dist.get_world_size())
 
 
 def test_weights_of_another_model_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
@@ -394,7 +395,7 @@ def test_other_shapes_may_be_passed_over(ranks: RankPool, tmp_path: Path) -> Non
     assert [found for found, _ in of_ranks] == [[], []]
     said = [each for each in of_ranks[0][1] if "load_pretrained" in each]
     assert len(said) == 1
-    assert "and begin as the model makes them: score.weight (2, 16) for (5, 16)." in said[0]
+    assert "which initializes them: score.weight (2, 16) for (5, 16)." in said[0]
 
 
 class Resized(Tuned):
@@ -409,25 +410,20 @@ class Resized(Tuned):
 
 
 def resized(folder: str, strategies: list[str]) -> list[str]:
-    found: list[str] = []
-    for strategy in strategies:
-        with pytest.raises(MisconfigurationException) as raised:
-            quiet(strategy=strategy, devices=dist.get_world_size(), max_steps=1).fit(Resized(folder, "llama"), texts())
-        found.append(str(raised.value))
-    return found
+    return [said_of(Resized(folder, "llama"), strategy, dist.get_world_size()) for strategy in strategies]
 
 
 def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "llama"))
     for found in ranks(2).run(resized, folder, strategies("ddp", "fsdp", "deepspeed_stage_3"), timeout=60):
         for said in found:
-            assert "'model.embed_tokens.weight' had the shape (48, 16) then, and has (52, 16) now" in said
+            assert "the shape of 'model.embed_tokens.weight' was (48, 16) at that call, and is (52, 16) now" in said
             assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in said
 
 
 def test_layers_that_are_replaced_before_they_are_filled_are_named(tmp_path: Path) -> None:
     module = Replaces(str(write_folder(tmp_path, "llama")), "llama")
-    with pytest.raises(MisconfigurationException, match=r"'lm_head\.weight' were to get values"):
+    with pytest.raises(MisconfigurationException, match=r"with 'lm_head\.weight' were replaced before"):
         quiet(max_steps=1).fit(module, texts())
 
 

@@ -273,7 +273,7 @@ def test_the_folder_runs_no_code(sample: Path, tmp_path: Path) -> None:
     (copy / ".metadata").write_bytes(pickle.dumps(Path.cwd))
     (copy / "index.json").unlink()
     (copy / "meta.pt").unlink()
-    with pytest.raises(CorruptCheckpoint, match=r"no part of DCP's metadata"):
+    with pytest.raises(CorruptCheckpoint, match=r"not part of DCP's metadata"):
         sharded.load(copy)
 
 
@@ -419,7 +419,7 @@ def writes_wrongly(folder: str) -> list[str]:
 def test_what_cannot_be_written_is_an_error_on_all_ranks_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks(2).run(writes_wrongly, str(tmp_path), timeout=60)
     for said in found:
-        assert "is a folder that is no checkpoint" in said[0]
+        assert "is a folder but not a checkpoint" in said[0]
     assert "rank 1: OSError" in found[0][1]
     assert "No space left on device" in found[1][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results"]

@@ -27,11 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything, strategies
 from lockstep.callbacks import EarlyStopping
-from lockstep.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-)
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import quiet
 

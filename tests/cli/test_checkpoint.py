@@ -69,7 +69,7 @@ def test_to_a_file_and_back(folder: Path, tmp_path: Path, capsys: pytest.Capture
         assert main(["checkpoint", "diff", "--all", str(folder), path]) == 0
         assert capsys.readouterr().out == "equal\n"
     assert main(["checkpoint", "convert", file, back]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_to_safetensors_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

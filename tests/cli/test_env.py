@@ -21,17 +21,9 @@ from tests.project.test_packaging import project
 __all__ = ["project"]  # a fixture
 
 PACKAGE = Path(lockstep.__file__).parent
-SRUN = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_TASKS_PER_NODE": "2",
-    "SLURM_JOB_NODELIST": "node1",
-}
+STEP = {"JOB_ID": "77", "STEP_ID": "0", "PROCID": "1", "LOCALID": "1", "NODEID": "0", "NTASKS": "2"}
+STEP |= {"STEP_NUM_TASKS": "2", "TASKS_PER_NODE": "2", "JOB_NODELIST": "node1"}
+SRUN = {f"SLURM_{name}": value for name, value in STEP.items()}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 

@@ -83,21 +83,21 @@ def test_the_same_command_has_the_same_name_and_another_one_another() -> None:
     ("words", "said"),
     [
         ("", "no script is given: lockstep run train.py"),
-        ("trian.py", r"trian.py is not there \(this is .*\)"),
+        ("trian.py", r"trian.py does not exist \(working directory: .*\)"),
         ("-m no_such_module", "-m no_such_module: there is no such module"),
         ("--devices 0 train.py", "--devices 0: give the number of ranks on this node, from 1, or auto"),
-        ("--device 2 train.py", "--device is none of its options: `lockstep run --help` lists them"),
+        ("--device 2 train.py", "--device is not an option: `lockstep run --help` lists them"),
         ("--max-restarts x train.py", "argument --max-restarts: 'x': give a number from 0"),
-        ("--nodes 3:2 train.py", "--nodes 3:2: give a number from 1, or the fewest and the most"),
-        ("--nodes 2 train.py", "--nodes 2 without --master-addr: give the host of node 0"),
+        ("--nodes 3:2 train.py", "--nodes 3:2: give a number from 1, or MIN:MAX"),
+        ("--nodes 2 train.py", "--nodes 2 without --master-addr: give an address of node 0"),
+        ("--nodes 2 --rdzv-endpoint a:b train.py", "--rdzv-endpoint a:b: give HOST:PORT"),
         ("--nodes 2 --node-rank 2 --master-addr a train.py", "--node-rank 2 of --nodes 2: give 0 to 1"),
-        ("--node-rank 1 --master-addr a train.py", "--node-rank 1, --master-addr a, but --nodes 1: say how many nodes"),
+        ("--node-rank 1 --master-addr a train.py", "--node-rank 1, --master-addr a, but --nodes 1: give the number"),
         ("--nodes 2 --master-addr a --master-port 99999 train.py", "--master-port 99999: give a number from 1 to"),
-        ("--devices 2 train.py --devices 3", "--devices stands before train.py and behind it"),
+        ("--devices 2 train.py --devices 3", "--devices is given both before and after train.py"),
     ],
 )
 def test_wrong_words_are_answered_by_one_sentence(words: str, said: str, script: Path) -> None:
-    (script.parent / "folder").mkdir()
     with pytest.raises(MisconfigurationException, match=said):
         planned(words.split())
 
@@ -107,11 +107,10 @@ def test_the_command_prints_the_sentence_alone(script: Path, capsys: pytest.Capt
     assert main(["rum"]) == 2
     assert main([]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("lockstep run: other.txt is not there")
+    assert told[0].startswith("lockstep run: other.txt does not exist")
+    every = ", ".join([*COMMANDS, *commands()])
     assert told[1:] == [
-        f"lockstep: {word} is no command of lockstep; there is: "
-        + ", ".join(f"lockstep {name}" for name in [*COMMANDS, *commands()])
-        for word in ("'rum'", "nothing")
+        f"lockstep: {wrong}; choose one of: {every}" for wrong in ("'rum' is not a command", "no command is given")
     ]
 
 
@@ -255,31 +254,17 @@ def sleeper(folder: Path, batches: int, *flags: str) -> tuple[subprocess.Popen[s
     """A run that has come to its first batches, and the processes of its ranks."""
     (folder / "sleeper.py").write_text(SLEEPER)
     process = begin([*flags, "--devices", 2, "sleeper.py", batches], folder, PYTHONPATH=PYTHONPATH)
-    until, files = time.monotonic() + 60, [folder / f"ready-{rank}" for rank in range(2)]
+    return process, pids_in(process, [folder / f"ready-{rank}" for rank in range(2)])
+
+
+def pids_in(process: subprocess.Popen[str], files: list[Path]) -> list[int]:
+    """The processes that ranks have noted in files, once all have."""
+    until = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    return process, [int(file.read_text()) for file in files]
-
-
-def plain(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[Path]]:
-    """A run of a script that imports no torch: it notes its process, blocks SIGUSR1 and goes on by ``then``."""
-    lines = (
-        "import os, pathlib, signal, time",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])",
-        "pathlib.Path(os.environ['RANK'] + '.part').write_text(str(os.getpid()))",
-        "os.rename(os.environ['RANK'] + '.part', os.environ['RANK'])",
-        then,
-    )
-    (folder / "plain.py").write_text("\n".join(lines))
-    process = begin(["--devices", 2, "plain.py"], folder, TMPDIR=str(folder))  # a killed agent leaves its folder
-    until, files = time.monotonic() + 60, [folder / "0", folder / "1"]
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    return process, files
+    return [int(file.read_text()) for file in files]
 
 
 def gone(pid: int, seconds: float = 5.0) -> bool:
@@ -295,9 +280,11 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
-    """Under torchrun they go on as orphans. Whatever a script imports, and however early it happens."""
-    process, files = plain(tmp_path, "time.sleep(60)")
-    pids = [int(file.read_text()) for file in files]
+    """Under torchrun they go on as orphans. Also if the script imports no torch."""
+    script = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "plain.py").write_text(script)
+    process = begin(["--devices", 2, "plain.py"], tmp_path, TMPDIR=str(tmp_path))  # a killed agent leaves its folder
+    pids = pids_in(process, [tmp_path / "0", tmp_path / "1"])
     process.kill()
     assert all(gone(pid) for pid in pids)
 

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import Trainer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.loggers.base import (
@@ -32,7 +31,7 @@ from lockstep.loggers.base import (
 )
 from lockstep.loggers.csv import CSVLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
-from lockstep.testing.models import BoringModel
+from tests.loggers.runs import fit
 
 
 @pytest.fixture
@@ -125,26 +124,14 @@ def test_loggers_of_lightning_that_are_not_here_say_why_and_what_to_do(name: str
 
 
 def test_several_loggers_each_get_everything(tmp_path: Path) -> None:
-    class Net(BoringModel):
-        def __init__(self, lr: float = 0.5) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", 1.0)
-            return self.step(batch)
-
     both = [CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "log_every_n_steps": 1}
-    trainer = Trainer(logger=both, **limits, **quiet)
-    trainer.fit(Net())
+    trainer = fit(both, max_epochs=1, limit_val_batches=0)
     assert trainer.loggers == both
     assert trainer.logger is both[0]
     tables = [Path(each.log_dir, "metrics.csv").read_text() for each in both[:2]]
     assert tables[0] == tables[1]
-    assert tables[0].count("1.0") == 2
-    assert all(Path(each.log_dir, "hparams.yaml").read_text() == "lr: 0.5\n" for each in both)
+    assert len(tables[0].splitlines()) == 3
+    assert all(Path(each.log_dir, "hparams.yaml").read_text() == "lr: 0.1\nmore: null\n" for each in both)
 
 
 def test_loggers_of_one_run_share_a_version(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.ground.rank import rank_zero_only
 from lockstep.loggers import mlflow as ours
 from lockstep.loggers.base import DummyExperiment
 from lockstep.loggers.mlflow import MLFlowLogger
-from lockstep.testing.models import BoringModel
+from tests.loggers.runs import Net, fit
 
 pytest.importorskip("mlflow")
 pytest.importorskip("mlflow.tracking")
@@ -48,41 +47,16 @@ def values(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
     return [(each.step, each.value) for each in logger.experiment.get_metric_history(logger.run_id, name)]
 
 
-class Net(BoringModel):
-    def __init__(self, lr: float = 0.1, layers: Any = None) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", float(self.global_step))
-        return self.step(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", 2.0)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", 3.0)
-
-
-def fit(logger: Any, model: Any, **flags: Any) -> Trainer:
-    flags = {"enable_checkpointing": False, "max_epochs": 2, "log_every_n_steps": 1, **flags}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    limits = {"limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
-    trainer = Trainer(logger=logger, **limits, **quiet, **flags)
-    trainer.fit(model)
-    return trainer
-
-
 def test_a_fit_and_a_test_in_one_run(tmp_path: Path) -> None:
     uri = f"file:{tmp_path / 'runs'}"
     logger = MLFlowLogger("digits", run_name="mine", tags={"a": "b"}, tracking_uri=uri)
-    model = Net(layers=[{"size": 2}])
+    model = Net(more=[{"size": 2}])
     fit(logger, model).test(model, verbose=False)
     assert values(logger, "loss") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert values(logger, "val") == [(1, 2.0), (3, 2.0)]
     assert values(logger, "tested") == [(4, 3.0)]
     run = logger.experiment.get_run(logger.run_id)
-    assert run.data.params == {"lr": "0.1", "layers/0/size": "2"}
+    assert run.data.params == {"lr": "0.1", "more/0/size": "2"}
     assert (run.info.status, run.info.run_name, run.data.tags["a"]) == ("FINISHED", "mine", "b")
     assert logger.experiment.get_experiment(logger.experiment_id).name == "digits"
 
@@ -121,8 +95,7 @@ def test_hyperparameters_are_flat_text_of_a_length_that_is_taken(logger: MLFlowL
 
 
 @pytest.mark.parametrize(
-    ("log_model", "top_k", "uploaded"),
-    [(False, 1, []), (True, 1, [1]), (True, -1, [0, 1]), ("all", -1, [0, 1])],
+    ("log_model", "top_k", "uploaded"), [(False, 1, []), (True, 1, [1]), (True, -1, [0, 1]), ("all", -1, [0, 1])]
 )
 def test_checkpoints_as_artifacts(tmp_path: Path, log_model: Any, top_k: int, uploaded: list[int]) -> None:
     class Better(Net):

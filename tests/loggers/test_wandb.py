@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.ground.rank import rank_zero_only
 from lockstep.loggers.base import DummyExperiment
 from lockstep.loggers.csv import CSVLogger
 from lockstep.loggers.wandb import STEP, WandbLogger
-from lockstep.testing.models import BoringModel
+from tests.loggers.runs import Net, fit
 
 wandb = pytest.importorskip("wandb")
 
@@ -92,30 +91,9 @@ def config(found: list[Any]) -> dict[str, Any]:
     return merged
 
 
-class Net(BoringModel):
-    def __init__(self, lr: float = 0.1, act: str = "relu") -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", float(self.global_step))
-        return self.step(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", 2.0)
-
-
-def fit(loggers: Any, model: Any = None, **flags: Any) -> Trainer:
-    flags = {"enable_checkpointing": False, "max_epochs": 2, "log_every_n_steps": 1, **flags}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Trainer(logger=loggers, limit_train_batches=2, limit_val_batches=1, **quiet, **flags)
-    trainer.fit(model or Net())
-    return trainer
-
-
 def test_a_fit_and_a_test_in_one_run(tmp_path: Path) -> None:
     logger = WandbLogger("mine", tmp_path, project="digits", prefix="p", tags=["t"])
-    model = Net(lr=0.5)
+    model = Net(lr=0.5, more="relu")
     trainer = fit([logger, CSVLogger(tmp_path / "csv")], model)
     trainer.test(model, verbose=False)
     assert trainer.loggers[0].experiment is wandb.run
@@ -123,7 +101,7 @@ def test_a_fit_and_a_test_in_one_run(tmp_path: Path) -> None:
     found = records(tmp_path)
     assert [(row["p-loss"], row[STEP]) for row in rows(found) if "p-loss" in row] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert [(row["p-val"], row[STEP]) for row in rows(found) if "p-val" in row] == [(2, 1), (2, 3)]
-    assert {"lr": 0.5, "act": "relu"}.items() <= config(found).items()
+    assert {"lr": 0.5, "more": "relu"}.items() <= config(found).items()
     (run,) = [each.run for each in found if each.WhichOneof("record_type") == "run"]
     assert (run.project, run.display_name, list(run.tags)) == ("digits", "mine", ["t"])
     axes = [each.metric for each in found if each.WhichOneof("record_type") == "metric"]
@@ -147,7 +125,7 @@ def test_media_tables_and_text(tmp_path: Path) -> None:
     logger.log_image("images", [image, image], step=3, caption=["one", "two"])
     logger.log_table("table", columns=["a", "b"], data=[[1, "x"]])
     logger.log_text("text", columns=["a"], data=[["y"]], step=5)
-    with pytest.raises(TypeError, match=r"log_image\('images'\): images is a ndarray; give a list"):
+    with pytest.raises(TypeError, match=r"log_image\('images'\): `images` is a ndarray; pass a list"):
         logger.log_image("images", image)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="caption has 1 items for 2 images"):
         logger.log_image("images", [image, image], caption=["one"])
@@ -247,7 +225,7 @@ def test_artifacts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_that_goes_on_is_taken_over(tmp_path: Path) -> None:
     run = wandb.init(dir=tmp_path, project="own")
-    with pytest.warns(UserWarning, match=r"already going on.*wandb\.finish\(\)"):
+    with pytest.warns(UserWarning, match=r"wandb run already in progress.*wandb\.finish\(\)"):
         assert WandbLogger(save_dir=tmp_path).experiment is run
 
 

@@ -215,7 +215,7 @@ def test_a_data_module_serves_every_call() -> None:
 
 
 def test_loaders_and_a_data_module_at_once_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"trainer.fit\(\): give loaders or `datamodule=`"):
+    with pytest.raises(MisconfigurationException, match=r"trainer.fit\(\): pass loaders or `datamodule=`"):
         quiet().fit(Judged(), numbers(1), datamodule=Data())
 
 

@@ -24,30 +24,24 @@ def busy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "kind"),
-    [("simple", SimpleProfiler), ("advanced", AdvancedProfiler), ("PyTorch", PyTorchProfiler)],
+    ("flag", "kind"), [("simple", SimpleProfiler), ("advanced", AdvancedProfiler), ("PyTorch", PyTorchProfiler)]
 )
 def test_a_profiler_by_name(flag: str, kind: type[Profiler]) -> None:
     assert type(make_profiler(flag)) is kind
 
 
 def test_no_profiler_and_an_own_one() -> None:
-    own = SimpleProfiler()
+    own = PassThroughProfiler()
     assert make_profiler(own) is own
     assert make_profiler(None) is None
+    outer(own)
+    assert own.summary() == ""
 
 
 @pytest.mark.parametrize("flag", ["fancy", "xla", True, SimpleProfiler])
 def test_what_is_no_profiler_is_refused(flag: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r'profiler=.* "simple", "advanced", "pytorch"'):
         make_profiler(flag)
-
-
-def test_pass_through_records_nothing() -> None:
-    profiler = PassThroughProfiler()
-    with profiler.profile("anything"):
-        busy()
-    assert profiler.summary() == ""
 
 
 # -- simple ---------------------------------------------------------------------------------------------------
@@ -82,17 +76,10 @@ def test_an_action_that_was_never_started_cannot_stop(kind: type[Profiler]) -> N
         kind().stop("one")
 
 
-def test_an_action_cannot_start_twice() -> None:
+def test_an_action_cannot_start_twice_and_ends_with_an_error() -> None:
     profiler = SimpleProfiler()
-    profiler.start("one")
-    with pytest.raises(ValueError, match="'one' has been started and not stopped"):
+    with pytest.raises(ValueError, match="'one' has been started and not stopped"), profiler.profile("one"):
         profiler.start("one")
-
-
-def test_an_action_ends_with_an_error() -> None:
-    profiler = SimpleProfiler()
-    with pytest.raises(KeyError), profiler.profile("one"):
-        raise KeyError
     assert len(profiler.recorded_durations["one"]) == 1
 
 
@@ -121,8 +108,6 @@ def test_the_report_goes_to_a_file_named_after_stage_and_rank(tmp_path: Path) ->
 def test_the_logs_folder_is_taken_where_none_is_given(tmp_path: Path) -> None:
     profiler = SimpleProfiler(filename="perf")
     profiler.setup("test", 0, str(tmp_path))
-    profiler.start("one")
-    profiler.stop("one")
     profiler.describe()
     assert [path.name for path in tmp_path.iterdir()] == ["test-perf-0.txt"]
 
@@ -197,6 +182,9 @@ def test_a_profiler_travels_to_another_process(kind: type[Profiler], tmp_path: P
 # -- torch's --------------------------------------------------------------------------------------------------
 
 
+ALL: Any = lambda step: torch.profiler.ProfilerAction.RECORD  # noqa: E731
+
+
 def table_of(text: str, step: str) -> dict[str, int]:
     """Calls by operator, of the part of a report that is about one kind of step."""
     (part,) = (one for one in text.split("Profile stats for: ")[1:] if one.split("\n")[0].split(" ")[0] == step)
@@ -208,23 +196,24 @@ def test_pytorch_records_the_steps_that_its_schedule_names() -> None:
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=2)
     profiler = PyTorchProfiler(schedule=schedule, row_limit=-1)
     for number in range(8):
-        with profiler.profile("[Strategy]One.training_step"):
-            torch.ones(3).cos()
-            if number < 2 or number > 3:
-                torch.ones(3).sin()  # outside of the steps that are recorded
+        # sines outside of the steps that are recorded
+        take(profiler, "training_step", 1, torch.cos if number in (2, 3) else lambda x: x.cos().sin())
     calls = table_of(profiler.summary(), "training_step")
     assert calls["aten::cos"] == calls["[pl][profile][Strategy]One.training_step"] == 2
     assert "aten::sin" not in calls
 
 
+def take(profiler: Profiler, step: str, count: int = 1, function: Any = torch.cos) -> None:
+    """Some steps of a kind."""
+    for _ in range(count):
+        with profiler.profile(f"[Strategy]One.{step}"):
+            function(torch.ones(3))
+
+
 def test_pytorch_counts_each_kind_of_step_by_itself() -> None:
     profiler = PyTorchProfiler(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1), row_limit=-1)
-    for _ in range(3):
-        with profiler.profile("[Strategy]One.training_step"):
-            torch.ones(3).cos()
-    for _ in range(4):
-        with profiler.profile("[Strategy]One.validation_step"):
-            torch.ones(3).sin()
+    take(profiler, "training_step", 3)
+    take(profiler, "validation_step", 4, torch.sin)
     text = profiler.summary()
     assert table_of(text, "training_step")["aten::cos"] == 1
     assert table_of(text, "validation_step")["aten::sin"] == 1
@@ -245,12 +234,9 @@ def test_a_schedule_does_not_count_steps_in_between() -> None:
 
 
 def test_pytorch_writes_a_trace(tmp_path: Path) -> None:
-    profiler = PyTorchProfiler(
-        dirpath=tmp_path, filename="perf", schedule=lambda step: torch.profiler.ProfilerAction(2)
-    )
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="perf", schedule=ALL)
     profiler.observe(nn.Sequential(nn.Linear(2, 2)))
-    with profiler.profile("[Strategy]One.training_step"):
-        torch.ones(3).cos()
+    take(profiler, "training_step")
     profiler.describe()
     (trace,) = tmp_path.glob("*.pt.trace.json")
     assert trace.name.startswith("perf-training_step.")
@@ -258,10 +244,9 @@ def test_pytorch_writes_a_trace(tmp_path: Path) -> None:
 
 
 def test_pytorch_hands_traces_to_the_users_function() -> None:
-    seen = []
-    profiler = PyTorchProfiler(on_trace_ready=seen.append, schedule=lambda step: torch.profiler.ProfilerAction(2))
-    with profiler.profile("[Strategy]One.training_step"):
-        torch.ones(3).cos()
+    seen: list[Any] = []
+    profiler = PyTorchProfiler(on_trace_ready=seen.append, schedule=ALL)
+    take(profiler, "training_step")
     profiler.describe()
     assert [type(one) for one in seen] == [torch.profiler.profile]
 

@@ -1,4 +1,4 @@
-"""The base class of callbacks: a hook for every point of a run at which code outside the model may act."""
+"""Base class of callbacks, with a hook for every point of a run at which code outside the model may run."""
 
 from __future__ import annotations
 
@@ -65,90 +65,87 @@ class Callback:
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Run first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called last, with the same ``stage`` as :meth:`setup`."""
+        """Clean up, as the last hook of a call; ``stage`` is that of :meth:`setup`."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when the fit starts, before the sanity check of validation."""
+        """Run when the fit starts, before the sanity check of validation."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when the fit has ended."""
+        """Run when the fit has ended."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the few validation batches that are run before training."""
+        """Run before the few validation batches that are run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the few validation batches that are run before training."""
+        """Run after the few validation batches that are run before training."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Called when an exception (including Ctrl-C) ends the run; it is raised again afterwards."""
+        """Run when an exception (including Ctrl-C) ends the run; it is raised again afterwards."""
 
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called once before the first epoch of training, after the sanity check."""
+        """Run once before the first epoch of training, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called once after the last epoch of training."""
+        """Run once after the last epoch of training."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when an epoch of training starts."""
+        """Run when an epoch of training starts."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
+        """Run when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Called before each ``training_step``; the batch is on its device."""
+        """Run before each ``training_step``; the batch is on its device."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it returned."""
+        """Run after each ``training_step`` and the update, if one was due; ``outputs`` is what it returned."""
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """Hook of lockstep's own callbacks at the start of a micro-batch, with or without samples.
-
-        A rank without samples calls it instead of :meth:`on_train_batch_start`.
-        """
+        """Run at the start of a micro-batch without samples, in place of :meth:`on_train_batch_start`."""
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """The same for :meth:`on_train_batch_end`."""
+        """Run at the end of a micro-batch without samples, in place of :meth:`on_train_batch_end`."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
-        """Called every few windows, on all ranks, with each rank's typical window times since the last call."""
+        """Run every few windows, on all ranks, with each rank's typical window times since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Called before ``loss.backward()``."""
+        """Run before ``loss.backward()``."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after ``loss.backward()``, before gradients are clipped."""
+        """Run after ``loss.backward()``, before gradients are clipped."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Called before ``optimizer.step()`` with the gradients of the whole window, not yet clipped."""
+        """Run before ``optimizer.step()`` with the gradients of the whole window, not yet clipped."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Called before ``optimizer.zero_grad()``."""
+        """Run before ``optimizer.zero_grad()``."""
 
     # -- validation ----------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when validation starts."""
+        """Run when validation starts."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when validation has ended and its metrics are in ``trainer.callback_metrics``."""
+        """Run when validation has ended and its metrics are in ``trainer.callback_metrics``."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first validation batch."""
+        """Run before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last validation batch; ``pl_module.log`` may be used here."""
+        """Run after the last validation batch; ``pl_module.log`` may be used here."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each ``validation_step``."""
+        """Run before each ``validation_step``."""
 
     def on_validation_batch_end(
         self,
@@ -159,26 +156,26 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each ``validation_step``; ``outputs`` is what it returned."""
+        """Run after each ``validation_step``; ``outputs`` is what it returned."""
 
     # -- test ----------------------------------------------------------------------------------------------
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when testing starts."""
+        """Run when testing starts."""
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when testing has ended and its metrics are in ``trainer.callback_metrics``."""
+        """Run when testing has ended and its metrics are in ``trainer.callback_metrics``."""
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first test batch."""
+        """Run before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last test batch; ``pl_module.log`` may be used here."""
+        """Run after the last test batch; ``pl_module.log`` may be used here."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each ``test_step``."""
+        """Run before each ``test_step``."""
 
     def on_test_batch_end(
         self,
@@ -189,26 +186,26 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each ``test_step``; ``outputs`` is what it returned."""
+        """Run after each ``test_step``; ``outputs`` is what it returned."""
 
     # -- prediction ----------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when prediction starts."""
+        """Run when prediction starts."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when prediction has ended."""
+        """Run when prediction has ended."""
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first batch of prediction."""
+        """Run before the first batch of prediction."""
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last batch of prediction."""
+        """Run after the last batch of prediction."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each ``predict_step``."""
+        """Run before each ``predict_step``."""
 
     def on_predict_batch_end(
         self,
@@ -219,7 +216,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each ``predict_step``; ``outputs`` is the prediction."""
+        """Run after each ``predict_step``; ``outputs`` is the prediction."""
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -240,7 +237,7 @@ class Callback:
         """Load the state that :meth:`state_dict` returned when the checkpoint was written."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Called with the whole checkpoint before it is written; it may be changed in place."""
+        """Run with the whole checkpoint before it is written; it may be changed in place."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Called with the whole checkpoint after it was read and before it is used."""
+        """Run with the whole checkpoint after it was read and before it is used."""

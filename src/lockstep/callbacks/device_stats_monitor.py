@@ -65,20 +65,21 @@ class DeviceStatsMonitor(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self._training(trainer, "on_train_batch_start")
+        self._write_in_training(trainer, "on_train_batch_start")
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        self._training(trainer, "on_train_batch_start")
+        self._write_in_training(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        self._training(trainer, "on_train_batch_end")
+        self._write_in_training(trainer, "on_train_batch_end")
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        self._training(trainer, "on_train_batch_end")
+        self._write_in_training(trainer, "on_train_batch_end")
 
-    def _training(self, trainer: Trainer, hook: str) -> None:
+    def _write_in_training(self, trainer: Trainer, hook: str) -> None:
+        # 0 turns logging of steps off
         every = trainer.log_every_n_steps
         if every and ((trainer.fit_loop.progress.windows + 1) % every == 0 or trainer.should_stop):
             self._write(trainer, hook)
@@ -88,8 +89,9 @@ class DeviceStatsMonitor(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        # counted over all loaders, since `batch_idx` starts again with each
         self._evaluated = 1 if batch_idx == dataloader_idx == 0 else self._evaluated + 1
-        self._evaluating(trainer, "start")
+        self._write_in_evaluation(trainer, "start")
 
     def on_validation_batch_end(
         self,
@@ -100,11 +102,11 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._evaluating(trainer, "end")
+        self._write_in_evaluation(trainer, "end")
 
     on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
 
-    def _evaluating(self, trainer: Trainer, at: str) -> None:
+    def _write_in_evaluation(self, trainer: Trainer, at: str) -> None:
         every = trainer.log_every_n_steps
         if every and (self._evaluated % every == 0 or trainer.should_stop):
             self._write(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_{at}")

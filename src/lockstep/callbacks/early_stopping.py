@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._asked_for_train_epoch_end = check_on_train_epoch_end
+        self._user_choice = check_on_train_epoch_end
         self._check_on_train_epoch_end = bool(check_on_train_epoch_end)
 
     @property
@@ -117,7 +117,7 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Decide when to check, unless the user did."""
-        if self._asked_for_train_epoch_end is None:
+        if self._user_choice is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
         An interrupted epoch is checked after the resume.
         """
         is_due = self._check_on_train_epoch_end
-        if self._asked_for_train_epoch_end is None and not trainer.fit_loop.expects_validation:
+        if self._user_choice is None and not trainer.fit_loop.expects_validation:
             is_due = True
         if is_due and not trainer.fit_loop.is_interrupted:
             self._check(trainer)
@@ -159,7 +159,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()
         if self.best_score.ndim:
-            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is no number")
+            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is not a number")
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
@@ -186,7 +186,7 @@ class EarlyStopping(Callback):
         message = (
             f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or name one of those."
+            "or monitor one of those."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is not None:
@@ -211,6 +211,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, current):
             message = f"{shown} is worse than the divergence threshold {self.divergence_threshold}."
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        # added to the new value and not to the best, which may be infinite
         delta = self.min_delta if self.mode == "min" else -self.min_delta
         if self._better(current + delta, self.best_score):
             before, self.best_score, self.wait_count = self.best_score.item(), current, 0

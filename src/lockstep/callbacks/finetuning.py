@@ -59,11 +59,11 @@ class BaseFinetuning(Callback):
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze parameters that are not trained from the start; called in ``setup``, on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what to freeze: define freeze_before_training.")
+        raise NotImplementedError(f"{type(self).__name__} has no freeze_before_training: define it to freeze layers.")
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze what is due; called at the start of an epoch, once for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what to thaw: define finetune_function.")
+        raise NotImplementedError(f"{type(self).__name__} has no finetune_function: define it to unfreeze layers.")
 
     # -- hooks ---------------------------------------------------------------------------------------------
 
@@ -87,7 +87,13 @@ class BaseFinetuning(Callback):
                 for name in added:  # Lightning's checkpoints do not record what is frozen
                     parameters[name].requires_grad = True
         if self._loaded is not None:
-            _restore_frozen(pl_module, self._loaded)
+            frozen, untracked = set(self._loaded["frozen"]), set(self._loaded["untracked"])
+            for name, parameter in pl_module.named_parameters():
+                if parameter.is_floating_point() or parameter.is_complex():  # integers cannot require gradients
+                    parameter.requires_grad = name not in frozen
+            for name, part in pl_module.named_modules():
+                if isinstance(part, _BatchNorm) and part.running_mean is not None:
+                    part.track_running_stats = name not in untracked
             self._loaded = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,9 +198,9 @@ class BaseFinetuning(Callback):
         fresh = [parameter for parameter in given if id(parameter) not in known]
         if len(fresh) < len(given):
             rank_zero_warn(
-                f"{len(given) - len(fresh)} parameters that were to join {type(optimizer).__name__} as a group are in "
-                "it already and stay in their group. Let `configure_optimizers` hand over trainable parameters only: "
-                "`filter(lambda p: p.requires_grad, self.parameters())`."
+                f"{len(given) - len(fresh)} parameters of the new group are already in another group of "
+                f"{type(optimizer).__name__}, and stay there. Pass only trainable parameters to the optimizer in "
+                "`configure_optimizers`: `filter(lambda p: p.requires_grad, self.parameters())`."
             )
         return fresh
 
@@ -328,8 +334,8 @@ def _backbone(pl_module: LightningModule) -> nn.Module:
     backbone = getattr(pl_module, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise MisconfigurationException(
-            f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {backbone!r:.80}; it must be an nn.Module: "
-            "name what shall be thawed `self.backbone`, or derive from BaseFinetuning."
+            f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {backbone!r:.80}, not an nn.Module: assign "
+            "the layers to unfreeze to `self.backbone`, or derive from BaseFinetuning."
         )
     return backbone
 
@@ -359,13 +365,3 @@ def _frozen(module: nn.Module) -> dict[str, list[str]]:
             if isinstance(part, _BatchNorm) and not part.track_running_stats
         ],
     }
-
-
-def _restore_frozen(module: nn.Module, state: dict[str, list[str]]) -> None:
-    frozen, untracked = set(state["frozen"]), set(state["untracked"])
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
-            parameter.requires_grad = name not in frozen
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and part.running_mean is not None:
-            part.track_running_stats = name not in untracked

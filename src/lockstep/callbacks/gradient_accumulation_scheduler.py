@@ -74,14 +74,14 @@ class GradientAccumulationScheduler(Callback):
         self._let_go(trainer)  # from a fit that did not reach its teardown
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "GradientAccumulationScheduler works only under automatic optimization: drop the callback, and step "
+                "GradientAccumulationScheduler works only under automatic optimization: remove the callback, and step "
                 "the optimizer at every k-th batch in `training_step`."
             )
         given = trainer.accumulate_grad_batches
         if given != 1:
             raise MisconfigurationException(
                 f"Trainer(accumulate_grad_batches={given!r}) and GradientAccumulationScheduler({self.scheduling}) "
-                "both say how many micro-batches a step has: drop one of them."
+                "both set the number of micro-batches of a step: remove one of them."
             )
         _set_flag(trainer, dict(self.scheduling))
         self._in_charge_of = trainer

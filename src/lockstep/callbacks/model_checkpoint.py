@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.checkpoint_folder import FolderClaim, fill, name_pattern, written_since
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.glance import glance
+from lockstep.checkpoint.sharded import glance
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.types import TrainerFn
@@ -47,9 +47,9 @@ class Checkpoint(Callback):
 
 
 EARLIER = (
-    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, as it is not measured then. "
-    "Checkpoints with a value of their own rank before such, whose steps are in `values_of_earlier_steps`. Let saves "
-    "(every_n_train_steps, every_n_epochs) come at the steps of validations (val_check_interval) or of epochs' ends."
+    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, because it was not measured "
+    "on them. Checkpoints with their own value rank before these, whose steps are in `values_of_earlier_steps`. Save "
+    "(every_n_train_steps, every_n_epochs) at the steps of validations (val_check_interval) or at epoch ends."
 )
 
 
@@ -199,7 +199,7 @@ class ModelCheckpoint(Checkpoint):
         names = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
         given = [f"{n}={getattr(self, f'_{n}')}" for n in names if getattr(self, f"_{n}") not in (0, None)]
         if len(given) > 1:
-            refuse(", ".join(given), "only one can tell when to save; use several ModelCheckpoint callbacks")
+            refuse(", ".join(given), "give only one of them, or use several ModelCheckpoint callbacks")
 
     def saves_nothing(self, max_epochs: int, max_steps: int) -> str:
         """Return the reason why it saves nothing in a fit; "" if it does save.
@@ -209,9 +209,12 @@ class ModelCheckpoint(Checkpoint):
             max_steps: limit of the fit; -1: no limit.
         """
         epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
-        asked = self._saves_nothing_by()
-        if asked:
-            return f"{name}({asked}) saves nothing: leave it out, or say what is to be saved (save_last=True)."
+        keeps = self.save_top_k != 0 or self.save_last or self.save_on_exception
+        argument = "" if keeps else "save_top_k=0"
+        if not epochs and not steps and self._train_time_interval is None:
+            argument = f"every_n_epochs={epochs}"
+        if argument:
+            return f"{name}({argument}) saves nothing: leave it out, or choose what to save (save_last=True)."
         if epochs > max_epochs > 0:
             return f"{name}(every_n_epochs={epochs}) with Trainer(max_epochs={max_epochs}): no epoch is saved."
         if steps > max_steps > 0:
@@ -235,24 +238,27 @@ class ModelCheckpoint(Checkpoint):
 
     # -- when a save is due --------------------------------------------------------------------------------
 
-    def _saves_nothing_by(self) -> str:
-        """Return the argument that prevents all saves; "" if there is none."""
-        if not self._every_n_epochs and not self._every_n_train_steps and self._train_time_interval is None:
-            return f"every_n_epochs={self._every_n_epochs}"
-        keeps = self.save_top_k != 0 or self.save_last or self.save_on_exception
-        return "" if keeps else "save_top_k=0"
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Rank 0 checks its disk and broadcasts the result, so that all ranks continue, or all stop.
         self._leftovers, self._interrupted, self._is_resumed = {}, "", False
-        found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
-        self.dirpath, problem = trainer.strategy.broadcast(found)
+        dirpath: str | None = None
+        problem: OSError | None = None
+        # Rank 0 checks its disk and broadcasts the result, so that all ranks continue, or all stop.
+        if trainer.is_global_zero:
+            dirpath = self._choose_folder(trainer)
+            try:
+                if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
+                    storage.check_writable(dirpath)
+                    storage.remove_leftovers(dirpath)
+                    self._folder.claim(dirpath)
+            except OSError as error:
+                problem = error
+        self.dirpath, problem = trainer.strategy.broadcast((dirpath, problem))
         if problem is not None:
             raise problem
         if self.save_pretrained and storage.is_remote(str(self.dirpath)):
             raise MisconfigurationException(
-                f"ModelCheckpoint(save_pretrained=True): {self.dirpath!r} is no folder of this machine: choose one by "
-                "dirpath=, or copy what trainer.save_pretrained(folder) writes."
+                f"ModelCheckpoint(save_pretrained=True): {self.dirpath!r} is not a local folder: choose one by "
+                "dirpath=, or upload what trainer.save_pretrained(folder) writes."
             )
         if self.save_last == "link" and storage.is_remote(str(self.dirpath)):
             raise MisconfigurationException(
@@ -262,8 +268,8 @@ class ModelCheckpoint(Checkpoint):
             self._time_bit = trainer.agreement.register(f"save-by-time {self.state_key}")
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
-                "ModelCheckpoint(save_on_exception=True) is ignored on several processes: saving takes all "
-                "of them, and one has failed."
+                "ModelCheckpoint(save_on_exception=True) is ignored on several processes: a save needs all of them, "
+                "and one has failed."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -276,18 +282,6 @@ class ModelCheckpoint(Checkpoint):
         elif trainer.is_global_zero and not (self._latest_path or getattr(trainer, "ckpt_path", None)):
             self._folder.look_for_others(str(self.dirpath), self.FILE_EXTENSION)
 
-    def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
-        """Return the folder, and the error if a fit cannot write into it."""
-        dirpath = self._choose_folder(trainer)
-        try:
-            if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
-                storage.check_writable(dirpath)
-                storage.remove_leftovers(dirpath)
-                self._folder.claim(dirpath)
-        except OSError as error:
-            return dirpath, error
-        return dirpath, None
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._folder.release()
 
@@ -296,8 +290,8 @@ class ModelCheckpoint(Checkpoint):
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
         # On a single process the loop settles no requests: the answer is known at once.
-        asked = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
-        if not asked(self._time_bit):
+        is_requested = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
+        if not is_requested(self._time_bit):
             return False
         trainer.agreement.lower(self._time_bit)
         self._time_of_last_save = time.monotonic()
@@ -363,24 +357,23 @@ class ModelCheckpoint(Checkpoint):
             self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        kind = type(exception).__name__
         try:
-            if self.save_on_exception and trainer.world_size == 1 and not self._should_skip(trainer):
-                self._save_at(trainer, exception)
+            if not self.save_on_exception or trainer.world_size != 1 or self._should_skip(trainer):
+                return
+            metrics = self._metrics(trainer)
+            path = self._free_path(trainer, metrics, "")
+            outdated_last = self._name_last(trainer, metrics)
+            try:
+                self._write(trainer, path)
+            except NonFiniteError:  # the exception that ended the run must be raised
+                rank_zero_info(f"{kind} ended the run; it was not saved, because the weights are not finite.")
+                return
+            self._save_last(trainer)
+            self._delete(trainer, outdated_last, self.last_model_path)
+            rank_zero_info(f"{kind} ended the run: saved it to {path!r}.")
         finally:
             self._folder.release()
-
-    def _save_at(self, trainer: Trainer, exception: BaseException) -> None:
-        metrics = self._metrics(trainer)
-        path = self._free_path(trainer, metrics, "")
-        outdated_last = self._name_last(trainer, metrics)
-        try:
-            self._write(trainer, path)
-        except NonFiniteError:  # the exception that ended the run must be raised
-            rank_zero_info(f"{type(exception).__name__} ended the run; not saved, as the weights are not finite.")
-            return
-        self._save_last(trainer)
-        self._delete(trainer, outdated_last, self.last_model_path)
-        rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
     def _end_of_epoch(self, trainer: Trainer, is_over: bool) -> None:
         every = self._every_n_epochs
@@ -436,7 +429,7 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
-            self._note_displaced(trainer, displaced)
+            self._record_displaced(trainer, displaced)
             self._write(trainer, self.best_model_path)
             return displaced
         if self.monitor not in metrics:
@@ -450,8 +443,8 @@ class ModelCheckpoint(Checkpoint):
         if self._is_among_best(score, earlier is not None):
             return self._save_scored(trainer, metrics, score, earlier)
         if self.verbose:
-            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{said} is not among the best {self.save_top_k}.")
+            value = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{value} is not among the best {self.save_top_k}.")
         return ""
 
     def _save_scored(
@@ -465,7 +458,8 @@ class ModelCheckpoint(Checkpoint):
         elif displaced:
             del self.best_k_models[displaced]
             self.values_of_earlier_steps.pop(displaced, None)
-            self._note_displaced(trainer, displaced)
+            self._record_displaced(trainer, displaced)
+        # every comparison with NaN is False: it would rank by the order of the files
         if torch.isnan(score):
             score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
         # All this is part of the checkpoint itself, so it is set before the write.
@@ -480,8 +474,8 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_path = min(self.best_k_models, key=self._place)
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
-            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{said} (best {self.best_model_score:.5f}), saving to {path!r}.")
+            value = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{value} (best {self.best_model_score:.5f}), saving to {path!r}.")
         self._write(trainer, path)
         return displaced
 
@@ -492,7 +486,7 @@ class ModelCheckpoint(Checkpoint):
         previous = self.last_model_path
         self.last_model_path = self._free_path(trainer, metrics, previous, self.CHECKPOINT_NAME_LAST)
         if self.last_model_path != previous:
-            self._note_displaced(trainer, previous)
+            self._record_displaced(trainer, previous)
         return previous
 
     def _save_last(self, trainer: Trainer) -> None:
@@ -513,12 +507,13 @@ class ModelCheckpoint(Checkpoint):
         self._step_of_last_save = trainer.global_step
         self._latest_path, self._newest_save = path, self._saves[1]
         if trainer.is_global_zero:
-            self._folder.claim(str(self.dirpath))
+            self._folder.claim(str(self.dirpath))  # in `setup` the folder may not have existed yet
         self._announce(trainer)
 
     def _announce(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
+                # a logger that keeps it must not keep the callback alive
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
@@ -538,7 +533,7 @@ class ModelCheckpoint(Checkpoint):
 
     # -- after a kill --------------------------------------------------------------------------------------
 
-    def _note_displaced(self, trainer: Trainer, path: str) -> None:
+    def _record_displaced(self, trainer: Trainer, path: str) -> None:
         """Record in the checkpoint a file that is deleted after the write, in case the run is killed in between."""
         if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
             self._displaced[path] = storage.modified(path)
@@ -551,9 +546,10 @@ class ModelCheckpoint(Checkpoint):
             self._interrupted = path
         kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
         leftovers, self._leftovers = self._leftovers, {}
-        for left, time_of_file in leftovers.items() if trainer.is_global_zero else ():
-            if left not in kept and storage.exists(left) and storage.modified(left) == time_of_file:
-                self._delete(trainer, left, "")
+        for leftover, time_of_file in leftovers.items() if trainer.is_global_zero else ():
+            # the time: another run may have saved under this name since
+            if leftover not in kept and storage.exists(leftover) and storage.modified(leftover) == time_of_file:
+                self._delete(trainer, leftover, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
         """On rank 0: return the ranked checkpoint that was saved when a kill prevented ``last.ckpt``, and its state."""
@@ -616,13 +612,14 @@ class ModelCheckpoint(Checkpoint):
             f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
             f"Log it by self.log({self.monitor!r}, value), or monitor another."
         )
+        # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics
         if lacks is not None:
             why = f"{lacks}: it is not ranked, and so not saved."
         elif self._awaits_validation(trainer):
-            why = "No validation has run yet; until then the best are not known."
+            why = "No validation has run yet, and without a value nothing is ranked or saved."
         elif trainer.limit_val_batches == 0:
-            why = "limit_val_batches=0 turns the validation off that may log it: nothing is ranked, nor saved."
+            why = "limit_val_batches=0 disables the validation that may log it: nothing is ranked or saved."
         else:
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} {why}")
@@ -680,7 +677,7 @@ class ModelCheckpoint(Checkpoint):
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write :attr:`best_k_models` (path: score) as YAML, by default to the folder of the checkpoints."""
         if filepath is None:
-            assert self.dirpath is not None, "the folder is chosen when a fit begins"
+            assert self.dirpath is not None, "the folder is chosen when a fit starts"
             filepath = os.path.join(self.dirpath, "best_k_models.yaml")
         with storage.replacing(filepath) as file:
             file.write(as_yaml({path: float(score) for path, score in self.best_k_models.items()}).encode())
@@ -703,23 +700,13 @@ class ModelCheckpoint(Checkpoint):
             "displaced": dict(self._displaced),
         }
 
-    def _foreign(self, paths: Sequence[str]) -> list[str]:
-        """Return the paths that this callback cannot have written; warn about the first of them."""
-        foreign = [path for path in paths if path and not self._is_ours(path)]
-        if foreign:
-            rank_zero_warn(
-                f"The checkpoint names {foreign[0]!r} as one that this ModelCheckpoint has kept, which is no "
-                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
-            )
-        return foreign
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_model_path = state_dict["best_model_path"]
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             rank_zero_warn(
-                f"The checkpoint was saved in {folder!r}, this run saves in {self.dirpath!r}: the ranking "
-                "starts anew, and only best_model_path is taken over."
+                f"The checkpoint was saved in {folder!r}, and this run saves in {self.dirpath!r}: a new ranking "
+                "starts, and only best_model_path is kept."
             )
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))
@@ -727,7 +714,13 @@ class ModelCheckpoint(Checkpoint):
             float(score)  # detect a malformed score here, not at a later comparison
         last = state_dict.get("last_model_path", self.last_model_path)
         named = [self.best_model_path, last, *ranked, state_dict.get("kth_best_model_path", "")]
-        foreign = self._foreign(named)
+        # The checkpoint may be from an untrusted source, and ranked files are deleted later.
+        foreign = [path for path in named if path and not self._is_ours(path)]
+        if foreign:
+            rank_zero_warn(
+                f"The checkpoint lists {foreign[0]!r} among those of this ModelCheckpoint, but it is not a "
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
+            )
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]
         self.best_k_models = {path: score for path, score in ranked.items() if path not in foreign}
@@ -739,23 +732,16 @@ class ModelCheckpoint(Checkpoint):
         self._saves, self._newest_save = (str(before), str(latest)), str(latest)
         self._is_resumed = bool(latest)
         self._leftovers = {path: float(time) for path, time in state_dict.get("displaced", {}).items()}
-        self._drop_surplus()
-        full = 0 < self.save_top_k <= len(self.best_k_models)
-        if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):
-            self._rank_anew()
-
-    def _drop_surplus(self) -> None:
-        """Keep only the ``save_top_k`` best of a longer ranking; the files of the others are not deleted."""
-        if 0 < self.save_top_k < len(self.best_k_models):
+        has_surplus = 0 < self.save_top_k < len(self.best_k_models)
+        if has_surplus:  # an earlier run kept more; their files stay
             kept = sorted(self.best_k_models, key=self._place)[: self.save_top_k]
             self.best_k_models = {path: self.best_k_models[path] for path in kept}
-            self._rank_anew()
-
-    def _rank_anew(self) -> None:
-        """Determine the best and the worst of the ranked checkpoints."""
         ranked = self.best_k_models
-        self.kth_best_model_path = max(ranked, key=self._place) if ranked else ""
-        self.best_model_path = min(ranked, key=self._place) if ranked else ""
-        self.best_model_score = ranked.get(self.best_model_path)
-        if ranked:
-            self.kth_value = ranked[self.kth_best_model_path]
+        is_full = 0 < self.save_top_k <= len(ranked)
+        is_stale = (is_full or bool(self.kth_best_model_path)) and self.kth_best_model_path not in ranked
+        if has_surplus or foreign or is_stale:
+            self.kth_best_model_path = max(ranked, key=self._place) if ranked else ""
+            self.best_model_path = min(ranked, key=self._place) if ranked else ""
+            self.best_model_score = ranked.get(self.best_model_path)
+            if ranked:
+                self.kth_value = ranked[self.kth_best_model_path]

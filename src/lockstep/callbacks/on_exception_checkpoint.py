@@ -97,8 +97,8 @@ class OnExceptionCheckpoint(Checkpoint):
                 trainer.fit_loop.save_alone(self.ckpt_path)
         except Exception as failure:
             rank = trainer.global_rank if trainer.world_size > 1 else None
-            said = f"OnExceptionCheckpoint could not write {self.ckpt_path}: {type(failure).__name__}: {failure}"
-            log.warning(rank_prefixed_message(said, rank))
+            message = f"OnExceptionCheckpoint could not write {self.ckpt_path}: {type(failure).__name__}: {failure}"
+            log.warning(rank_prefixed_message(message, rank))
         finally:
             if trainer.world_size > 1 and not agreed and not storage.is_remote(self.dirpath):
                 storage.remove(self._claim)
@@ -127,6 +127,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return False
         with contextlib.suppress(OSError):
             os.makedirs(self.dirpath, exist_ok=True)
+            # ranks cannot agree any more, since one has failed; the file system lets only one make the file
             os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             return True
         return False

@@ -91,9 +91,7 @@ class BasePredictionWriter(Callback):
             batch_idx: index of the batch among those of this rank and loader.
             dataloader_idx: index of the loader.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say how to store a batch: define write_on_batch_end."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end: define it to store a batch.")
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -108,7 +106,7 @@ class BasePredictionWriter(Callback):
             batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
                 :meth:`write_on_batch_end`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how to store them: define write_on_epoch_end.")
+        raise NotImplementedError(f"{type(self).__name__} has no write_on_epoch_end: define it to store predictions.")
 
     def on_predict_batch_end(
         self,
@@ -123,8 +121,8 @@ class BasePredictionWriter(Callback):
             indices = trainer.predict_loop.current_batch_indices
             if not indices:
                 warn_once(
-                    "BasePredictionWriter: the loader does not tell which samples are in its batches (it is over an "
-                    "iterable data set, or no DataLoader), so `batch_indices` is empty."
+                    "BasePredictionWriter: `batch_indices` is empty, because the loader has no indices of samples (its "
+                    "data set is iterable, or it is not a DataLoader)."
                 )
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 

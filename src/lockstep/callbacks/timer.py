@@ -95,43 +95,43 @@ class Timer(Callback):
         """Check the clock before anything is trained: the checkpoint's time may already exceed the limit."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
-            self._forget_training()
-        self._look(trainer)
+            self._reset_training()
+        self._check_limit(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(RunningStage.TRAINING)
+        self._start_clock(RunningStage.TRAINING)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         if self._interval == "step":
-            self._look(trainer)
+            self._check_limit(trainer)
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if self._interval == "step":
-            self._look(trainer)
+            self._check_limit(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._interval == "epoch":
-            self._look(trainer)
+            self._check_limit(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(RunningStage.VALIDATING)
+        self._start_clock(RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end[RunningStage.VALIDATING] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(RunningStage.TESTING)
+        self._start_clock(RunningStage.TESTING)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end[RunningStage.TESTING] = time.monotonic()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(RunningStage.PREDICTING)
+        self._start_clock(RunningStage.PREDICTING)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end[RunningStage.PREDICTING] = time.monotonic()
@@ -144,21 +144,22 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the training time of earlier attempts."""
-        self._forget_training()
+        self._reset_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 
     # -- the clock -----------------------------------------------------------------------------------------
 
-    def _begin(self, stage: RunningStage) -> None:
+    def _start_clock(self, stage: RunningStage) -> None:
+        # validations of a fit start the clock of their stage many times
         self._end.pop(stage, None)
         self._start[stage] = time.monotonic()
 
-    def _forget_training(self) -> None:
+    def _reset_training(self) -> None:
         self._start.pop(RunningStage.TRAINING, None)
         self._end.pop(RunningStage.TRAINING, None)
         self._offset = 0.0
 
-    def _look(self, trainer: Trainer) -> None:
+    def _check_limit(self, trainer: Trainer) -> None:
         # Rank 0's request to stop reaches the others with the next agreement: no extra message in a step.
         if self._duration is None or not trainer.is_global_zero or self.stopping_reason_message is not None:
             return

@@ -25,13 +25,13 @@ _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
 def annotations_of(cls: type) -> dict[str, Any]:
     """Return the annotations of the arguments of ``cls.__init__`` and of those that it passes to base classes."""
     found: dict[str, Any] = {}
-    for kind in cls.__mro__:
+    for kind in cls.__mro__:  # a subclass's annotation of an argument wins over that of its base
         init: Any = inspect.unwrap(vars(kind).get("__init__", object.__init__))
         found = {**_hints(init, getattr(init, "__globals__", {})), **found}
     return found
 
 
-def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], left: set[str]) -> Any:
+def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], kept: set[str]) -> Any:
     """Return the object from which a plain value was made; inner objects are rebuilt first.
 
     Args:
@@ -39,25 +39,25 @@ def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: 
         at: the path to it, as in `lockstep.ground.tree.classes_in`.
         noted: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.
-        left: receives the names of recorded classes that are not allowed; their objects stay plain.
+        kept: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
         Exception: the object cannot be rebuilt; the user's code may run, so of any class.
     """
     if isinstance(value, dict):
         value = type(value)(
-            (rebuilt(key, (None, *at, key), noted, allowed, left), rebuilt(item, (*at, key), noted, allowed, left))
+            (rebuilt(key, (None, *at, key), noted, allowed, kept), rebuilt(item, (*at, key), noted, allowed, kept))
             for key, item in value.items()
         )
     elif type(value) in (list, tuple):
-        value = type(value)(rebuilt(item, (*at, place), noted, allowed, left) for place, item in enumerate(value))
+        value = type(value)(rebuilt(item, (*at, place), noted, allowed, kept) for place, item in enumerate(value))
     elif isinstance(value, set):
-        value = {rebuilt(item, (*at, item), noted, allowed, left) for item in value}
+        value = {rebuilt(item, (*at, item), noted, allowed, kept) for item in value}
     if at not in noted:
         return value
     kind = _class(str(noted[at]), allowed)
     if kind is None:
-        left.add(str(noted[at]).partition(":")[2])
+        kept.add(str(noted[at]).partition(":")[2])
         return value
     return made(kind, value)
 
@@ -78,16 +78,17 @@ def made(kind: Any, value: Any) -> Any:
 def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
     """Make a dataclass and restore its fields, which ``__post_init__`` may have computed again."""
     others = {field.name for field in dataclasses.fields(kind) if not field.init}
+    # copies, because `__post_init__` may change them in place, and they are compared below
     built = kind(**copy.deepcopy({name: value for name, value in values.items() if name not in others}))
     changed = [name for name, value in values.items() if not is_same(getattr(built, name), value)]
     own = set(getattr(built, "__dict__", {})) - set(values)
     if changed and own:
         raise TypeError(
-            f"{kind.__name__}.__post_init__ computes {changed[0]!r} of what it has computed before, so that its "
-            f"attribute {min(own)!r}, which is no field, may be wrong"
+            f"{kind.__name__}.__post_init__ computes {changed[0]!r} from its own earlier result, so that its "
+            f"attribute {min(own)!r}, which is not a field, may be wrong"
         )
     for name in changed:
-        object.__setattr__(built, name, values[name])
+        object.__setattr__(built, name, values[name])  # a frozen dataclass refuses setattr
     return built
 
 
@@ -108,6 +109,7 @@ def allowed_by(annotation: object) -> list[type]:
     found = dict.fromkeys(named(annotation))
     waiting = list(found)
     for kind in waiting:
+        # not `kind.__subclasses__()`, which needs an argument if `kind` is a metaclass
         inner: list[type] = type.__subclasses__(kind)
         for base in kind.__mro__ if is_made_again(kind) else ():
             names = {**vars(sys.modules.get(base.__module__, types)), base.__name__: base}

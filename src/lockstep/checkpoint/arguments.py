@@ -63,29 +63,24 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
         )
     saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}
     annotations = annotations_of(cls)
-    inner = {
-        key: value
-        for key, value in saved.items()
-        if key not in given and (any(_paths(value)) or _is_of_values(annotations.get(key)))
-    }
+    inner = {}
+    for key, value in saved.items():
+        if key in given:
+            continue
+        # The command line saves plain forms of tuples, sets and dataclasses, which jsonargparse turns back into them.
+        kinds = set(named(annotations.get(key)))
+        values = {kind for kind in kinds if kind in (tuple, set) or is_made_again(kind)}
+        others = all(kind.__module__ in ("builtins", "collections.abc") for kind in kinds - values)
+        if any(_paths(value)) or (values and others and not kinds & {type, Callable}):
+            inner[key] = value
     if not inner:
         return saved
     return {**saved, **_instantiated(cls, inner)}
 
 
-def _is_of_values(annotation: object) -> bool:
-    """Return True if an annotation names only value types such as tuples, sets and dataclasses.
-
-    The command line saves their plain forms, which jsonargparse accepts.
-    """
-    kinds = set(named(annotation))
-    values = {kind for kind in kinds if kind in (tuple, set) or is_made_again(kind)}
-    python = [kind.__module__ in ("builtins", "collections.abc") for kind in kinds - values]
-    return bool(values) and all(python) and not kinds & {type, Callable}
-
-
 def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
     """Return objects in place of their descriptions, as jsonargparse makes them for the arguments of ``cls``."""
+    # jsonargparse would import any module that a description names, whose code would run
     for path in _paths(described):
         if _imported(path) is None:
             raise MisconfigurationException(
@@ -149,26 +144,27 @@ def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collec
     Raises:
         MisconfigurationException: an object cannot be rebuilt.
     """
-    if not isinstance(noted, dict):
+    if not isinstance(noted, dict):  # Lightning's checkpoints record no classes
         return saved
     found, annotations = dict(saved), annotations_of(cls)
+    # paths of keys of a dict start with None
     names = {next((step for step in at if step is not None), None) for at in noted if isinstance(at, tuple)}
     for name in [name for name in saved if name in names and name not in given]:
-        left: set[str] = set()
+        kept: set[str] = set()
         allowed = allowed_by(annotations.get(name))
         try:
-            found[name] = rebuilt(saved[name], (name,), noted, allowed, left)
+            found[name] = rebuilt(saved[name], (name,), noted, allowed, kept)
         except Exception as error:  # a user's class, for example, may fail in any way
             raise MisconfigurationException(
                 f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
-                f"the object cannot be made of it ({name}: {error}). Give it: {cls.__name__}.load_from_checkpoint("
+                f"the object cannot be made from it ({name}: {error}). Pass it: {cls.__name__}.load_from_checkpoint("
                 f"path, {name}=...)."
             ) from error
-        if left:
+        if kept:
             rank_zero_warn(
-                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(left))}, which comes back in "
-                f"its plain form, as no annotation names an imported class of that name, or a base of it: annotate "
-                f"the argument of {cls.__name__}.__init__ with it, or give it: {cls.__name__}.load_from_checkpoint("
+                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(kept))} and stays in its "
+                "plain form, because no annotation names an imported class of that name, or a base of it. Annotate "
+                f"the argument of {cls.__name__}.__init__ with it, or pass it: {cls.__name__}.load_from_checkpoint("
                 f"path, {name}=...)."
             )
     return found
@@ -185,6 +181,7 @@ def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, 
     from lockstep.loggers.base import as_yaml
 
     found, written = _read_file(path), plain
+    # a logger writes text for objects: an entry that nobody has edited stands for the checkpoint's object
     if not fspath(path).endswith(".csv"):
         import yaml  # type: ignore[import-untyped]  # installed: the file was read with it
 
@@ -215,7 +212,11 @@ def _taken(
         return {str(whole): _container(cls, str(whole), {**saved, **given}), **own}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return {**saved, **given}
-    _say_left_out(cls, [key for key in given if key not in parameters])
+    for name in [key for key in given if key not in parameters]:  # a warning and not an error, as in Lightning
+        rank_zero_warn(
+            f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
+            "and it is ignored."
+        )
     return {key: value for key, value in {**saved, **given}.items() if key in parameters}
 
 
@@ -253,29 +254,18 @@ def init_arguments(
     saved = without_cli_keys(cls, saved, given)
     parameters = inspect.signature(cls.__init__).parameters
     found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
-    _check_complete(cls, list(parameters.values())[1:], found)
-    return found
-
-
-def _say_left_out(cls: type, names: list[str]) -> None:
-    """Warn about arguments that ``__init__`` does not take; they are left out, as in Lightning."""
-    for name in names:
-        rank_zero_warn(
-            f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
-            "which is left out."
-        )
-
-
-def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:
+    # checked here, because the TypeError of the call would not show the way out
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    lacking = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
-    lacking = [name for name in lacking if name not in found]
+    own = list(parameters.values())[1:]  # without self
+    needed = [each.name for each in own if each.kind in by_name and each.default is each.empty]
+    lacking = [name for name in needed if name not in found]
     if lacking:
         raise MisconfigurationException(
             f"{cls.__name__}.__init__ needs {', '.join(map(repr, lacking))}, which the checkpoint does not hold "
-            f"(hyperparameters in it: {sorted(map(str, found))}). Give it: {cls.__name__}.load_from_checkpoint(path, "
+            f"(hyperparameters in it: {sorted(map(str, found))}). Pass it: {cls.__name__}.load_from_checkpoint(path, "
             f"{lacking[0]}=...)."
         )
+    return found
 
 
 def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
@@ -285,8 +275,8 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
             return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
-            f"load_from_checkpoint(hparams_file={fspath(path)!r}): its name does not say what it is; it ends in .yaml, "
-            ".yml or .csv."
+            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown kind of file; give one whose name ends in "
+            ".yaml, .yml or .csv."
         )
     try:
         found = plain_yaml.read(path)
@@ -341,7 +331,7 @@ else:
             def refuse(*args: object, **kwargs: object) -> Any:
                 name = f"{kind.__name__}.{self.method.__name__}"
                 raise TypeError(
-                    f"{name} makes a new object and leaves the one that it is called on as it is: call it on the "
+                    f"{name} returns a new object and does not change the one that it is called on: call it on the "
                     f"class, `object = {name}(...)`."
                 )
 

@@ -32,7 +32,7 @@ def claim(folder: PathLike) -> bool | None:
         does not exist, a file system without locks).
     """
     name = storage.absolute(folder)
-    if name in _claims:
+    if name in _claims:  # a second descriptor of this process would find the folder locked
         _claims[name].holders += 1
         return True
     descriptor = _locked(name)
@@ -45,13 +45,13 @@ def claim(folder: PathLike) -> bool | None:
 def release(folder: PathLike) -> None:
     """Undo one :func:`claim`."""
     name = storage.absolute(folder)
-    held = _claims.get(name)
-    if held is None:
+    own = _claims.get(name)
+    if own is None:
         return
-    held.holders -= 1
-    if not held.holders:
+    own.holders -= 1
+    if not own.holders:
         del _claims[name]
-        _unlock(held.descriptor)
+        _unlock(own.descriptor)
 
 
 def is_claimed_elsewhere(folder: PathLike, patience: float = 0.0) -> bool:
@@ -91,5 +91,6 @@ def _unlock(descriptor: int) -> None:
     import fcntl
 
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile have the descriptor, too
+        # closing is not enough: processes that were forked meanwhile have the descriptor too, and with it the lock
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

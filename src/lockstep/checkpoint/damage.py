@@ -39,11 +39,16 @@ def named(path: object) -> Iterator[None]:
     except (CorruptCheckpoint, MisconfigurationException, RankFailed, ModuleNotFoundError):
         raise
     except Exception as error:
+        # a failing disk or missing rights do not mean that the checkpoint is damaged
         if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FOLDER:
             raise
-        said = str(error).strip().splitlines()
-        what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-        raise CorruptCheckpoint(f"The checkpoint {str(path)!r} is damaged ({what}): {WAY_OUT}.") from error
+        raise CorruptCheckpoint(f"The checkpoint {str(path)!r} is damaged ({first_line(error)}): {WAY_OUT}.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, if it has one."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def check_archive_size(file: IO[bytes], name: str) -> None:
@@ -62,10 +67,11 @@ def check_archive_size(file: IO[bytes], name: str) -> None:
     finally:
         file.seek(0)
     packed, unpacked = sum(each.compress_size for each in members), sum(each.file_size for each in members)
+    # `packed > size`: members of a hostile file may share bytes
     if packed > size or unpacked > max(FEW, TIMES * size):
         raise CorruptCheckpoint(
-            f"The file {name!r} has {size} bytes and would unpack to {unpacked}: torch.save packs nothing, so it is no "
-            f"checkpoint, or a hostile one: {WAY_OUT}."
+            f"The file {name!r} has {size} bytes and would unpack to {unpacked}. torch.save does not compress, so it "
+            f"is not a checkpoint, or a hostile one: {WAY_OUT}."
         )
 
 
@@ -78,14 +84,14 @@ def check_index(content: Any) -> None:
     kinds = {"files": dict, "tensors": dict, "about": dict}
     for key, kind in kinds.items():
         if not isinstance(content.get(key), kind):
-            raise ValueError(f"{key!r} is {type(content.get(key)).__name__}, and no {kind.__name__}")
+            raise ValueError(f"{key!r} is {type(content.get(key)).__name__}, not {kind.__name__}")
     for name, known in content["files"].items():
         here = posixpath.normpath(name)
         if posixpath.isabs(name) or here != name or here.startswith("..") or "\0" in name or "\\" in name:
-            raise ValueError(f"{name!r} is no file of this folder")
+            raise ValueError(f"{name!r} is not a file of this folder")
         known = known if isinstance(known, dict) else {}
         if type(known.get("bytes")) is not int or known["bytes"] < 0 or not isinstance(known.get("sha256"), str):
-            raise ValueError(f"of the file {name!r} it has no size or no hash")
+            raise ValueError(f"the size or the hash of the file {name!r} is missing")
     for name, entry in content["tensors"].items():
         if not isinstance(entry, dict):
-            raise ValueError(f"of the tensor {name!r} it has no shape")
+            raise ValueError(f"the shape of the tensor {name!r} is missing")

@@ -141,7 +141,7 @@ class HashedFile(io.RawIOBase):
     def _write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._length += len(view)
-        if len(view) < PIECE // 4:
+        if len(view) < PIECE // 4:  # a thread would take longer than the write
             self._hash.update(view)
             self._file.write(view)
             return len(view)
@@ -154,6 +154,7 @@ class HashedFile(io.RawIOBase):
             written.result()  # torch reuses the memory when this returns
         if self._is_remote:
             return len(view)
+        # A sync from time to time keeps the disk busy during the writes; one at the end would wait for all bytes.
         if self._length - self._synced >= SYNCED and (self._sync is None or self._sync.done()):
             self._synced, self._sync = self._length, self._threads.submit(os.fsync, self._file.fileno())
         return len(view)
@@ -334,7 +335,7 @@ class _Plain(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of DCP's metadata")
 
 
 def read_metadata(folder: PathLike) -> Metadata:
@@ -372,6 +373,7 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
         metadata: metadata of the folder.
         into: destination tensors by name, with the shapes that the files have.
     """
+    # torch's own `load` is a collective and reads the metadata again, with pickle
     planner, reader = _ReadPlanner(into, metadata), _Reader(folder)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())

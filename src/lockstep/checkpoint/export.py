@@ -21,7 +21,6 @@ from lockstep.checkpoint.pretrained import (
     FOLDER,
     INDEX,
     ONE_FILE,
-    Place,
     is_of_transformers,
     places_of,
     shown,
@@ -43,30 +42,30 @@ PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 SIZE = "max_shard_size={given!r}: give bytes, or a size like '5GB' or '500MB'."
 NOT_A_FOLDER = "save_pretrained({folder!r}): this is a file: choose another name."
-WHICH = "save_pretrained: {module} holds {count} models of transformers ({names}): say which one is meant, by model=."
-NONE = "save_pretrained: {module} holds no model of transformers: say which of its modules is meant, by model=."
+WHICH = "save_pretrained: {module} has {count} models of transformers ({names}): choose one by model=."
+NONE = "save_pretrained: {module} has no model of transformers: choose one of its modules by model=."
 NOT_OF_CONFIG = (
     "--config {config!r}: this is the config of another model than the checkpoint has, or its names were changed: "
     "{count} tensors of {model} are not in the checkpoint: "
 )
 SEVERAL = (
-    "--config {config!r}: the checkpoint has {count} models that it fits ({names}), with other weights: give the "
-    "checkpoint to a Trainer as ckpt_path= (trainer.validate, say), and call trainer.save_pretrained(folder, "
-    "model=...) with the one that is meant."
+    "--config {config!r}: it fits {count} models in the checkpoint ({names}), whose weights differ. Load the "
+    "checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and call trainer.save_pretrained(folder, "
+    "model=...) with one of them."
 )
 OF_ADAPTER = (
-    "The checkpoint has what was trained alone, and not the weights of {base} beside it: give it to a Trainer as "
-    "ckpt_path= (trainer.validate, say), and call trainer.save_pretrained(folder), which writes peft's folder of it."
+    "The checkpoint has trained weights only, without the frozen weights of {base}. Load it into a Trainer "
+    "(trainer.validate(model, ckpt_path=...)), and call trainer.save_pretrained(folder), which writes peft's folder."
 )
 OTHER_SHAPES = (
     "--config {config!r}: {count} tensors of {model} have other shapes in the checkpoint; give the config that the "
     "model was made from: "
 )
 ADDED = (
-    "save_pretrained: {model} has adapters that `add_adapter` put into it, and their folder is written where the model "
-    "is peft's: wrap it by peft.get_peft_model(model, LoraConfig(...)) instead."
+    "save_pretrained: {model} has adapters from `add_adapter`, and adapters are written only for a model of peft: wrap "
+    "it by peft.get_peft_model(model, LoraConfig(...)) instead."
 )
-NOT_PART = "save_pretrained(model={kind}): this module is no part of {module}."
+NOT_PART = "save_pretrained(model={kind}): this module is not part of {module}."
 
 Named = tuple[str, Tensor]
 
@@ -115,7 +114,7 @@ def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Modu
 
 def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if is_of_transformers(module) or is_of_peft(module) or FOLDER in vars(module):
-        yield prefix, module
+        yield prefix, module  # models of transformers contain others, which are not folders of their own
         return
     for name, child in module.named_children():
         yield from _outermost(f"{prefix}.{name}" if prefix else name, child)
@@ -145,7 +144,14 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
         raise MisconfigurationException(ADDED.format(model=type(model).__name__))
     prefix = _plain(prefix)
     places = {_plain(name): place for name, place in places_of(model).items()}
-    sources = _tied(model, places)
+    # safetensors has each tensor once, and `from_pretrained` looks for a tied one under the first of its names; names
+    # that the model has untied since are written
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    sources = {
+        name: source
+        for name, source in tied.items()
+        if name in places and source in places and tensor_at(*places[name]) is tensor_at(*places[source])
+    }
     names = names_in_files(model, list(places))
     done: set[str] = set()
     for name, tensor in tensors:
@@ -161,16 +167,6 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
 def _plain(name: str) -> str:
     """Return a name without the prefixes of wrappers."""
     return plain_name(name).replace("_orig_mod.", "")
-
-
-def _tied(model: nn.Module, places: Mapping[str, Place]) -> dict[str, str]:
-    """Return a dict from the name of a tied weight to the name under which a folder contains it."""
-    found: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    return {
-        name: source
-        for name, source in found.items()
-        if name in places and source in places and tensor_at(*places[name]) is tensor_at(*places[source])
-    }
 
 
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
@@ -223,23 +219,21 @@ def write_state(
     model = _model_of(config)
     wanted = {name: tensor_at(*place) for name, place in places_of(model).items()}
     prefix = _prefix_of(tensors, wanted, config)
+    kind = type(model).__name__
     missing = [name for name in wanted if prefix + name not in tensors]
+    if missing and left_out is not None:
+        raise MisconfigurationException(OF_ADAPTER.format(base=left_out))
     if missing:
-        _refuse_missing(missing, config, type(model).__name__, left_out)
+        reason = NOT_OF_CONFIG.format(config=config, model=kind, count=len(missing))
+        raise MisconfigurationException(reason + shown(missing))
     wrong = [name for name, tensor in wanted.items() if tensors[prefix + name].shape != tensor.shape]
     if wrong:
-        told = OTHER_SHAPES.format(config=config, model=type(model).__name__, count=len(wrong))
-        raise MisconfigurationException(told + shown(wrong))
+        reason = OTHER_SHAPES.format(config=config, model=kind, count=len(wrong))
+        raise MisconfigurationException(reason + shown(wrong))
+    # the config that is written has the model's dtype, which is to be that of the checkpoint
     floating = (tensors[prefix + name].dtype for name in wanted if tensors[prefix + name].is_floating_point())
     model.to(next(floating, None))
     write(folder, named_as_in_files(model, prefix, tensors.items()), model, max_shard_size, tokenizer, config)
-
-
-def _refuse_missing(missing: Sequence[str], config: str, model: str, left_out: str | None) -> None:
-    if left_out is not None:
-        raise MisconfigurationException(OF_ADAPTER.format(base=left_out))
-    told = NOT_OF_CONFIG.format(config=config, model=model, count=len(missing))
-    raise MisconfigurationException(told + shown(missing))
 
 
 def _model_of(config: str) -> Any:
@@ -267,6 +261,7 @@ def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], conf
     first = next(iter(wanted))
     found = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
     whole = [prefix for prefix in found if all(prefix + name in tensors for name in wanted)]
+    # equal weights under several names are one model that the module holds twice
     if any(
         not torch.equal(tensors[prefix + name], tensors[whole[0] + name]) for prefix in whole[1:] for name in wanted
     ):
@@ -297,17 +292,17 @@ def write(
         config: a folder to copy further files from.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
-    with _beside(target) as beside:
-        parts = _Parts(beside, limit)
+    with _temporary_folder(target) as temporary:
+        parts = _Parts(temporary, limit)
         for name, tensor in tensors:
             parts.add(name, tensor)
         parts.end()
         raise_on_all(parts.error, comm.all_gather_object, repr(str(target)))
 
         def finish() -> None:
-            _write_index(beside, parts.sizes)
-            _write_about(beside, model, tokenizer, config)
-            _take_place(beside, target)
+            _write_index(temporary, parts.sizes)
+            _write_about(temporary, model, tokenizer, config)
+            _take_place(temporary, target)
 
         _on_rank_0(finish, target)
 
@@ -325,7 +320,7 @@ def write_adapter(
         tokenizer: as in `write`.
     """
     target = Path(folder)
-    with _beside(target) as beside:
+    with _temporary_folder(target) as temporary:
         wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -337,10 +332,10 @@ def write_adapter(
             base = vars(model.get_base_model()).get(FOLDER)
             for config in model.peft_config.values():
                 config.base_model_name_or_path = config.base_model_name_or_path or base
-            beside.mkdir()
-            model.save_pretrained(beside, state_dict=held)
-            _copy_tokenizer(beside, tokenizer, base)
-            _take_place(beside, target)
+            temporary.mkdir()
+            model.save_pretrained(temporary, state_dict=held)
+            _copy_tokenizer(temporary, tokenizer, base)
+            _take_place(temporary, target)
 
         _on_rank_0(finish, target)
 
@@ -350,24 +345,26 @@ def _names_of_adapters(model: Any) -> set[str]:
     peft = importlib.import_module("peft")
     meta = torch.device("meta")
     places = {_plain(name): tensor_at(*place) for name, place in places_of(model).items()}
-    asked = {name: torch.empty(each.shape, dtype=each.dtype, device=meta) for name, each in places.items()}
+    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device=meta) for name, each in places.items()}
     found: set[int] = set()
     for name in model.peft_config:
-        written = peft.get_peft_model_state_dict(model, state_dict=dict(asked), adapter_name=name)
+        written = peft.get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name)
+        # by identity, because peft renames what it returns
         found |= {id(value) for value in written.values()}
-    return {name for name, value in asked.items() if id(value) in found}
+    return {name for name, value in tensors.items() if id(value) in found}
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
+def _temporary_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder next to the target, with the same name on all ranks, and remove it. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
-    beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
+    # in the same folder as the target, since a rename is atomic only within a file system
+    temporary = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
     try:
-        yield beside
+        yield temporary
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
@@ -397,7 +394,7 @@ class _Parts:
         self._folder, self._limit = folder, limit
         self._save = _safetensors().save_file
         self._world, self._rank = comm.world_size(None), comm.rank(None)
-        self._held: dict[str, Tensor] = {}
+        self._buffered: dict[str, Tensor] = {}
         self.sizes: list[dict[str, int]] = [{}]
         self.error: Exception | None = None
 
@@ -409,11 +406,11 @@ class _Parts:
             self.sizes.append({})
         self.sizes[-1][name] = size
         if (len(self.sizes) - 1) % self._world == self._rank:
-            self._held[name] = tensor.detach().cpu().contiguous()
+            self._buffered[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
         """Write the last file, if it is this rank's turn."""
-        held, self._held = self._held, {}
+        held, self._buffered = self._buffered, {}
         if not held or self.error is not None:
             return
         try:
@@ -425,6 +422,7 @@ class _Parts:
 
 def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
     """Rename the files to their final names, and write the index if there are several."""
+    # only now: names of transformers contain the number of files
     if len(parts) == 1:
         (folder / "part-0").rename(folder / ONE_FILE)
         return
@@ -463,18 +461,19 @@ def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _take_place(beside: Path, target: Path) -> None:
+def _take_place(temporary: Path, target: Path) -> None:
     """Move the files to the target folder; earlier weights there are removed, their index first."""
     target.mkdir(parents=True, exist_ok=True)
+    # A process that is killed here leaves a folder that is refused, and not one with weights of two models.
     (target / INDEX).unlink(missing_ok=True)
-    new = {path.name for path in beside.iterdir()}
+    new = {path.name for path in temporary.iterdir()}
     for path in target.iterdir():
         if PART.fullmatch(path.name) and path.name not in new:
             path.unlink()
-    for name in sorted(new, key=lambda name: name == INDEX):
+    for name in sorted(new, key=lambda name: name == INDEX):  # the new index comes last, after all that it names
         if (target / name).is_dir():
             shutil.rmtree(target / name)
-        (beside / name).replace(target / name)
+        (temporary / name).replace(target / name)
 
 
 def _safetensors() -> Any:

@@ -1,5 +1,7 @@
-"""First values for layers on the meta device, where parameters have a shape but no memory. They are read from a
-folder named by `load_pretrained`, or from the layers, or the model that contains them."""
+"""First values for layers on the meta device, whose parameters have a shape but no memory.
+
+They are read from the folder of `load_pretrained`, or initialized by the layers or by the model that contains them.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,14 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import box_of, local_part, stands_in
 
 NO_RESET = (
-    "{layer} has {name!r} on the meta device, and nothing that gives it values: add a method `reset_parameters` to "
-    "{kind}, or `_init_weights(layer)` or `init_weights()` to the model, or make the layer without "
-    "torch.device('meta')."
+    "{layer} has {name!r} on the meta device, and nothing initializes it: add a method `reset_parameters` to {kind}, "
+    "or `_init_weights(layer)` or `init_weights()` to the model, or make the layer without torch.device('meta')."
 )
-UNSET = "{layer}: {maker} leaves {name!r} without values, and it was made on the meta device."
+UNSET = "{layer}: {maker} does not initialize {name!r}, which was made on the meta device."
 OF_ADAPTER = (
-    "{layer}: the first values of this adapter ({kind}) follow from the weights that it is around, which are not "
-    "read yet. Use LoRA with init_lora_weights=True, False or 'gaussian'; or let the model have its weights before the "
-    "adapter comes, by from_pretrained in `__init__`."
+    "{layer}: the first values of this adapter ({kind}) depend on the weights of its base layer, which are not loaded "
+    "yet. Use LoRA with init_lora_weights=True, False or 'gaussian', or load the weights before the adapter is added, "
+    "by from_pretrained in `__init__`."
 )
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
@@ -42,9 +43,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     peft's adapters are initialized first, by their own method. If the model has a method ``_init_weights(layer)``, as
     those of transformers do, it is called as ``model.apply(model._init_weights)`` would. Tensors that are still without
     values are initialized by the layer's own ``reset_parameters``, or by ``init_weights()`` of the layer or of a model
-    around it. Each layer is whole only during its call, and on the CPU, so that the random numbers do not depend on
-    the model's device. A sharded layer (its parameters are DTensors) draws for the whole tensor and keeps its part: on
-    a CPU torch would give every part the same random numbers.
+    around it. Each layer is whole only during its call.
 
     Args:
         module: changed in place; tensors that are not on the meta device are unchanged.
@@ -58,23 +57,24 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     waiting = _Waiting(module)
     if not waiting.names:
         return
-    waiting.check()
+    waiting.check()  # before memory is allocated and random numbers are drawn
     ties = _Ties(module)
     wanted = {id(_found(layer, name)) for layer in module.modules() for name in waiting.names_of(layer)}
     _give_memory(module, device, wanted)
     ties.restore()
     waiting.leave_shared(ties)
+    # first, since `_init_weights` of transformers would initialize an adapter's linear layers like any other
     _draw_adapters(module, waiting)
     with _flagged(module), _guarded():
         _apply_own(module, None, waiting)
-    for layer, names in waiting.left():
+    for layer, names in waiting.remaining():
         if callable(getattr(layer, "reset_parameters", None)):
             _call(layer.reset_parameters, [(layer, names)], waiting)  # type: ignore[arg-type]
-    for layer, _ in waiting.left():
+    for layer, _ in waiting.remaining():
         maker = waiting.makers[id(layer)]
         if maker is not None and waiting.names_of(layer):  # else another layer's call has done it
-            _call(maker.init_weights, waiting.asked_within(maker), waiting)  # type: ignore[arg-type]
-    for layer, names in waiting.left():
+            _call(maker.init_weights, waiting.pending_within(maker), waiting)  # type: ignore[arg-type]
+    for layer, names in waiting.remaining():
         shown = waiting.prefixes[id(layer)] or "The module"
         raise MisconfigurationException(UNSET.format(layer=shown, maker=waiting.maker_of(layer), name=names[0]))
 
@@ -166,7 +166,7 @@ class _Waiting:
 
     Attributes:
         names: own names of a layer's tensors without values, by the layer's id; shrinks as they get values.
-        asked: the same as it was at the start, without layers that are complete.
+        pending: the same as it was at the start, without layers that are complete.
         prefixes: names of all layers, by id.
         models: nearest enclosing model with ``_init_weights``, by a layer's id.
         makers: nearest enclosing module with ``init_weights()``, by a layer's id.
@@ -174,7 +174,7 @@ class _Waiting:
 
     def __init__(self, module: nn.Module) -> None:
         self.names: dict[int, list[str]] = {}
-        self.asked: dict[int, list[str]] = {}
+        self.pending: dict[int, list[str]] = {}
         self.prefixes: dict[int, str] = {}
         self.models: dict[int, nn.Module | None] = {}
         self.makers: dict[int, nn.Module | None] = {}
@@ -188,8 +188,8 @@ class _Waiting:
         self._look_around(module, None, None)
 
     def _look_around(self, layer: nn.Module, model: nn.Module | None, maker: nn.Module | None) -> None:
-        model = layer if _takes_layer(getattr(layer, "_init_weights", None)) else model
-        maker = layer if model is not layer and _takes_nothing(getattr(layer, "init_weights", None)) else maker
+        model = layer if _required(getattr(layer, "_init_weights", None)) == 1 else model
+        maker = layer if model is not layer and _required(getattr(layer, "init_weights", None)) == 0 else maker
         self.models.setdefault(id(layer), model)
         self.makers.setdefault(id(layer), maker)
         for child in layer.children():
@@ -199,7 +199,7 @@ class _Waiting:
         """Return the names of a layer's tensors that still need values."""
         return self.names.get(id(layer), [])
 
-    def left(self) -> list[tuple[nn.Module, list[str]]]:
+    def remaining(self) -> list[tuple[nn.Module, list[str]]]:
         """Return the layers that need values, in order of registration."""
         return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
 
@@ -211,17 +211,17 @@ class _Waiting:
     def have_all(self, layers: Iterable[nn.Module]) -> None:
         """Record that these layers are complete: calls for other layers leave them unchanged."""
         for layer in layers:
-            self.asked.pop(id(layer), None)
+            self.pending.pop(id(layer), None)
 
     def leave_shared(self, ties: _Ties) -> None:
         """Remove shared tensors from all layers but the first, which initializes them."""
-        for layer, names in self.left():
+        for layer, names in self.remaining():
             self.names[id(layer)] = [name for name in names if name in ties.names[id(layer)]]
-        self.asked = {key: list(names) for key, names in self.names.items()}
+        self.pending = {key: list(names) for key, names in self.names.items()}
 
-    def asked_within(self, maker: nn.Module) -> Asked:
+    def pending_within(self, maker: nn.Module) -> Pending:
         """Return the layers in a module that had no values at the start, with their names."""
-        return [(layer, self.asked[id(layer)]) for layer in maker.modules() if self.asked.get(id(layer))]
+        return [(layer, self.pending[id(layer)]) for layer in maker.modules() if self.pending.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
         """Return the name of the last method that was called to initialize a layer."""
@@ -234,25 +234,17 @@ class _Waiting:
 
     def check(self) -> None:
         """Raise if nothing can initialize a layer."""
-        for layer, names in self.left():
+        for layer, names in self.remaining():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
                 shown = self.prefixes[id(layer)] or "The module"
                 raise MisconfigurationException(NO_RESET.format(layer=shown, name=names[0], kind=type(layer).__name__))
 
 
-def _takes_layer(method: object) -> bool:
-    return callable(method) and _required(method) == 1
-
-
-def _takes_nothing(method: object) -> bool:
-    return callable(method) and _required(method) == 0
-
-
-def _required(method: Callable[..., Any]) -> int:
-    """Return the number of arguments that a method requires; -1 if it has no signature."""
+def _required(method: object) -> int:
+    """Return the number of arguments that a method requires; -1 if it is not callable or has no signature."""
     try:
-        parameters = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(method).parameters.values()  # type: ignore[arg-type]  # a TypeError
     except (TypeError, ValueError):
         return -1
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -261,7 +253,7 @@ def _required(method: Callable[..., Any]) -> int:
 
 # -- the calls -------------------------------------------------------------------------------------------------
 
-Asked = list[tuple[nn.Module, list[str]]]
+Pending = list[tuple[nn.Module, list[str]]]
 """Layers, and the names of their tensors that a call is to initialize."""
 
 
@@ -275,32 +267,36 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
         found = getattr(layer, "peft_config", None)
         configs |= found if isinstance(found, dict) else {}
     for prefix, layer in module.named_modules():
-        asked = _asked_of_adapter(layer, waiting)
-        if not asked:
+        pending = _pending_of_adapter(layer, waiting)
+        if not pending:
             continue
         reset = _reset_of_adapter(layer, configs)
         if reset is not None:
-            _call(reset, asked, waiting)
-        if any(waiting.names_of(each) for each, _ in asked):
+            _call(reset, pending, waiting)
+        if any(waiting.names_of(each) for each, _ in pending):
             raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__))
-        waiting.have_all(each for each, _ in asked)
+        waiting.have_all(each for each, _ in pending)
 
 
-def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
+def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
     """Return the tensors of a peft layer that need values, without those of its base layer."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
     around = getattr(layer, "base_layer", None)  # may itself be an adapter of another parameter
     base = {id(each) for each in (layer.get_base_layer() if around is None else around).modules()}
     parts = [each for each in layer.modules() if id(each) not in base]
-    return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
+    return [(each, waiting.pending[id(each)]) for each in parts if waiting.pending.get(id(each))]
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
     """Return a function that initializes LoRA by its config; None if the values depend on other weights."""
     reset = getattr(layer, "reset_lora_parameters", None)
     parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
-    ways = {name: _way_of(configs.get(name)) for part in parts for name in part}
+    ways: dict[str, bool | str] = {}
+    for name in [name for part in parts for name in part]:
+        way = getattr(configs.get(name), "init_lora_weights", True)
+        ways[name] = way.lower() if isinstance(way, str) else way
+    # other ways (PiSSA, OLoRA, EVA ...) start from the values of the base layer
     if reset is None or _required(reset) != 2 or any(way not in (True, False, "gaussian") for way in ways.values()):
         return None
     return partial(_draw, reset, parts, ways)
@@ -308,6 +304,7 @@ def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None]
 
 def _draw(reset: Callable[[str, bool | str], object], parts: list[Any], ways: dict[str, bool | str]) -> None:
     for name, way in ways.items():
+        # with False peft leaves the small matrices as their constructors made them
         for part in parts if way is False else ():
             if isinstance(part, nn.ModuleDict) and name in part:
                 small: Any = part[name]
@@ -317,11 +314,6 @@ def _draw(reset: Callable[[str, bool | str], object], parts: list[Any], ways: di
 
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Attributes of a LoRA layer that hold its small matrices, by the adapter's name."""
-
-
-def _way_of(config: Any) -> bool | str:
-    way: bool | str = getattr(config, "init_lora_weights", True)
-    return way.lower() if isinstance(way, str) else way
 
 
 def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
@@ -336,15 +328,15 @@ def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
         _apply_own(child, model, waiting)
     if model is None:
         return
-    asked = [(each, waiting.asked.get(id(each), [])) for each in (layer, *layer.children())]
-    if any(names for _, names in asked):
-        _call(lambda: model._init_weights(layer), asked, waiting)
+    pending = [(each, waiting.pending.get(id(each), [])) for each in (layer, *layer.children())]
+    if any(names for _, names in pending):
+        _call(lambda: model._init_weights(layer), pending, waiting)
 
 
-def _call(method: Callable[[], object], asked: Asked, waiting: _Waiting) -> None:
+def _call(method: Callable[[], object], pending: Pending, waiting: _Waiting) -> None:
     """Call an init method with the listed tensors whole; then each rank keeps its part of their values."""
     with ExitStack() as wholes:
-        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in asked]
+        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in pending]
         method()
         for layer, names, own in made:
             for name in names:
@@ -354,7 +346,7 @@ def _call(method: Callable[[], object], asked: Asked, waiting: _Waiting) -> None
 def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
     whole = _found(layer, name).detach()
     unset = _unset(whole)
-    if bool(unset.all()) and unset.numel():
+    if bool(unset.all()) and unset.numel():  # the method has not touched it
         return
     part, box = local_part(own.detach()), box_of(own)
     new = whole[box]
@@ -372,6 +364,8 @@ def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
+            # On the CPU the random numbers do not depend on the model's device. The whole tensor is drawn, and a
+            # sharded layer keeps its part of it: torch would give every part on a CPU the same numbers.
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
             _mark_unset(stand_in)
         elif tensor.is_meta or hasattr(tensor, "placements"):
@@ -391,6 +385,7 @@ def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
 
 
 def _mark_unset(tensor: Tensor) -> None:
+    # values that no init function gives; an unsigned or boolean tensor has none to spare
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif _is_signed(tensor):

@@ -48,6 +48,7 @@ class FlatPart(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, start: int, values: Tensor, even: bool = False) -> FlatPart:
+        # no memory for the whole: only its shape, dtype and device
         make: Any = torch.Tensor._make_wrapper_subclass
         made: FlatPart = make(cls, shape, dtype=values.dtype, device=values.device)
         made.start, made.even, made._run = start, even, values.detach()
@@ -65,6 +66,7 @@ class FlatPart(Tensor):
 
     def whole(self, device: torch.device) -> Tensor:
         """Return the tensor with the elements of all ranks, on a device that supports collectives. Collective."""
+        # a sum with zeros, because the ranks' parts may have different lengths
         made = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device)
         made[self.start : self.start + self._run.numel()] = self._run.to(device)
         return comm.all_reduce(made, "sum").view(self.shape)
@@ -79,7 +81,7 @@ class FlatPart(Tensor):
             if corner == tuple(offsets):
                 numel = torch.Size(sizes).numel()
                 return values[place : place + numel].view(sizes)
-        raise ValueError(f"this rank has no part of the tensor that begins at {tuple(offsets)}")
+        raise ValueError(f"this rank has no part of the tensor that starts at {tuple(offsets)}")
 
     # -- the interface of torch's distributed checkpoint
 
@@ -105,8 +107,8 @@ class FlatPart(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(
-            f"{func}: this rank has {next(iter(args))!r}, to which no operation is done: work with this "
-            "rank's elements, `to_local()`."
+            f"{func}: this rank has {next(iter(args))!r}, which supports no operation: work with this rank's "
+            "elements, `to_local()`."
         )
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's has one of its own

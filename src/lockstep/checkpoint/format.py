@@ -11,6 +11,7 @@ so that ``torch.load`` and any other reader of zip files can still read it. The 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import errno
 import hashlib
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.damage import check_archive_size
+from lockstep.checkpoint.damage import check_archive_size, first_line
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.installed import LIGHTNING
@@ -99,6 +100,7 @@ class _HashingWriter:
         self._last = b""  # the last two bytes are held back: the length of the comment replaces them
 
     def write(self, data: memoryview) -> int:
+        # after an error all data count as written: torch would raise an error without the reason
         written, held_back = len(data), len(_NO_COMMENT)
         if self.error is None:
             if written < held_back:
@@ -160,19 +162,21 @@ def load(
 def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
     check_archive_size(file, name)
     sealed = _check_seal(file, name)
-    if not sealed:
+    if not sealed:  # one of Lightning's, or damaged: the sums within the archive are all there is to check
         _check_archive(file, name)
     file.seek(0)
     checkpoint = _unpickled(file, name, map_location, weights_only)
     if not isinstance(checkpoint, dict):
         raise CorruptCheckpoint(
-            f"The file {name!r} holds a {type(checkpoint).__name__}, so it is no checkpoint, which is a "
-            "dict: check the path."
+            f"The file {name!r} holds a {type(checkpoint).__name__}, but a checkpoint is a dict: check the path."
         )
     own = checkpoint.get(KEY)
-    # a file without a hash may be one that a user has read, changed and saved by torch.save: it ends with the archive
-    if isinstance(own, dict) and "format" in own and not sealed and not _ends_with_archive(file):
-        raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
+    if isinstance(own, dict) and "format" in own and not sealed:
+        # A file that a user has read, changed and saved by torch.save has no hash either, but it ends with the 22 bytes
+        # of the zip directory's last record.
+        file.seek(max(0, file.seek(0, 2) - 22))
+        if file.read(4) != b"PK\x05\x06":
+            raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
     return checkpoint
 
 
@@ -182,7 +186,10 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
         with torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(file, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        foreign = _foreign_classes(file)
+        file.seek(0)
+        foreign: list[str] = []
+        with contextlib.suppress(Exception):  # a damaged pickle may raise anything in the scanner
+            foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         if foreign:
             raise MisconfigurationException(
                 f"The checkpoint {name!r} holds more than tensors and plain values: {', '.join(foreign)}. If "
@@ -196,7 +203,7 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
         if weights_only is False or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
             raise
         raise CorruptCheckpoint(
-            f"The file {name!r} is damaged or no checkpoint ({first_line(error)}): {_WAY_OUT}."
+            f"The file {name!r} is damaged or not a checkpoint ({first_line(error)}): {_WAY_OUT}."
         ) from error
 
 
@@ -216,7 +223,7 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
         got = file.readinto(buffer[: min(covered, len(buffer))])  # type: ignore[attr-defined]
         digest.update(buffer[:got])
         covered -= got
-        if got == 0:
+        if got == 0:  # the file has become shorter meanwhile
             break
     if digest.digest() != end[-_DIGEST_BYTES:]:
         raise CorruptCheckpoint(
@@ -225,25 +232,22 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
     return True
 
 
-def _ends_with_archive(file: IO[bytes]) -> bool:
-    """Return True if nothing follows the end of the zip directory."""
-    size = 22  # bytes of its last record, which has no comment in files of torch.save
-    file.seek(max(0, file.seek(0, 2) - size))
-    return file.read(4) == b"PK\x05\x06"
-
-
 def _check_archive(file: IO[bytes], name: str) -> None:
     """Refuse what cannot be a file of ``torch.save``, before any of it is unpickled."""
     file.seek(0)
     start = file.read(4)
     if start != b"PK\x03\x04":
         what = "is empty" if not start else "was not written by torch.save (since torch 1.6)"
-        raise CorruptCheckpoint(f"The file {name!r} {what}, so it is no checkpoint: check the path.")
+        raise CorruptCheckpoint(f"The file {name!r} {what}, so it is not a checkpoint: check the path.")
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.namelist()
-            _check_sums(archive)
+            for member in archive.infolist():
+                if member.CRC:  # 0: disabled by `torch.serialization.set_crc32_options`
+                    with archive.open(member) as stream:
+                        while stream.read(1 << 20):  # zipfile compares the sum at the end of the member
+                            pass
     except Exception as error:  # zipfile and zlib raise many classes
         if isinstance(error, OSError) and error.errno:
             raise
@@ -251,41 +255,13 @@ def _check_archive(file: IO[bytes], name: str) -> None:
             f"The file {name!r} is truncated or damaged ({first_line(error)}): {_WAY_OUT}."
         ) from error
     if not any(member.endswith("/data.pkl") for member in members):
-        raise CorruptCheckpoint(f"The zip file {name!r} is no checkpoint: it has no data.pkl; check the path.")
+        raise CorruptCheckpoint(f"The zip file {name!r} is not a checkpoint: it has no data.pkl; check the path.")
 
 
-def _check_sums(archive: zipfile.ZipFile) -> None:
-    """Read all members to check their CRC-32; 0 means that `torch.serialization.set_crc32_options` has disabled it."""
-    for member in archive.infolist():
-        if member.CRC:
-            with archive.open(member) as stream:
-                while stream.read(1 << 20):
-                    pass
-
-
-def first_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message, if it has one."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-
-
-def _foreign_classes(file: IO[bytes]) -> list[str]:
-    """Return names in the file that ``weights_only=True`` does not allow; empty if its pickle cannot be parsed."""
-    file.seek(0)
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # a damaged pickle may raise anything in the scanner
-        return []
-
-
-def _plain_dict(module: str) -> type:
-    """Return a stand-in for a Lightning module's class ``AttributeDict``: unpickled, it is a plain dict."""
-    return type("AttributeDict", (), {"__module__": module, "__new__": lambda cls, *args: dict(*args)})
-
-
-#: Nested hyperparameters in Lightning's checkpoints; listed by name, so that Lightning need not be installed.
+#: Stand-ins for Lightning's classes of nested hyperparameters, which are unpickled as plain dicts. They have the names
+#: of the originals, so that Lightning need not be installed.
 _LIGHTNING_DICTS: list[Any] = [
-    _plain_dict(module)
+    type("AttributeDict", (), {"__module__": module, "__new__": lambda cls, *args: dict(*args)})
     for module in (
         "lightning.fabric.utilities.data",
         "lightning_fabric.utilities.data",
@@ -335,10 +311,14 @@ def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> An
     if kind not in _DICTS and kind not in _SEQUENCES:
         return _readable_other(value, keys)
     if id(value) not in done:
-        done[id(value)] = (value, value)
-        form = (
-            _mapping(value, keys, done) if isinstance(value, dict) else _sequence(cast("list[Any]", value), keys, done)
-        )
+        done[id(value)] = (value, value)  # with the value itself, whose id must not be used again meanwhile
+        if isinstance(value, dict):
+            form: Any = _mapping(value, keys, done)
+        else:
+            items = cast("list[Any]", value)
+            forms = [_readable(item, (*keys, index), done) for index, item in enumerate(items)]
+            unchanged = all(form is item for form, item in zip(forms, items, strict=True))
+            form = value if unchanged else type(items)(forms)
         done[id(value)] = (value, form)
     return done[id(value)][1]
 
@@ -364,19 +344,6 @@ def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]
     return result
 
 
-def _sequence(value: list[Any], keys: Keys, done: dict[int, tuple[Any, Any]]) -> list[Any]:
-    """Return a list, a tuple or a set in a form that can be read back."""
-    forms = [_readable(item, (*keys, index), done) for index, item in enumerate(value)]
-    unchanged = all(form is item for form, item in zip(forms, value, strict=True))
-    return value if unchanged else type(value)(forms)
-
-
-def _is_safe(kind: type) -> bool:
-    """Return True if the user has registered a class as safe to unpickle."""
-    safe = torch.serialization.get_safe_globals()
-    return any(kind is (known[0] if isinstance(known, tuple) else known) for known in safe)
-
-
 def _readable_other(value: object, keys: Keys) -> Any:
     """Return the form of a value of an uncommon type; if nothing is known about it, try to read it back."""
     numpy = sys.modules.get("numpy")
@@ -387,14 +354,15 @@ def _readable_other(value: object, keys: Keys) -> Any:
     if hasattr(value, "full_tensor"):  # torch would read back only this rank's part of a DTensor, as if it were whole
         raise _refused(value, keys)
     if isinstance(value, torch.Tensor):  # a subclass; a trial would copy its data
-        if _is_safe(type(value)):
+        safe = torch.serialization.get_safe_globals()  # classes, or pairs of a class and its name
+        if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
             return value
     elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
         return value
     if LIGHTNING.is_installed:  # the script was written for a trainer that pickles anything
         warn_once(
             f"checkpoint{_place(keys)} is {described(value)}: the checkpoint holds more than tensors and plain values, "
-            "so reading it takes weights_only=False.",
+            "so that reading it needs weights_only=False.",
             key="a checkpoint that holds objects",
         )
         return value

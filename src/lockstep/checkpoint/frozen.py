@@ -33,18 +33,18 @@ FACTORS = (-7046029254386353131, -4417276706812531889, -7723592293110705685)
 """Odd numbers that mix bits, from splitmix64 and xxHash, as signed numbers."""
 
 OTHERS = (
-    "{call}: the checkpoint holds what was trained, and leaves out {count} frozen tensors of {base} ({elements:,} "
-    "elements); here are {here} tensors ({own:,} elements) that it does not have{first}: make the module as it was, "
+    "{call}: the checkpoint holds trained weights only, without {count} frozen tensors of {base} ({elements:,} "
+    "elements); this module has {here} tensors ({own:,} elements) that it lacks{first}. Make the module as it was, "
     "with the same layers frozen, or save a whole checkpoint."
 )
 ANOTHER = (
-    "{call}: the checkpoint is an adapter for another base: it was trained on {base}, and here is {own}; {count} of "
-    "{all} frozen tensors have other values: {names}. Begin with the weights that it was trained on, "
-    "lockstep.load_pretrained(model, FOLDER) say, or set `strict_loading = False` in the module to take it anyway."
+    "{call}: the checkpoint is an adapter for another base: it was trained on {base}, and this is {own}; {count} of "
+    "{all} frozen tensors have other values: {names}. Load the weights that it was trained on first, for example by "
+    "lockstep.load_pretrained(model, FOLDER), or set `strict_loading = False` in the module to load it anyway."
 )
 OTHER_DTYPE = (
-    "{call}: the adapter was trained on frozen weights in {there}, and here they are in {here}: whether it is the same "
-    "base cannot be checked."
+    "{call}: the adapter was trained on frozen weights in {there}, and here they are in {here}: it cannot be checked "
+    "that the base is the same."
 )
 
 
@@ -62,19 +62,17 @@ class _Version:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = ref(tensor)
-        self._begun = 0 if tensor.is_inference() else tensor._version
+        # a tensor made in inference mode has no version, and reading it raises
+        self._at_start = 0 if tensor.is_inference() else tensor._version
 
     def is_written(self) -> bool:
         """Return True if the tensor exists and was written since, other than through its ``.data``."""
         tensor = self._tensor()
-        return tensor is not None and not tensor.is_inference() and tensor._version != self._begun
+        return tensor is not None and not tensor.is_inference() and tensor._version != self._at_start
 
 
 class FrozenBase:
     """The parameters that are frozen at the start of a call. A checkpoint can omit those still frozen and unchanged.
-
-    Values are compared by their hashes. A tensor's version is not a reliable sign of a change: ``.data`` is written
-    without a new version, and shards and blocks that move become new tensors without a change.
 
     Args:
         module: the module at the start of the call.
@@ -85,7 +83,9 @@ class FrozenBase:
         self._module = module
         known = None if absent is None else frozenset(absent)
         self._names = frozenset(name for name in _frozen(module) if known is None or name in known)
-        self._begun: dict[str, int | None] | None = None
+        # Hashes decide what has changed. Versions alone would not: ``.data`` is written without a new version, and
+        # shards and blocks that move become new tensors without a change.
+        self._at_start: dict[str, int | None] | None = None
         named = dict(module.named_parameters(remove_duplicate=False))
         #: number of frozen elements on all ranks
         self.elements = _elements({name: each for name, each in named.items() if plain(name) in self._names})
@@ -101,7 +101,7 @@ class FrozenBase:
         Without this call the first `record` does so, for tensors that have not been written since the start, as far as
         that is detectable.
         """
-        self._begun = self._hashes(self._own(parameters))
+        self._at_start = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
         """Omit frozen parameters from the module's state dicts, except those that the last `record` found changed."""
@@ -118,10 +118,12 @@ class FrozenBase:
         """
         own = self._own(parameters)
         now = self._hashes(own)
-        if self._begun is None:
+        if self._at_start is None:
             written = {name for name, version in self._versions.items() if version.is_written()}
-            self._begun = {name: number for name, number in now.items() if name not in written}
-        changed = {id(own[name]) for name, number in now.items() if number is None or number != self._begun.get(name)}
+            self._at_start = {name: number for name, number in now.items() if name not in written}
+        start = self._at_start
+        # by id: a tied parameter has several names, and all of them count as changed
+        changed = {id(own[name]) for name, number in now.items() if number is None or number != start.get(name)}
         named = self._module.named_parameters(remove_duplicate=False)
         self._names -= {plain(name) for name, parameter in named if id(parameter) in changed}
         left_out = {name: each for name, each in own.items() if id(each) not in changed}
@@ -163,8 +165,8 @@ def record_of(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], ba
 
 
 def _digest(parameters: Mapping[str, Tensor]) -> str:
-    told = "\n".join(f"{name} {tuple(whole_shape(each))}" for name, each in parameters.items())
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = "\n".join(f"{name} {tuple(whole_shape(each))}" for name, each in parameters.items())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _elements(parameters: Mapping[str, Tensor]) -> int:
@@ -235,10 +237,11 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
     if _digest(own) != record["names"]:
         first = f" ({shown(list(own))})" if own else ""
         numbers = {"count": len(record["hashes"]), "elements": record["elements"], "here": len(own)}
-        told = OTHERS.format(call=call, base=record["of"], own=_elements(own), first=first, **numbers)
-        raise MisconfigurationException(told)
+        raise MisconfigurationException(
+            OTHERS.format(call=call, base=record["of"], own=_elements(own), first=first, **numbers)
+        )
     here = _dtypes(own)
-    if here != record["dtypes"]:
+    if here != record["dtypes"]:  # hashes are of bits, which a cast changes
         rank_zero_warn(OTHER_DTYPE.format(call=call, there=record["dtypes"], here=here))
         return
     pairs = zip(own, hashes_of(own), record["hashes"].tolist(), strict=True)
@@ -261,11 +264,16 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
     """
     mine: dict[tuple[str, tuple[int, ...]], int | None] = {}
     for name, parameter in parameters.items():
-        begins, number = _hash_here(parameter)
-        if number != 0:
-            mine[name, begins] = number
+        try:
+            part, begins, shape = _part_of(parameter)
+            own = _hash(part, begins, shape) if part.numel() else 0
+        except (RuntimeError, TypeError, ValueError):
+            mine[name, ()] = None
+        else:
+            if own != 0:
+                mine[name, tuple(begins)] = own
     merged: dict[tuple[str, tuple[int, ...]], int | None] = {}
-    for of_rank in reversed(comm.all_gather_object(mine, None)):
+    for of_rank in reversed(comm.all_gather_object(mine, None)):  # the first rank's value stays
         merged |= of_rank
     unread = {name for (name, _), number in merged.items() if number is None}
     sums = dict.fromkeys(parameters, 0)
@@ -274,21 +282,12 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
     return [None if name in unread else (number + 2**63) % 2**64 - 2**63 for name, number in sums.items()]
 
 
-def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
-    """Return the offset of this rank's part and its hash: 0 if it is empty, None if it cannot be read."""
-    try:
-        part, begins, shape = _part_of(parameter)
-        return tuple(begins), _hash(part, begins, shape) if part.numel() else 0
-    except (RuntimeError, TypeError, ValueError):
-        return (), None
-
-
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
     """Return this rank's part of a parameter, its offset, and the whole shape; for DeepSpeed's, all are flat."""
     if hasattr(parameter, "ds_tensor"):
         numel, rank = parameter.ds_shape.numel(), comm.rank(None)
-        begin = min(rank * parameter.ds_tensor.numel(), numel)
-        return partition_values(parameter, rank), [begin], (numel,)
+        start = min(rank * parameter.ds_tensor.numel(), numel)
+        return partition_values(parameter, rank), [start], (numel,)
     if stands_in(parameter):
         return torch.empty(0), [0], (0,)
     return local_part(parameter.detach()), begins_of(parameter), parameter.shape
@@ -319,6 +318,7 @@ def _places(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor
 def _mixed(part: Tensor, places: Tensor) -> int:
     part = torch.view_as_real(part) if part.is_complex() else part
     size = part.element_size()
+    # bits and not values, so that -0.0 and nan count
     words = part.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     places = places.unsqueeze(-1) * 2 + torch.arange(2, device=part.device) if words.dim() > places.dim() else places
     first, second, third = FACTORS

@@ -34,17 +34,12 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
     Tensors that share memory in the checkpoint share it in the copy (tied weights, views), so that files do not grow.
     Tensors inside objects of other classes stay on their devices.
     """
-    copies: dict[int, Any] = {}
     memory = ReusedCopies() if memory is None else memory
-    _copy_tensors(checkpoint, copies, memory)
-    memory.arrive()
-    return copy.deepcopy(checkpoint, copies)
-
-
-def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopies) -> None:
-    """Register a copy of each tensor in dicts, lists and tuples in ``deepcopy``'s memo."""
+    # deepcopy's memo: it copies the containers, and takes the tensors from here
+    copies: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
-    waiting, seen = [checkpoint], set()
+    waiting: list[object] = [checkpoint]
+    seen = set()
     while waiting:
         value = waiting.pop()
         if isinstance(value, Tensor):
@@ -56,6 +51,9 @@ def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopi
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             waiting.extend(value.values() if isinstance(value, dict) else value)
+    # only now: all transfers from the device run together
+    memory.arrive()
+    return copy.deepcopy(checkpoint, copies)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -167,7 +165,7 @@ class TorchCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError(
                 f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} has no options; "
-                "leave them out, or give Trainer(plugins=...) a CheckpointIO of your own that knows them."
+                "leave them out, or give Trainer(plugins=...) your own CheckpointIO that supports them."
             )
 
     def load_checkpoint(
@@ -222,9 +220,9 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        self._begin()
+        self._set_up()
 
-    def _begin(self) -> None:
+    def _set_up(self) -> None:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], Any], bool]] = deque()  # (action, is a save)
         self._thread: threading.Thread | None = None
@@ -248,7 +246,15 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write_later(write, path)
 
     def _write_later(self, write: Callable[[], Any], path: PathLike) -> None:
-        self._append(partial(_explaining, write, f"{type(self).__name__} was writing {str(path)!r}"), is_save=True)
+        def explained() -> None:
+            try:
+                write()
+            except BaseException as error:  # it is raised in a later call, which has nothing to do with this path
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"{type(self).__name__} was writing {str(path)!r}, in the background.")
+                raise
+
+        self._append(explained, is_save=True)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
@@ -293,6 +299,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def _append(self, action: Callable[[], Any], is_save: bool) -> None:
         with self._changed:
+            # a removal makes room for a checkpoint that does not exist then
             if self._error is not None and not is_save:
                 return
             if is_save and not self._is_working:
@@ -317,9 +324,9 @@ class AsyncCheckpointIO(CheckpointIO):
                 action()
             except BaseException as error:  # raised later, where the Trainer can handle it
                 failed = error
-            del action
+            del action  # it holds the copy of the checkpoint
             with self._changed:
-                self._queue.popleft()  # this also drops the copy
+                self._queue.popleft()  # only now: `save_checkpoint` counts a save that is under way
                 if failed is not None:
                     self._error = self._error or failed
                     # remove and link nothing in favour of a checkpoint that does not exist
@@ -342,16 +349,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
-
-
-def _explaining(write: Callable[[], Any], what: str) -> None:
-    try:
-        write()
-    except BaseException as error:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"{what}, in the background.")
-        raise
+        self._set_up()
 
 
 # -- the checkpoints of a run ---------------------------------------------------------------------------------
@@ -404,8 +402,8 @@ class CheckpointWriter:
         """
         if sharded and not getattr(self.io, "writes_shards", False):
             raise MisconfigurationException(
-                f"{type(self.io).__name__} writes whole checkpoints, and here each rank has a part of the model: leave "
-                "it out (async_save=True of the strategy writes in the background), have one file gathered "
+                f"{type(self.io).__name__} writes whole checkpoints, but each rank has a part of the model: leave it "
+                "out (async_save=True of the strategy writes in the background), gather one file "
                 '(FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full")), or give '
                 "Trainer(plugins=[...]) a CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on "
                 "every rank."
@@ -414,8 +412,10 @@ class CheckpointWriter:
         if self.before_touching is not None:
             self.before_touching()
         self.io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        # its file may not exist yet, or be in a place that only the user's CheckpointIO can look up
         if self._given_io is not None or self.io.writes_later:
             self._saved.add(str(path))
+        # weights alone are nothing to resume from
         if self.after_saving is not None and "optimizer_states" in checkpoint:
             self.io.then(partial(self.after_saving, str(path)))
 

@@ -30,44 +30,44 @@ Box = Sequence[slice]
 """A slice for each dimension."""
 
 NO_FOLDER = (
-    "load_pretrained({folder!r}): there is no such folder. Give the path of a folder on this machine; one of the Hub's "
-    "is brought here by `hf download NAME --local-dir FOLDER`."
+    "load_pretrained({folder!r}): there is no such folder. Give the path of a folder on this machine; download one "
+    "from the Hub by `hf download NAME --local-dir FOLDER`."
 )
 PICKLED = (
     "load_pretrained({folder!r}): its weights are pickled ({name}), which cannot be read in parts, and may run code. "
-    "Write them as safetensors once, where you trust their author: AutoModel.from_pretrained({folder!r})."
+    "If you trust their author, convert them to safetensors once: AutoModel.from_pretrained({folder!r})."
     "save_pretrained(NEW_FOLDER)."
 )
 NO_WEIGHTS = (
     "load_pretrained({folder!r}): there is neither {index} nor {one} in it. Give the folder that `save_pretrained` "
     "has written."
 )
-BAD_INDEX = "load_pretrained({folder!r}): {index} is no index of weights ({error}): copy the folder anew."
-DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}): copy it anew."
+BAD_INDEX = "load_pretrained({folder!r}): {index} is not an index of weights ({error}): copy the folder again."
+DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}): copy it again."
 ANOTHER = (
     "load_pretrained({folder!r}): these are weights of another model: none of its {count} tensors fits {model}. The "
     "folder has {there}; the model has {here}. Give the model's own folder, or make the model from the folder's "
     "config: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))."
 )
 SHAPES = (
-    "load_pretrained({folder!r}): {count} tensors have other shapes than {model} has: {shown}. Make the model from the "
-    "folder's config, AutoConfig.from_pretrained(folder), or let these begin as the model makes them, by "
-    "ignore_mismatched_sizes=True. For a larger vocabulary write another folder, once: from_pretrained, "
+    "load_pretrained({folder!r}): {count} tensors have other shapes than in {model}: {shown}. Make the model from the "
+    "folder's config, AutoConfig.from_pretrained(folder), or let the model initialize them, by "
+    "ignore_mismatched_sizes=True. For a larger vocabulary write a new folder once: from_pretrained, "
     "resize_token_embeddings, save_pretrained."
 )
 RESIZED = (
-    "load_pretrained({folder!r}): {name!r} had the shape {was} then, and has {now} now, before its values are "
-    "read. Write a folder with the new shapes once, and load that: AutoModel.from_pretrained({folder!r}), "
+    "load_pretrained({folder!r}): the shape of {name!r} was {was} at that call, and is {now} now, before its values "
+    "are read. Write a folder with the new shapes once, and load that: AutoModel.from_pretrained({folder!r}), "
     "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
 )
 QUANTIZED = (
-    "load_pretrained({folder!r}): its weights are quantized ({method}, says its config.json), and are not what the "
-    "model's parameters are. Give a folder that is not, the one that it was made of say, or write one, once: "
+    "load_pretrained({folder!r}): its weights are quantized ({method} in its config.json), and do not fit the model's "
+    "parameters. Give the folder that it was made from, or write one without quantization once: "
     "AutoModelForCausalLM.from_pretrained({folder!r}).dequantize(), then save_pretrained(NEW_FOLDER)."
 )
 NOT_FILLED = (
-    "load_pretrained({folder!r}): {names} were to get values in {model}, and the layers that had them are gone, "
-    "so that nothing would give their successors these values: replace layers before `load_pretrained`."
+    "load_pretrained({folder!r}): the layers of {model} with {names} were replaced before their values were read, and "
+    "nothing would load them into the new ones: replace layers before `load_pretrained`."
 )
 
 
@@ -87,13 +87,22 @@ class WeightFiles:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._open = _safe_open()
+        try:
+            self._open = importlib.import_module("safetensors").safe_open
+        except ModuleNotFoundError:
+            raise missing_extra("safetensors", "transformers", "load_pretrained") from None
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         if not self.folder.is_dir():
             raise MisconfigurationException(NO_FOLDER.format(folder=str(folder)))
         for path, keys in self._parts().items():
-            self._look_into(path, keys)
+            try:
+                with self._open(path, framework="pt") as file:
+                    for key in file.keys() if keys is None else keys:
+                        self._file_of[key] = path
+                        self.shapes[key] = tuple(file.get_slice(key).get_shape())
+            except Exception as error:  # safetensors' error class differs between versions
+                raise CorruptCheckpoint(DAMAGED.format(folder=str(self.folder), name=path.name, error=error)) from None
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
         """Return the files with the names of their tensors from the index; None instead of names: all tensors."""
@@ -117,25 +126,12 @@ class WeightFiles:
             for key, name in json.loads((self.folder / INDEX).read_text())["weight_map"].items():
                 keys.setdefault(self.folder / name, []).append(key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            told = BAD_INDEX.format(folder=str(self.folder), index=INDEX, error=repr(error))
-            raise CorruptCheckpoint(told) from None
+            raise CorruptCheckpoint(BAD_INDEX.format(folder=str(self.folder), index=INDEX, error=repr(error))) from None
         return {**keys}
 
-    def _look_into(self, path: Path, keys: Collection[str] | None) -> None:
-        try:
-            with self._open(path, framework="pt") as file:
-                for key in file.keys() if keys is None else keys:
-                    self._file_of[key] = path
-                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
-        except Exception as error:  # safetensors' error class differs between versions
-            told = DAMAGED.format(folder=str(self.folder), name=path.name, error=error)
-            raise CorruptCheckpoint(told) from None
-
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a part of a tensor, in memory that belongs to the file: copy it.
-
-        The file is closed when the returned tensor is freed, so that its pages do not accumulate in memory.
-        """
+        """Return a part of a tensor, in memory that belongs to the file: copy it."""
+        # opened for each read: the mapping ends with the returned tensor, and its pages do not accumulate in memory
         with self._open(self._file_of[key], framework="pt") as file:
             part: Tensor = file.get_slice(key)[tuple(box) if box else ...]
         return part
@@ -151,13 +147,6 @@ def _refuse_quantized(folder: Path) -> None:
     if given:
         method = given.get("quant_method") if isinstance(given, dict) else None
         raise MisconfigurationException(QUANTIZED.format(folder=str(folder), method=method or "quantization_config"))
-
-
-def _safe_open() -> Any:
-    try:
-        return importlib.import_module("safetensors").safe_open
-    except ModuleNotFoundError:
-        raise missing_extra("safetensors", "transformers", "load_pretrained") from None
 
 
 @dataclass
@@ -275,8 +264,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     missing, unexpected = _ignored(model, missing, unexpected)
     if is_of_transformers(model):
         _keep_dtypes(model, places)
-    _say(loading, [name for name in missing if name not in passed_over], unexpected)
+    _warn(loading, [name for name in missing if name not in passed_over], unexpected)
     vars(model)[FOLDER] = str(files.folder)
+    # Plans are attributes of the layers, so that they follow a layer into a copy or another module.
     for name, source in found.items():
         layer, own = places[name]
         plan: dict[str, Source] = vars(layer).setdefault(PLAN, {})
@@ -421,13 +411,14 @@ def _of_other_shapes(
     if not wrong:
         return wrong
     folder = str(loading.files.folder)
-    said = shown([f"{name} {tuple(found[name].shape)} for {tuple(wanted[name])}" for name in sorted(wrong)], str)
+    shapes = shown([f"{name} {tuple(found[name].shape)} for {tuple(wanted[name])}" for name in sorted(wrong)], str)
     if not passes_over:
-        told = SHAPES.format(folder=folder, count=len(wrong), model=loading.model, shown=said)
-        raise MisconfigurationException(told)
+        raise MisconfigurationException(
+            SHAPES.format(folder=folder, count=len(wrong), model=loading.model, shown=shapes)
+        )
     rank_zero_warn(
-        f"load_pretrained({folder!r}): {len(wrong)} tensors have other shapes than {loading.model} has, and begin as "
-        f"the model makes them: {said}."
+        f"load_pretrained({folder!r}): {len(wrong)} tensors have other shapes than in {loading.model}, which "
+        f"initializes them: {shapes}."
     )
     for name in wrong:
         del found[name]
@@ -478,7 +469,7 @@ def _part(model: Any, first: str, name: str, places: Mapping[str, Place]) -> Non
     getattr(model, "all_tied_weights_keys", {}).pop(name, None)
     rank_zero_warn(
         f"load_pretrained: {type(model).__name__} ties {name!r} to {first!r}, and the folder has both, with other "
-        "values: they are no longer tied. Set tie_word_embeddings=False in its config to say so."
+        "values: they are no longer tied. Set tie_word_embeddings=False in its config to avoid this warning."
     )
 
 
@@ -494,17 +485,17 @@ def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[lis
     return [n for n in missing if n in info.missing_keys], [n for n in unexpected if n in info.unexpected_keys]
 
 
-def _say(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
+def _warn(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
     folder = str(loading.files.folder)
     if missing:
         rank_zero_warn(
-            f"load_pretrained({folder!r}): {len(missing)} tensors of {loading.model} are not in the folder, and begin "
-            f"as the model makes them: {shown(missing)}."
+            f"load_pretrained({folder!r}): {len(missing)} tensors of {loading.model} are not in the folder, and are "
+            f"newly initialized: {shown(missing)}."
         )
     if unexpected:
         rank_zero_warn(
-            f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder have no place in {loading.model}, "
-            f"and are left out: {shown(unexpected)}."
+            f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder are not used in {loading.model}: "
+            f"{shown(unexpected)}."
         )
 
 

@@ -22,16 +22,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint import damage, format, storage
-from lockstep.checkpoint.engine_folder import LATEST, Place, engine_folders, is_engines
 from lockstep.checkpoint.storage import INDEX, PathLike
 from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
+from lockstep.ground.extensions import load as load_extension
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
@@ -49,8 +49,39 @@ MARK = "lockstep tensor"
 """The only key of a dict that replaces a tensor in ``meta.pt``; its value is the tensor's name."""
 WAY_OUT = "resume from an earlier checkpoint, or fetch the folder again"
 
+Place = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Function that returns a tensor to read this rank's part into, given the tensor's name, shape and dtype."""
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+LATEST = "latest"
+"""File in a folder of DeepSpeed's engine that contains the name of the newest checkpoint's folder."""
+
+
+class EngineFolders(Protocol):
+    """Reader and writer of folders of DeepSpeed's engine; implemented by its extension."""
+
+    def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
+        """Return the checkpoint as one process would have written it."""
+
+    def write(self, checkpoint: dict[str, Any], folder: Path) -> None:
+        """Write a checkpoint as one rank of the engine would."""
+
+
+def is_engines(path: PathLike) -> bool:
+    """Return True if `path` is a local folder that DeepSpeed's engine has written."""
+    return not storage.is_remote(path) and (storage.local(path) / LATEST).is_file()
+
+
+def engine_folders() -> EngineFolders:
+    """Import and return the reader and writer of folders of DeepSpeed's engine.
+
+    Raises:
+        MissingExtension: the extension has been deleted.
+    """
+    found: EngineFolders = load_extension("services", "folders of DeepSpeed's engine")
+    return found
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
@@ -89,6 +120,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
     """
     parts = FolderParts()
     structure, rest = {}, {}
+    # Only where tensors are many and large is each stored by its name; others stay in the pickled rest.
     for key, value in checkpoint.items():
         if key == "state_dict":
             structure[key] = _taken(value, ("model",), parts.tensors, whole=True)
@@ -224,12 +256,12 @@ class Index:
         try:
             with storage.opened(name) as file:
                 content: dict[str, Any] = json.loads(file.read())
-            said = content.pop("sha256")
+            known = content.pop("sha256")
         except FileNotFoundError:
             raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{name!r} is damaged ({format.first_line(error)}): {WAY_OUT}.") from error
-        if said != _hash_of(content):
+            raise CorruptCheckpoint(f"{name!r} is damaged ({damage.first_line(error)}): {WAY_OUT}.") from error
+        if known != _hash_of(content):
             raise CorruptCheckpoint(
                 f"{name!r} is not as it was written (its content does not match the hash in it): {WAY_OUT}."
             )
@@ -266,6 +298,7 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
         CorruptCheckpoint: a file differs; the message names it.
     """
     sizes = storage.sizes(folder)
+    # sizes first: they cost nothing, and most damage is a file that is missing or cut short
     for name, known in index.files.items():
         size = sizes.get(name)
         if size is None:
@@ -295,6 +328,7 @@ def sha256_of(path: PathLike) -> str:
 def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
     """Return the files that a rank checks. Each file has one rank; the largest go first, to the least loaded."""
     loads, mine = [0] * world, []
+    # with the name as a second key every rank has the same order, and so the same shares
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
         least = loads.index(min(loads))
         loads[least] += files[name]["bytes"]
@@ -322,18 +356,18 @@ def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group
     try:
         given = act()
     except Exception as failed:
-        error = failed
-    all_given = comm.gather_objects((given, None if error is None else format.first_line(error)), group)
+        error = failed  # kept: a rank that raised here would leave the others waiting in the next collective
+    all_given = comm.gather_objects((given, None if error is None else damage.first_line(error)), group)
     answers: list[tuple[R | None, str | None]] = []
     if comm.rank(group) == 0:
-        said = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_given) if text is not None]
+        errors = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_given) if text is not None]
         try:
-            if not said:
+            if not errors:
                 answers = [(answer, None) for answer in conclude([each for each, _ in all_given])]
         except Exception as failed:
-            error, said = failed, [f"rank 0: {format.first_line(failed)}"]
-        if said:
-            answers = [(None, said[0])] * comm.world_size(group)
+            error, errors = failed, [f"rank 0: {damage.first_line(failed)}"]
+        if errors:
+            answers = [(None, errors[0])] * comm.world_size(group)
     answer, text = comm.scatter_objects(answers, group)
     if error is not None:
         raise error
@@ -402,7 +436,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
         found = {}
         for name in _share(sizes, rank, world):
             with open(folder / name, "rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # the engine does not sync, and the folder is to survive a power loss
             found[name] = {**sizes[name], "sha256": sha256_of(folder / name)}
         return found
 
@@ -411,8 +445,15 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
         made[0].commit(Index(dict(sorted(files.items())), {}, about).dump())
         return [None] * world
 
+    def check() -> None:
+        if storage.is_remote(path):
+            raise MisconfigurationException(
+                f'{os.fspath(path)!r}: DeepSpeedStrategy(checkpoint_format="deepspeed") writes to a folder that all '
+                'ranks see, not to a URL. Save to such a folder, or choose checkpoint_format="sharded" or "full".'
+            )
+
     try:
-        folder = Path(together(lambda: _local_only(path), begin, group))
+        folder = Path(together(check, begin, group))
 
         def put() -> None:
             with storage.written_by_torch(folder):
@@ -425,14 +466,6 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
     finally:
         for each in made:
             each.discard()
-
-
-def _local_only(path: PathLike) -> None:
-    if storage.is_remote(path):
-        raise MisconfigurationException(
-            f'{os.fspath(path)!r}: DeepSpeedStrategy(checkpoint_format="deepspeed") writes to a folder that all ranks '
-            'see, not to a URL. Save to such a folder, or choose checkpoint_format="sharded" or "full".'
-        )
 
 
 class _Writing:
@@ -464,7 +497,8 @@ class _Writing:
 
         if not storage.is_remote(folder) and not storage.exists(folder):
             raise FileNotFoundError(
-                errno.ENOENT, f"rank 0 has made {folder!r}, which is not here: save to a folder that all nodes see"
+                errno.ENOENT,
+                f"rank 0 has made {folder!r}, which does not exist on this node: save to a folder that all nodes see",
             )
         writer = Writer(folder)
         written = writer.write_data(self.planner.finish_plan(mine), self.planner)
@@ -507,22 +541,20 @@ class _Writing:
         about = {**meta[OWN].get("writer", {}), "epoch": meta.get("epoch"), "global_step": meta.get("global_step")}
         index = Index({prefix + name: asdict(digests[name]) for name in sorted(digests)}, tensors, about)
         if storage.is_remote(self.path):
-            self._check_arrival(index)
+            # The URL may mean another place on each node, or another run may have removed files. The index, which makes
+            # the checkpoint whole, must not be written then.
+            sizes = storage.sizes(self.path)
+            for name, known in index.files.items():
+                size = sizes.get(name, 0)
+                if size != known["bytes"]:
+                    raise OSError(
+                        errno.EIO,
+                        f"rank 0 sees {size} of the {known['bytes']} bytes that were written to "
+                        f"{storage.inside(self.path, name)!r}: save to a URL that all ranks see, and that no other run "
+                        "writes to",
+                    )
         self.folder.commit(index.dump())
         return [None] * len(results)
-
-    def _check_arrival(self, index: Index) -> None:
-        """Refuse a URL at which rank 0 does not see the files of other ranks, or a file has been removed."""
-        sizes = storage.sizes(self.path)
-        for name, known in index.files.items():
-            size = sizes.get(name, 0)
-            if size != known["bytes"]:
-                raise OSError(
-                    errno.EIO,
-                    f"rank 0 sees {size} of the {known['bytes']} bytes that were written to "
-                    f"{storage.inside(self.path, name)!r}: save to a URL that all ranks see, and that no other run "
-                    "writes to",
-                )
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -589,8 +621,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = checkpoint_dir
     if not is_sharded(folder):
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): there is no checkpoint in parts; give "
-            "the folder that was saved."
+            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): this is not a checkpoint in parts; "
+            "pass the folder that was saved."
         )
     engines = is_engines(folder)
     latest = (storage.local(folder) / LATEST).read_text().strip() if engines else None
@@ -665,6 +697,7 @@ def _index(folder: PathLike) -> Index | None:
     """Return the index; None for a folder that lockstep has not written."""
     if storage.is_file(storage.inside(folder, INDEX)):
         return Index.read(folder)
+    # Lightning writes a `meta.pt` too; only lockstep's has the format in it, and then the index is lost
     meta = storage.inside(folder, META)
     known = format.load(meta, "cpu").get(OWN) if storage.is_file(meta) else None
     return Index.read(folder) if isinstance(known, dict) and "format" in known else None
@@ -699,7 +732,7 @@ class _Reading:
             self.metadata = dcp.read_metadata(folder)
         except Exception as error:  # pickle raises errors of many classes for a damaged file
             raise CorruptCheckpoint(
-                f"{storage.inside(folder, METADATA)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+                f"{storage.inside(folder, METADATA)!r} is damaged ({damage.first_line(error)}): {WAY_OUT}."
             ) from error
         meta = storage.inside(folder, META)
         has_meta = storage.is_file(meta)  # else torch.distributed.checkpoint.save was called directly
@@ -723,7 +756,7 @@ class _Reading:
             raise
         except Exception as error:  # torch's error for files without a hash
             raise CorruptCheckpoint(
-                f"The checkpoint {self.folder!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+                f"The checkpoint {self.folder!r} is damaged ({damage.first_line(error)}): {WAY_OUT}."
             ) from error
         return made
 
@@ -739,7 +772,7 @@ class _Reading:
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
             part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")
-            part.pop(OWN, None)
+            part.pop(OWN, None)  # the version, which `format.marked` has added to each file
             ranks[rank] = part
         try:
             return join(self.meta, tensors, ranks if self._has_ranks else None)
@@ -747,3 +780,32 @@ class _Reading:
             raise CorruptCheckpoint(
                 f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} names: {WAY_OUT}."
             ) from error
+
+
+# -- metadata alone --------------------------------------------------------------------------------------------
+
+
+def glance(path: PathLike) -> dict[str, Any]:
+    """Return the dict of a local checkpoint; its tensors are read from the disk only when they are accessed.
+
+    For a folder of parts it is the dict without weights and optimizer states. Hashes are not checked. Return an empty
+    dict if this is impossible: at a URL, for a damaged file, or for one that needs ``weights_only=False``.
+    """
+    if storage.is_remote(path):
+        return {}
+    name = str(storage.local(path))
+    try:
+        if storage.is_index_folder(name):
+            name = storage.inside(name, META)
+        with storage.reading(name) as file:
+            damage.check_archive_size(file, name)
+        found = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # a later full read of the checkpoint reports what is wrong with it
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def global_step(path: PathLike) -> int | None:
+    """Return the optimizer step in a local checkpoint; None if it is unknown."""
+    found = glance(path).get("global_step")
+    return found if isinstance(found, int) else None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint import sharded
-from lockstep.checkpoint.format import first_line
+from lockstep.checkpoint.damage import first_line
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapshot
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground import comm
@@ -55,8 +55,8 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
     def __init__(self) -> None:
         super().__init__(ShardedCheckpointIO())
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _set_up(self) -> None:
+        super()._set_up()
         self._group: comm.Group = None
         self._copies: dict[str, Tensor] = {}
 
@@ -70,6 +70,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
             self.checkpoint_io.save_checkpoint({}, path, storage_options)  # it refuses them
         self._agree()
         if self._group is None and comm.world_size() > 1:
+            # the thread's messages must not mix with those of the training, which uses the other groups meanwhile
             self._group = dist.new_group(backend="gloo")
         rank = comm.rank()
         parts = sharded.split(checkpoint, rank)
@@ -86,10 +87,10 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
             self.wait()
         except Exception as failed:
             error = failed
-        said = comm.all_gather_object(None if error is None else first_line(error))
+        errors = comm.all_gather_object(None if error is None else first_line(error))
         if error is not None:
             raise error
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise sharded.OnRank(f"rank {rank}: {text}")
 

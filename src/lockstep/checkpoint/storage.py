@@ -62,7 +62,7 @@ def _stem(target: Path) -> str:
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
 
-def _beside(target: Path) -> Path:
+def _temporary_path(target: Path) -> Path:
     """Return the temporary path of what is to become `target`; unique to each writer."""
     # In the same folder, as a rename is atomic only within a file system.
     return target.with_name(f"{_stem(target)}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
@@ -89,20 +89,21 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             yield file
         return
     target = local(path)
-    beside = _beside(target)
+    temporary = _temporary_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # never write through a link that a killed process of the same id left
-        with open(beside, "wb") as file:
+        temporary.unlink(missing_ok=True)  # never write through a link that a killed process of the same id left
+        with open(temporary, "wb") as file:
             _lock(file)
             yield file
             file.flush()
+            # before the rename: after a power loss the name must not belong to a file without its bytes
             os.fsync(file.fileno())
-            _take_place(beside, target)
+            _take_place(temporary, target)  # while the file is locked: another process may not remove it as a leftover
         _sync_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         if isinstance(error, OSError):
             raise explained(error, target) from error
         raise
@@ -113,17 +114,17 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
 def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
     # Closing an fsspec file commits what was written, even after an error; hence the temporary name.
     system, name = _remote(path)
-    beside = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
+    temporary = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
     system.makedirs(os.path.dirname(name), exist_ok=True)
     try:
-        with system.open(beside, "wb") as file:
+        with system.open(temporary, "wb") as file:
             yield file
-        if system.isdir(name):
+        if system.isdir(name):  # a checkpoint in parts of an earlier run
             remove(path)
-        system.mv(beside, name)
+        system.mv(temporary, name)
     except BaseException:
         with contextlib.suppress(Exception):
-            system.rm(beside)
+            system.rm(temporary)
         raise
 
 
@@ -147,11 +148,11 @@ class NewFolder:
         self._target = local(target)
         if self._target.is_dir() and not is_index_folder(self._target) and any(self._target.iterdir()):
             raise IsADirectoryError(
-                errno.EISDIR, f"{str(target)!r} is a folder that is no checkpoint: choose another name, or move it away"
+                errno.EISDIR, f"{str(target)!r} is a folder but not a checkpoint: choose another name, or move it away"
             )
-        beside = _beside(self._target)
+        temporary = _temporary_path(self._target)
         # ranks of several nodes see the folder, and a process id is unique only on its node
-        self.path = beside.with_name(f"{beside.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
+        self.path = temporary.with_name(f"{temporary.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
@@ -164,7 +165,7 @@ class NewFolder:
         """Write the index, and rename the folder to its final name. Its other files are already on the disk."""
         with replacing(self.path / INDEX) as file:
             file.write(index)
-        _sync_folder(self.path)
+        _sync_folder(self.path)  # the entries of the ranks' files
         try:
             _take_place(self.path, self._target)
             _sync_folder(self._target.parent)
@@ -199,10 +200,10 @@ class NewRemoteFolder:
         if system.isfile(name):
             raise FileExistsError(errno.EEXIST, f"{self._target!r} is a file: choose another name, or move it away")
         is_other = not is_index_folder(target) and not _is_unfinished(system, name) if system.isdir(name) else False
-        if is_other and _names(system, name):
+        if is_other and _names(system, name):  # an empty folder may be replaced
             raise IsADirectoryError(
                 errno.EISDIR,
-                f"{self._target!r} is a folder that is no checkpoint: choose another name, or move it away",
+                f"{self._target!r} is a folder but not a checkpoint: choose another name, or move it away",
             )
         self._is_there = False
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
@@ -254,26 +255,27 @@ _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISD
 """Errors of a rename if another writer has put something in its place, or removed it."""
 
 
-def _take_place(beside: Path, target: Path) -> None:
+def _take_place(temporary: Path, target: Path) -> None:
     """Rename a finished file, link or folder to `target`, and replace what was there, except a folder without index."""
     for tries_left in range(9, -1, -1):
         is_folder = target.is_dir() and not target.is_symlink()
         if is_folder:
             swaps = is_index_folder(target)
         else:
-            swaps = os.path.lexists(target) and beside.is_dir() and not beside.is_symlink()
+            swaps = os.path.lexists(target) and temporary.is_dir() and not temporary.is_symlink()
         try:
+            # `os.replace` refuses a folder that is not empty, and a file in the place of a folder
             if swaps:
-                _remove_tree(_exchange(beside, target))
+                _remove_tree(_exchange(temporary, target))
             else:
-                os.replace(beside, target)
+                os.replace(temporary, target)
             return
         except OSError as error:
-            if error.errno not in _RACES or not tries_left or not os.path.lexists(beside):
+            if error.errno not in _RACES or not tries_left or not os.path.lexists(temporary):
                 raise
 
 
-def _exchange(beside: Path, target: Path) -> Path:
+def _exchange(temporary: Path, target: Path) -> Path:
     """Exchange two names; return the new name of what was at `target`.
 
     If the system cannot do that in one step, nothing has the name `target` for a moment.
@@ -281,15 +283,16 @@ def _exchange(beside: Path, target: Path) -> Path:
     swap = _renameat2()
     if swap is not None:
         at_cwd, exchange = -100, 2
-        if swap(at_cwd, os.fsencode(beside), at_cwd, os.fsencode(target), exchange) == 0:
-            return beside
+        if swap(at_cwd, os.fsencode(temporary), at_cwd, os.fsencode(target), exchange) == 0:
+            return temporary
         number = ctypes.get_errno()
+        # an old kernel, or a file system such as NFS: the two renames below do it then
         if number not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), str(target))
-    aside = beside.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
+    aside = temporary.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
     os.rename(target, aside)
     try:
-        os.rename(beside, target)
+        os.rename(temporary, target)
     except BaseException:
         os.rename(aside, target)
         raise
@@ -345,6 +348,7 @@ def remove_leftovers(folder: PathLike) -> None:
         found = _LEFTOVER.fullmatch(name)
         if found is None:
             continue
+        # names without a process id are those of whole folders, which `_exchange` or `remove` has moved
         was_moved_aside = "-" not in found[1] and is_index_folder(here / name)
         target = here / name[1 : found.start(1) - 1]
         if was_moved_aside and not os.path.lexists(target):
@@ -405,16 +409,16 @@ def raise_interruption(error: RuntimeError) -> None:
 
 def explained(error: OSError, target: Path) -> OSError:
     """Return `error` with a message about the file that was not written."""
-    standing = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
+    earlier = "the earlier file under this name is intact" if target.is_file() else "no file has this name"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
-            standing = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {standing}"
-        reason = f"there is no room ({os.strerror(error.errno)}; {standing}): make room, or choose another folder"
+            earlier = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {earlier}"
+        reason = f"there is no room ({os.strerror(error.errno)}; {earlier}): make room, or choose another folder"
     elif target.is_dir():
         reason = "there is a folder of this name: choose another name, or move it away"
     else:
         cause = error.strerror or str(error)
-        reason = f"its folder cannot be written ({cause}; {standing}): choose another folder, or change its rights"
+        reason = f"its folder cannot be written ({cause}; {earlier}): choose another folder, or change its permissions"
     return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
 
 
@@ -437,6 +441,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
             yield file
         return
     system, name = _remote(path)
+    # torch.load seeks often, and each seek in a remote file may be a request
     with system.open(name, "rb") as source, tempfile.TemporaryFile() as copy:
         shutil.copyfileobj(source, copy, 1 << 22)
         copy.seek(0)
@@ -566,6 +571,7 @@ def rename(path: PathLike, new: PathLike) -> None:
 def lies_in(path: PathLike, folder: PathLike) -> bool:
     """Return True if the file or link at `path` is in `folder` or below it, with links in its parents resolved."""
     if is_remote(path) or is_remote(folder):
+        # compared as text, so that a part such as ".." must not lead out of the folder
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
         return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
     here = local(path)
@@ -580,12 +586,12 @@ def link(path: PathLike, target: PathLike) -> None:
     Unfinished files of a killed process are removed, as by :func:`replacing`.
     """
     name, destination = local(path).absolute(), local(target).absolute()
-    beside, leads_to = _beside(name), os.path.relpath(destination, name.parent)
+    temporary, leads_to = _temporary_path(name), os.path.relpath(destination, name.parent)
     while True:
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(leads_to)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(leads_to)
         try:
-            _take_place(beside, name)
+            _take_place(temporary, name)
         except FileNotFoundError:  # another writer of the same name removed it as a leftover
             continue
         break
@@ -611,5 +617,5 @@ def check_writable(folder: PathLike) -> None:
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise PermissionError(
             errno.EACCES,
-            f"the folder {str(wanted)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose another",
+            f"the folder {str(wanted)!r} cannot be written: no permission in {str(ancestor)!r}; choose another",
         )

@@ -1,4 +1,4 @@
-"""``lockstep checkpoint``: what is in a checkpoint, the same in another format, and what differs between two."""
+"""``lockstep checkpoint``: show a checkpoint, convert it to another format, or compare two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import export, format, frozen, sharded, storage
-from lockstep.checkpoint.engine_folder import engine_folders, is_engines
 from lockstep.cli.run import CommandParser
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -25,8 +24,8 @@ weights in safetensors.
 """
 WEIGHTS = ".safetensors"
 KINDS = ("file", "parts", "deepspeed", "huggingface")
-PICKLED = "read files that may run code (weights_only=False), as DeepSpeed's own: of an author whom you trust"
-ALIKE = (
+PICKLED = "read files that may run code (weights_only=False), such as DeepSpeed's; only from an author you trust"
+COMPARED = (
     "epoch",
     "global_step",
     "state_dict",
@@ -35,44 +34,52 @@ ALIKE = (
     "hyper_parameters",
     "MixedPrecision",
 )
-"""What `diff` compares by default: what does not depend on where and on how many ranks a run was made."""
+"""Keys that `diff` compares by default. They do not depend on the machine or on the number of ranks."""
 SHOWN = 40
+"""Parameters that `show` lists without `--all`."""
 
 
 def checkpoint(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run ``lockstep checkpoint`` and return its exit code.
 
     Args:
-        words: behind ``lockstep checkpoint``.
+        words: arguments that follow ``lockstep checkpoint``.
+
+    Returns:
+        0; 1 if a shown checkpoint is damaged or two compared ones differ; 2 if a file cannot be read.
 
     Raises:
-        MisconfigurationException: for what cannot be done, with the way out.
+        MisconfigurationException: the options do not fit, a package is missing, or the target exists.
     """
     parser = CommandParser("lockstep checkpoint", None, ABOUT)
     actions = parser.add_subparsers(dest="action", metavar="show|convert|diff")
-    show = actions.add_parser("show", help="epoch, step, parameters, optimizers, callbacks, who wrote it, its hashes")
+    show = actions.add_parser("show", help="epoch, step, parameters, optimizers, callbacks, its writer, its hashes")
     show.add_argument("paths", nargs="+", metavar="PATH")
     show.add_argument("--all", action="store_true", help=f"all parameters, not the first {SHOWN}")
     convert = actions.add_parser(
         "convert",
-        help="a folder of parts to a file, a file or a folder of DeepSpeed's to a folder of parts; *.safetensors: the "
+        help="a folder of parts to a file; a file or DeepSpeed's folder to a folder of parts; *.safetensors: the "
         "weights alone",
     )
     convert.add_argument(
         "--to",
         choices=KINDS,
-        help="what to make; deepspeed: a folder of its engine's, of one rank; huggingface: one for from_pretrained",
+        help="format; deepspeed: a folder of its engine, for one rank; huggingface: a folder for from_pretrained",
     )
-    convert.add_argument("--config", metavar="FOLDER", help="huggingface: of the model's config.json")
-    convert.add_argument("--tokenizer", metavar="FOLDER", help="huggingface: of a tokenizer; default: that of --config")
-    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="huggingface: of a part (5GB)")
+    convert.add_argument("--config", metavar="FOLDER", help="huggingface: folder with the model's config.json")
+    convert.add_argument(
+        "--tokenizer", metavar="FOLDER", help="huggingface: folder with a tokenizer (default: that of --config)"
+    )
+    convert.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="huggingface: size of a part (default: 5GB)"
+    )
     convert.add_argument("source", metavar="PATH")
     convert.add_argument("target", metavar="NEW")
-    diff = actions.add_parser("diff", help="what differs between two; exits with 0 where nothing does, else with 1")
+    diff = actions.add_parser("diff", help="differences between two; exits with 0 if there are none, else with 1")
     diff.add_argument("paths", nargs=2, metavar="PATH")
-    diff.add_argument("--all", action="store_true", help="random states, callbacks, and who wrote it, too")
-    diff.add_argument("--rtol", type=float, default=0.0, help="relative difference of values that counts as none")
-    diff.add_argument("--atol", type=float, default=0.0, help="absolute difference of values that counts as none")
+    diff.add_argument("--all", action="store_true", help="compare random states, callbacks and the writer too")
+    diff.add_argument("--rtol", type=float, default=0.0, help="relative difference of values to ignore (default: 0)")
+    diff.add_argument("--atol", type=float, default=0.0, help="absolute difference of values to ignore (default: 0)")
     for action in (show, convert, diff):
         action.add_argument("--pickled", action="store_true", help=PICKLED)
     given = parser.parse_args(words)
@@ -108,9 +115,10 @@ def _safetensors() -> Any:
 
 
 def _show(path: str, everything: bool, pickled: bool) -> int:
-    """Print what is in a checkpoint; gives 1 where it is damaged."""
+    """Print the content of a checkpoint. Return 1 if it is damaged, else 0."""
     print(f"{path}:")
     try:
+        # an outline has no values: a checkpoint may be larger than this machine's memory
         found = _read(path, pickled) if path.endswith(WEIGHTS) else sharded.outline(path, False if pickled else None)
     except CorruptCheckpoint as error:
         print(f"  damaged: {error}")
@@ -123,7 +131,13 @@ def _show(path: str, everything: bool, pickled: bool) -> int:
 def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
     own = found.get(format.KEY) or {}
     yield f"kind: {_kind(path)}"
-    yield from _writer(found, own)
+    writer = own.get("writer") or {}
+    if writer:
+        yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
+    elif "pytorch-lightning_version" in found:
+        # lockstep writes Lightning's key too, so that Lightning can read the file
+        yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
+    # reading has checked them: a damaged file has raised
     hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
     yield "hashes: hold" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
@@ -134,15 +148,7 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
     if found.get("callbacks"):
         yield f"callbacks: {', '.join(map(str, found['callbacks']))}"
     if "optimizer_states" not in found:
-        yield "no optimizers: a fit cannot go on from here"
-
-
-def _writer(found: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
-    writer = own.get("writer") or {}
-    if writer:
-        yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
-    elif "pytorch-lightning_version" in found:
-        yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
+        yield "no optimizers: a fit cannot resume from here"
 
 
 def _weights(weights: dict[str, Any], everything: bool) -> Iterator[str]:
@@ -167,7 +173,7 @@ def _optimizers(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
 def _kind(path: str) -> str:
     if storage.is_file(path):
         return f"one file, {readable(storage.size(path))}"
-    of = " of DeepSpeed's" if is_engines(path) else ""
+    of = " of DeepSpeed's" if sharded.is_engines(path) else ""
     sizes = storage.sizes(path)
     return f"folder of {len(sizes)} files{of}, {readable(sum(sizes.values()))}"
 
@@ -184,33 +190,29 @@ def _convert(given: argparse.Namespace) -> int:
     if target.endswith(WEIGHTS) and kind != "huggingface":
         kind = "weights"
     if storage.exists(target):
-        raise MisconfigurationException(f"{target!r} is there already: choose a new name")
-    _check_needs(kind, given)
-    found = _read(source, given.pickled)
-    if "state_dict" not in found:
-        raise MisconfigurationException(f"{source!r} has no 'state_dict'")
-    if kind is None:
-        kind = "file" if sharded.is_sharded(source) and not is_engines(source) else "parts"
-    _write(found, kind, given)
-    print(f"{target}: {_kind(target)}")
-    return 0
-
-
-def _check_needs(kind: str | None, given: argparse.Namespace) -> None:
-    """Refuse a format that needs what is not there, before a checkpoint is read."""
+        raise MisconfigurationException(f"{target!r} exists already: choose a new name")
+    # before the checkpoint is read, which may take minutes
     if kind == "weights":
         _safetensors()
     elif kind == "deepspeed" and find_spec("deepspeed") is None:
         raise missing_extra("deepspeed", "deepspeed", "lockstep checkpoint convert --to deepspeed")
     elif kind == "huggingface" and given.config is None:
         raise MisconfigurationException("--to huggingface: give --config FOLDER, which has the model's config.json")
+    found = _read(source, given.pickled)
+    if "state_dict" not in found:
+        raise MisconfigurationException(f"{source!r} has no 'state_dict'")
+    if kind is None:
+        kind = "file" if sharded.is_sharded(source) and not sharded.is_engines(source) else "parts"
+    _write(found, kind, given)
+    print(f"{target}: {_kind(target)}")
+    return 0
 
 
 def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
-    """Write a checkpoint in a format."""
+    """Write a checkpoint in the format `kind`."""
     target = given.target
     if kind == "weights":
-        # tied weights share memory, which safetensors refuses
+        # clones, because tied weights share memory, which safetensors refuses
         tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
         encoded = _safetensors().save(tensors)
         with storage.replacing(target) as file:
@@ -219,7 +221,7 @@ def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
         format.save(found, target)
     elif kind == "deepspeed":
         about = {key: found.get(key) for key in ("epoch", "global_step")}
-        sharded.write_by(lambda folder: engine_folders().write(found, folder), about, target)
+        sharded.write_by(lambda folder: sharded.engine_folders().write(found, folder), about, target)
     elif kind == "huggingface":  # the model alone
         base = frozen.base_of(found)
         export.write_state(target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
@@ -232,10 +234,11 @@ def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
 
 
 def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float) -> int:
-    """Print what differs; gives 1 if anything does."""
+    """Print the differences. Return 1 if there are any, else 0."""
     if not everything:
+        # a file of weights has nothing else to compare
         only_weights = any("optimizer_states" not in found for found in both)
-        keys = ("state_dict",) if only_weights else ALIKE
+        keys = ("state_dict",) if only_weights else COMPARED
         both = [{key: found[key] for key in keys if key in found} for found in both]
     lines = list(_differences(both[0], both[1], "", rtol, atol))
     print("\n".join(lines) if lines else "equal")
@@ -243,53 +246,43 @@ def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float
 
 
 def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> Iterator[str]:
-    """A line for each key that one of two trees lacks, and for each value that differs."""
+    """Yield a line for each key that only one of two trees has, and for each value that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
-        yield from _differences_by_key(one, other, name, rtol, atol)
+        for key in {**one, **other}:  # the first's order, then keys that only the second has
+            inner = f"{name}.{key}" if name else str(key)
+            if key not in other or key not in one:
+                yield f"{inner}: only in the {'first' if key in one else 'second'}"
+            else:
+                yield from _differences(one[key], other[key], inner, rtol, atol)
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         if len(one) != len(other):
             yield f"{name}: {len(one)} and {len(other)} entries"
         for at, (here, there) in enumerate(zip(one, other, strict=False)):
             yield from _differences(here, there, f"{name}.{at}", rtol, atol)
     elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        said = _difference(one, other, rtol, atol)
-        if said:
-            yield f"{name}: {said}"
-    elif isinstance(one, Tensor) or isinstance(other, Tensor) or _is_other(one, other):
+        difference = _difference(one, other, rtol, atol)
+        if difference:
+            yield f"{name}: {difference}"
+    # nan differs from itself: two of them count as equal
+    elif isinstance(one, Tensor) or isinstance(other, Tensor) or (one != other and (one == one or other == other)):
         yield f"{name}: {_short(one)} and {_short(other)}"
 
 
-def _differences_by_key(
-    one: dict[Any, Any], other: dict[Any, Any], name: str, rtol: float, atol: float
-) -> Iterator[str]:
-    for key in {**one, **other}:
-        inner = f"{name}.{key}" if name else str(key)
-        if key not in other or key not in one:
-            yield f"{inner}: only in the {'first' if key in one else 'second'}"
-        else:
-            yield from _differences(one[key], other[key], inner, rtol, atol)
-
-
-def _is_other(one: Any, other: Any) -> bool:
-    """Whether two plain values differ; one nan is as the other."""
-    return bool(one != other and not (one != one and other != other))
-
-
 def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:
-    """What differs between two tensors; nothing where their bits are the same, or their values near enough."""
+    """Describe how two tensors differ; empty if their bits are equal or their values within the tolerances."""
     if one.shape != other.shape:
         return f"shape {tuple(one.shape)} and {tuple(other.shape)}"
     if one.dtype != other.dtype:
         return f"dtype {_dtype(one)} and {_dtype(other)}"
+    # bits and not values: nan differs from itself, and -0.0 equals 0.0
     bits = [as_bytes(each) for each in (one, other)]
     near = bool(rtol or atol) and torch.allclose(one, other, rtol, atol, equal_nan=True)
     if near or torch.equal(bits[0], bits[1]):
         return ""
     apart = bits[0].ne(bits[1]).reshape(-1, one.element_size()).any(1)
-    said = f"{int(apart.sum())} of {one.numel()} values differ"
     wide = torch.complex128 if one.is_complex() else torch.float64
     gaps = (one.to(wide) - other.to(wide)).abs()
-    return f"{said}, by {gaps.max().item():.3g} at most"
+    return f"{int(apart.sum())} of {one.numel()} values differ, by {gaps.max().item():.3g} at most"
 
 
 def _short(value: object) -> str:

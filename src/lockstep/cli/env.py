@@ -1,4 +1,4 @@
-"""``lockstep env``: versions, devices, the cluster that was found and why, and the variables in force."""
+"""``lockstep env``: versions, devices, the detected cluster with the reason, and the variables in force."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from lockstep.launch.environment import cores, in_force
 
 ABOUT = """\
 Show what a run depends on: versions, devices, the cluster that started this process, its rank, and the variables that
-lockstep reads. Values that look like keys or tokens are not shown. Start it as the script would be
-started (`srun lockstep env`) to see what a rank sees.
+lockstep reads. Values that look like keys or tokens are not shown. Start it the way the script is started
+(`srun lockstep env`) to see what a rank sees.
 """
 
-# by the names of the distributions; a test compares them with pyproject.toml
+# names of distributions, not of modules; a test compares them with pyproject.toml
 REQUIRED = ("torch", "cloudpickle", "numpy", "tqdm", "typing-extensions")
 OPTIONAL = (
     *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "peft"),
     *("psutil", "pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
 )
-BESIDE = ("lightning", "pytorch-lightning", "mlflow")
-"""Distributions that are no extras, and that are told of where they are installed."""
+IF_INSTALLED = ("lightning", "pytorch-lightning", "mlflow")
+"""Distributions that no extra needs. They are shown only if they are installed."""
 
 
 class Report(TypedDict):
-    """What the command shows."""
+    """Content of the report, as plain values."""
 
     versions: dict[str, str]
     required: dict[str, str | None]  #: None: not installed
-    optional: dict[str, str | None]  #: the same
+    optional: dict[str, str | None]  #: None: not installed
     devices: dict[str, str]
     cluster: str | None
     why: str
-    rank: dict[str, int | str] | None  #: None where no Trainer could begin
+    rank: dict[str, int | str] | None  #: None: a Trainer could not start here, for the reason in `why`
     variables: dict[str, str]
 
 
 def env(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run ``lockstep env`` and return its exit code.
 
     Args:
-        words: behind ``lockstep env``.
+        words: arguments that follow ``lockstep env``.
 
     Raises:
-        MisconfigurationException: a word that it does not know.
+        MisconfigurationException: an unknown argument.
     """
     parser = CommandParser("lockstep env", None, ABOUT)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -63,7 +63,7 @@ def env(words: Sequence[str]) -> int:
 
 
 def report() -> Report:
-    """What there is, as plain values."""
+    """Collect the report on this process and its environment."""
     finding = explained()
     world = finding.world
     return {
@@ -75,7 +75,7 @@ def report() -> Report:
         },
         "required": {name: _version(name) for name in REQUIRED},
         "optional": {name: _version(name) for name in OPTIONAL}
-        | {name: found for name in BESIDE if (found := _version(name)) is not None},
+        | {name: found for name in IF_INSTALLED if (found := _version(name)) is not None},
         "devices": dict(_devices()),
         "cluster": finding.cluster,
         "why": finding.why,
@@ -103,14 +103,15 @@ def _version(distribution: str) -> str | None:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
+    # the cores that a cgroup or an affinity mask leaves, which may be fewer than the machine's
     yield "cpu", f"{cores()} core(s) for this process, {torch.get_num_threads()} thread(s) of torch"
     built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     if not CUDAAccelerator.is_available():
         yield "cuda", "none; " + (built if torch.version.cuda is None else f"torch is built for {built}")
     for device in (device for kind in accelerator_kinds() for device in devices_of(kind)):
         memory = total_memory(device)
-        told = [device_name(device)] if memory is None else [device_name(device), f"{memory / 2**30:.1f} GiB"]
-        yield str(device), ", ".join(told) + (f"; {built}" if device.type == "cuda" else "")
+        facts = [device_name(device)] if memory is None else [device_name(device), f"{memory / 2**30:.1f} GiB"]
+        yield str(device), ", ".join(facts) + (f"; {built}" if device.type == "cuda" else "")
 
 
 def _lines(found: Report) -> Iterator[str]:

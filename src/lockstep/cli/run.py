@@ -1,4 +1,4 @@
-"""The command ``lockstep``; and of its commands ``run``: a script on all devices, started anew when a rank fails."""
+"""The command ``lockstep`` and its subcommand ``run``, which starts a script on all devices and restarts it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ USAGE = "lockstep run [options] script.py [options] [arguments of the script]"
 ABOUT = """\
 Start a script once for each device, on one node or on several, by torch's elastic agent.
 
-The script needs no change: its Trainer finds the ranks there, as under torchrun. Leave its devices and num_nodes
-out, or let them say the same. Options may stand before the script and directly behind it; what follows from the first
-word that is none of them, or from --, is the script's own.
+The script needs no change: its Trainer finds the ranks, as under torchrun. Leave out its devices and num_nodes, or
+give them the same values. Options go before the script or directly after it. The first word that is not an option,
+or --, starts the arguments of the script.
 """
 EXAMPLES = """\
 examples:
   lockstep run train.py --devices 4 --lr 0.1
   lockstep run --devices 4 --max-restarts 3 -m project.train
   lockstep run --lightning train.py                          a script that imports lightning, unchanged
-  lockstep run --resume --max-restarts 3 train.py            goes on where a killed run of this command was
+  lockstep run --resume --max-restarts 3 train.py            continues a killed run of this command
   on each of two nodes, with --node-rank 0 and 1:
   lockstep run train.py --devices 8 --nodes 2 --node-rank 0 --master-addr node1 --max-restarts 3
 """
 COMMANDS = {
     "run": "start a script on all devices of one node or several",
     "checkpoint": "show what a checkpoint holds, convert it, or compare two",
-    "env": "show versions, devices, the cluster that was found, and the variables in force",
+    "env": "show versions, devices, the detected cluster, and the variables in force",
 }
-"""The commands of the core, with a line of help. ``run`` is in this file; the others are functions in files of their
-names. Extensions add theirs (`lockstep.ground.extensions`)."""
+"""Commands of the core, each with a line of help. ``run`` is in this file; each other one is a function in a file of
+its name. Extensions add theirs (`lockstep.ground.extensions`)."""
 MASTER_PORT = 29400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command ``lockstep``; gives the exit code.
+    """Run the command ``lockstep`` and return its exit code.
 
     Args:
-        argv: the words behind it; None: those of this process.
+        argv: arguments that follow ``lockstep``; None: those of this process.
     """
     try:
         code = _run_command(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 128 + signal.SIGPIPE
     return code
@@ -64,19 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
-    if first in ("-h", "--help"):
-        print(_help(), end="")
-        return 0
     if first == "--version":
         print(f"lockstep {sys.modules['lockstep'].__version__}")
         return 0
     if first not in COMMANDS and not is_known("commands", first):
-        there = ", ".join(f"lockstep {name}" for name in _all_commands())
-        print(
-            f"lockstep: {repr(first) if words else 'nothing'} is no command of lockstep; there is: {there}",
-            file=sys.stderr,
-        )
-        return 2
+        # the core's names come first, and no extension can replace them
+        every = COMMANDS | {name: line for name, line in commands().items() if name not in COMMANDS}
+        if first not in ("-h", "--help"):
+            wrong = f"{first!r} is not a command" if words else "no command is given"
+            print(f"lockstep: {wrong}; choose one of: {', '.join(every)}", file=sys.stderr)
+            return 2
+        rows = every | {"--version": "show the version"}
+        width = max(map(len, rows))
+        print("usage: lockstep COMMAND ...\n")
+        print(*(f"  {name:<{width}} {line}" for name, line in rows.items()), sep="\n")
+        print("\n`lockstep COMMAND --help` lists its options.")
+        return 0
     try:
         if first == "run":
             return run(words[1:])
@@ -91,24 +94,11 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return 2
 
 
-def _all_commands() -> dict[str, str]:
-    """Every command with a line of help: those of the core first, whose names nobody can take."""
-    return COMMANDS | {name: line for name, line in commands().items() if name not in COMMANDS}
-
-
-def _help() -> str:
-    rows = _all_commands() | {"--version": "show the version"}
-    width = max(map(len, rows))
-    lines = [f"  {name:<{width}} {line}" for name, line in rows.items()]
-    return "\n".join(["usage: lockstep COMMAND ...", "", *lines, "", "`lockstep COMMAND --help` tells more.", ""])
-
-
 def run(words: Sequence[str]) -> int:
-    """Start what ``lockstep run`` is told by ``words``, wait for its end, and give its exit code.
+    """Start the script and ranks that ``words`` describe, wait for them, and return the exit code.
 
     Raises:
-        MisconfigurationException: with the option, its value, and the way out; this process is a rank itself, or a
-            port is taken.
+        MisconfigurationException: an option is wrong, this process is a rank itself, or the port is in use.
     """
     plan = planned(words)
     from lockstep.launch.elastic_run import start, start_script  # torch's agent costs 0.3 s, and --help needs none
@@ -117,20 +107,25 @@ def run(words: Sequence[str]) -> int:
 
 
 def planned(words: Sequence[str]) -> LaunchPlan:
-    """The words of the command as a plan.
+    """Parse the arguments of ``lockstep run`` into a plan.
 
     Raises:
-        MisconfigurationException: with the option, its value, and the way out.
+        MisconfigurationException: an option is wrong.
     """
     parser = _parser()
     options, script = split(list(words), parser)
     few, most = _nodes(options.nodes)
     devices = _devices(options.devices)
-    address, port = _meeting(options, few, most)
+    address, port = _rendezvous(options, few, most)
     command = words_of(options.module, script)
     check_script("lockstep run", options.module, script)
     if options.lightning:
-        load("services", "Lightning's names")  # refused here where its extension is not there
+        load("services", "Lightning's names")  # raises here, and not once in each rank, if the extension is missing
+    # Without an option for torch's agent the script's own Trainer starts the ranks, as many as its `devices`.
+    defaults = {name: parser.get_default(name) for name in vars(options)}
+    needs_agent = any(
+        value != defaults[name] for name, value in vars(options).items() if name not in ("lightning", "module")
+    )
     from lockstep.launch.elastic_run import LaunchPlan
 
     return LaunchPlan(
@@ -148,21 +143,14 @@ def planned(words: Sequence[str]) -> LaunchPlan:
         patience=options.patience,
         grace=options.shutdown_timeout,
         lightning=options.lightning,
-        by_script=options.lightning and _leaves_ranks_to_the_script(options, parser),
-    )
-
-
-def _leaves_ranks_to_the_script(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Return True if no option needs torch's agent: the script's own Trainer then starts its ranks."""
-    return all(
-        value == parser.get_default(name)
-        for name, value in vars(options).items()
-        if name not in ("lightning", "module")
+        by_script=options.lightning and not needs_agent,
     )
 
 
 def name_of(command: Sequence[str]) -> str:
-    """The name of a run: the script's, and six letters for its arguments, so that the same command has the same one.
+    """Return the name of a run: the script's, and six hex digits of a hash of its arguments.
+
+    The same command has the same name, so that ``--resume`` finds its earlier run.
 
     Example:
         >>> name_of(["train.py", "--lr", "0.1"]) == name_of(["/there/train.py", "--lr", "0.1"])
@@ -176,20 +164,21 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command; what is wrong with them is told in one sentence.
+    """Parser of a command's options. An error is a MisconfigurationException of one sentence.
 
     Args:
-        prog: its name, as it is typed.
-        usage: how it is called; None: as its options say.
-        about: what it does.
-        examples: what stands behind the options.
-        kwargs: of `argparse.ArgumentParser`.
+        prog: name of the command, as it is typed.
+        usage: line of usage; None: derived from the options.
+        about: description, above the options.
+        examples: text below the options.
+        kwargs: further arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(
         self, prog: str, usage: str | None = None, about: str | None = None, examples: str = "", **kwargs: Any
     ) -> None:
         layout = argparse.RawDescriptionHelpFormatter
+        # an abbreviation may be meant for the script, whose arguments follow ours
         super().__init__(prog, usage, about, examples, formatter_class=layout, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
@@ -197,7 +186,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number_from(least: int) -> Callable[[str], int]:
-    """The type of an option that takes whole numbers from ``least`` on."""
+    """Return the argparse type of an option that takes whole numbers from ``least`` on."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -207,43 +196,68 @@ def number_from(least: int) -> Callable[[str], int]:
     return read
 
 
+def check_file(option: str, path: str) -> None:
+    """Refuse a file that a command could not write. Call it before the work that the file is for.
+
+    Args:
+        option: the option that names the file, for the error.
+        path: the file.
+
+    Raises:
+        MisconfigurationException: its folder does not exist, or the file cannot be written there.
+    """
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        why = "it is a folder: give the name of a file"
+    elif not os.path.isdir(folder):
+        why = f"there is no folder {folder!r}: make it, or give another name"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        why = "it cannot be written there: give another name"
+    else:
+        return
+    raise MisconfigurationException(f"{option} {path}: {why}")
+
+
 def _parser() -> CommandParser:
     parser = CommandParser("lockstep run", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
     add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one; with "
-        "--lightning and no other option the script's Trainer starts as many as it is given")  # fmt: skip
-    add("--lightning", action="store_true", help="for a script written for Lightning, unchanged: `lightning` and "
-        "`pytorch_lightning` are lockstep there")  # fmt: skip
+        "--lightning and no other option the script's Trainer starts its own ranks")  # fmt: skip
+    add("--lightning", action="store_true", help="run a script written for Lightning unchanged: its imports of "
+        "`lightning` and `pytorch_lightning` give lockstep")  # fmt: skip
     many = parser.add_argument_group("restarts")
     add = many.add_argument
-    add("--max-restarts", type=number_from(0), default=0, metavar="N", help="how often all ranks are started anew when "
-        "one has failed; each fit then goes on from the newest checkpoint of the run (default: 0)")  # fmt: skip
-    add("--resume", action="store_true", help="go on from what an earlier run of the same command, with --resume or "
-        "--max-restarts, has left, if there is something")  # fmt: skip
+    add("--max-restarts", type=number_from(0), default=0, metavar="N", help="how often all ranks are restarted after "
+        "one has failed; each fit then resumes from the newest checkpoint of the run (default: 0)")  # fmt: skip
+    add("--resume", action="store_true", help="continue an earlier run of the same command, started with --resume or "
+        "--max-restarts, if there is one")  # fmt: skip
     add("--shutdown-timeout", type=number_from(0), default=30, metavar="S", help="seconds that ranks get to end "
         "(default: 30)")  # fmt: skip
     many = parser.add_argument_group("several nodes (start the same command on each)")
     add = many.add_argument
     add("--nodes", default="1", metavar="N", help="how many nodes, or MIN:MAX; default: 1")
-    add("--node-rank", type=int, metavar="I", help="number of this node, from 0; the nodes meet on node 0, which has "
+    add("--node-rank", type=int, metavar="I", help="number of this node, from 0; node 0 hosts the rendezvous and has "
         "rank 0")  # fmt: skip
-    add("--master-addr", metavar="HOST", help="of node 0, as all nodes know it")
-    add("--master-port", type=int, metavar="PORT", help=f"of node 0 (default: {MASTER_PORT})")
-    add("--local-addr", metavar="HOST", help="of this node, as the others know it (default: its host name)")
+    add("--master-addr", metavar="HOST", help="address of node 0 that all nodes can reach")
+    add("--master-port", type=int, metavar="PORT", help=f"port on node 0 (default: {MASTER_PORT})")
+    add("--local-addr", metavar="HOST", help="address of this node that the others can reach (default: its host name)")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="--master-addr and --master-port in one")
-    add("--rdzv-id", default="lockstep", metavar="ID", help="the same on all nodes; tells runs apart that meet at one "
-        "place")  # fmt: skip
+    add("--rdzv-id", default="lockstep", metavar="ID", help="name of the run, the same on all nodes; separates runs "
+        "that use one endpoint")  # fmt: skip
     add("--patience", type=number_from(0), default=600, metavar="S", help="seconds to wait for other nodes (default: "
         "600)")  # fmt: skip
     return parser
 
 
 def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, before the script and directly behind it; and the script with its arguments, of a module these.
+    """Split words into our options, which are before the script or directly after it, and the script's words.
+
+    Returns:
+        the parsed options; and the script with its arguments, or under ``-m`` the arguments alone.
 
     Raises:
-        MisconfigurationException: a word that is no option, or one that stands in both places.
+        MisconfigurationException: an unknown option, or one that is given both before and after the script.
     """
     takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
     front, rest = _ours(words, takes)
@@ -251,21 +265,22 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
     rest = rest[dashes:]
     script = [] if "-m" in front else rest[:1]
     if script and script[0].startswith("-"):
-        raise MisconfigurationException(f"{script[0]} is none of its options: `{parser.prog} --help` lists them")
+        raise MisconfigurationException(f"{script[0]} is not an option: `{parser.prog} --help` lists them")
     own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
-    behind, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
-    twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
+    after, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
+    # argparse would let the second win, which may have been meant for the script
+    twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in after} & takes.keys()
     if twice:
         name, what = min(twice), script[0] if script else "the module"
         raise MisconfigurationException(
-            f"{name} stands before {what} and behind it, where it is lockstep's, too: if it is meant "
-            f"for the script, put -- in front of it: {what} -- {name} ..."
+            f"{name} is given both before and after {what}, and both would be lockstep's. If the second is meant for "
+            f"the script, put -- in front of it: {what} -- {name} ..."
         )
-    return parser.parse_args([*front, *behind]), [*script, *arguments[arguments[:1] == ["--"] :]]
+    return parser.parse_args([*front, *after]), [*script, *arguments[arguments[:1] == ["--"] :]]
 
 
 def _ours(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """The options at the beginning, with their values, and what follows."""
+    """Split off the leading options with their values. Return them, and the words that follow."""
     at = 0
     while at < len(words):
         name, equals, _ = words[at].partition("=")
@@ -279,12 +294,12 @@ def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     few, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < few <= most:
-        raise MisconfigurationException(f"--nodes {text}: give a number from 1, or the fewest and the most, as 1:4")
+        raise MisconfigurationException(f"--nodes {text}: give a number from 1, or MIN:MAX, such as 1:4")
     return few, most
 
 
 def _devices(text: str) -> int:
-    import torch
+    import torch  # late: its import takes 2 s, which help and errors do without
 
     there = torch.accelerator.device_count()
     if text == "auto":
@@ -294,17 +309,8 @@ def _devices(text: str) -> int:
     return int(text)
 
 
-def _endpoint(given: str) -> tuple[str, int]:
-    """Host and port of ``--rdzv-endpoint``."""
-    address, _, text = given.rpartition(":")
-    address, text = (address, text) if address else (text, str(MASTER_PORT))
-    if not text.isdigit():
-        raise MisconfigurationException(f"--rdzv-endpoint {given}: give HOST:PORT")
-    return address, int(text)
-
-
-def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
-    """Where the nodes meet."""
+def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
+    """Return host and port of the nodes' rendezvous; (None, 0) for a single node, which needs none."""
     given = [
         f"--{name.replace('_', '-')} {getattr(options, name)}"
         for name in ("node_rank", "master_addr", "master_port", "local_addr", "rdzv_endpoint")
@@ -313,18 +319,23 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
     if (few, most) == (1, 1):
         if options.node_rank in (None, 0):
             return None, 0
-        raise MisconfigurationException(f"{', '.join(given)}, but --nodes 1: say how many nodes there are by --nodes")
+        raise MisconfigurationException(f"{', '.join(given)}, but --nodes 1: give the number of nodes by --nodes")
     address, port = options.master_addr, options.master_port
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:
             raise MisconfigurationException(
                 f"{', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port"
             )
-        address, port = _endpoint(options.rdzv_endpoint)
+        host, _, number = options.rdzv_endpoint.rpartition(":")
+        if not host:  # without a colon rpartition leaves the host in the last part
+            host, number = number, str(MASTER_PORT)
+        if not number.isdigit():
+            raise MisconfigurationException(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT")
+        address, port = host, int(number)
     if address is None:
         raise MisconfigurationException(
-            f"--nodes {options.nodes} without --master-addr: give the host of node 0, as all nodes know "
-            "it, and --node-rank 0, 1, ... on each"
+            f"--nodes {options.nodes} without --master-addr: give an address of node 0 that all nodes can reach, and "
+            "--node-rank 0, 1, ... on each"
         )
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise MisconfigurationException(
@@ -337,7 +348,7 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
 
 
 def words_of(module: str | None, script: Sequence[str]) -> tuple[str, ...]:
-    """The script with its arguments, or ``-m`` and a module with its.
+    """Return the command line of a run: the script with its arguments, or ``-m``, the module and its arguments.
 
     Example:
         >>> words_of("project.train", ["--lr", "0.1"])
@@ -347,26 +358,23 @@ def words_of(module: str | None, script: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_script(command: str, module: str | None, script: list[str]) -> None:
-    """Refuse a script or a module that is not there.
-
-    Raises:
-        MisconfigurationException: with the folder that this is.
-    """
+    """Raise MisconfigurationException, with the working directory, if the script or the module does not exist."""
     here = os.getcwd()
     if module is not None:
         if not _is_module(module, here):
             raise MisconfigurationException(f"-m {module}: there is no such module in {here} or where packages are")
         return
     if not script:
-        raise MisconfigurationException(f"no script is given: {command} train.py --devices 2; -m for a module")
+        raise MisconfigurationException(f"no script is given: {command} train.py --devices 2, or -m for a module")
     if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
         return
-    what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "is not there"
-    raise MisconfigurationException(f"{script[0]} {what} (this is {here})")
+    what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "does not exist"
+    raise MisconfigurationException(f"{script[0]} {what} (working directory: {here})")
 
 
 def _is_module(name: str, folder: str) -> bool:
-    """Whether ``python -m name`` finds something when it is started in ``folder``."""
+    """Return True if ``python -m name``, started in ``folder``, finds a module."""
+    # `python -m` puts its working directory first; the console script `lockstep` does not
     before = list(sys.path)
     sys.path.insert(0, folder)
     try:

@@ -1,4 +1,4 @@
-"""Where metrics and hyperparameters go. A face: it only re-exports."""
+"""Loggers: destinations of metrics and hyperparameters. This file only re-exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base classes of loggers, and what they share: versions, names of metrics, uploads."""
+"""Base classes of loggers, and what they share: versions, prefixes, uploads of checkpoints, hyperparameters as YAML."""
 
 from __future__ import annotations
 
@@ -27,68 +27,81 @@ from lockstep.ground.rank import rank_zero_only, warn_once
 
 
 class Logger(ABC):
-    """Where metrics and hyperparameters go. Subclass it for a service of your own.
+    """Base class of loggers, which record metrics and hyperparameters. Subclass it for another service.
 
-    The Trainer calls, on all ranks: :meth:`share` before anything else, :meth:`log_hyperparams` and
-    :meth:`log_graph` once when a fit begins, :meth:`log_metrics` every ``log_every_n_steps`` steps and at
-    epoch ends, :meth:`save` after each epoch, :meth:`finalize` at the end. Decorate methods that write by
-    ``@rank_zero_only``, and the property ``experiment`` by ``@rank_zero_experiment``.
+    The Trainer calls on all ranks: :meth:`share` before any other method, :meth:`log_hyperparams` and
+    :meth:`log_graph` once when a fit starts, :meth:`log_metrics` every ``log_every_n_steps`` steps and at epoch
+    ends, :meth:`save` after each epoch, and :meth:`finalize` at the end. Decorate methods that write with
+    ``@rank_zero_only``, and the property ``experiment`` with ``@rank_zero_experiment``.
+
+    Example::
+
+        class PrintLogger(Logger):
+            name, version = "print", 0
+
+            @rank_zero_only
+            def log_metrics(self, metrics, step=None):
+                print(step, metrics)
+
+            @rank_zero_only
+            def log_hyperparams(self, params):
+                print(params)
     """
 
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """The name of the experiment."""
+        """Name of the experiment."""
 
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """The version of the experiment: one run of it."""
+        """Version of the experiment, which identifies one run of it."""
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that holds all experiments; None if nothing is kept in files."""
+        """Folder of all experiments; None if the logger keeps no files."""
         return None
 
     @property
     def root_dir(self) -> str | None:
-        """The folder that holds all versions of the experiment; None if nothing is kept in files."""
+        """Folder of all versions of the experiment; None if the logger keeps no files."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this version; None if nothing is kept in files."""
+        """Folder of this version; None if the logger keeps no files."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """What stands between the group and the name of a metric."""
+        """Separator between the group and the name of a metric."""
         return "/"
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:  # noqa: B027, optional
-        """Take over what rank 0 has chosen, such as the version; nothing by default.
+        """Take over what rank 0 has chosen, such as the version. By default do nothing.
 
         Args:
-            broadcast: gives, on all ranks, what rank 0 called it with.
+            broadcast: function that returns, on all ranks, the value that rank 0 passes.
         """
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers by name, as of `step`."""
+        """Record numbers by name at the optimizer step `step`."""
 
     @abstractmethod
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters."""
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027, optional
-        """Record the graph of `model`, as run on `input_array` or on its ``example_input_array``."""
+        """Record the graph of `model`, traced with `input_array` or with its ``example_input_array``."""
 
-    # Any: overrides name the ModelCheckpoint, whose file names the module, whose file names this one.
+    # Any: an import of ModelCheckpoint would be a circle, since its file imports the module, which imports this one.
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027, optional
-        """Called on rank 0 after a ModelCheckpoint (that it is given) has saved a file."""
+        """Run on rank 0 after the ModelCheckpoint `checkpoint_callback` has saved a file."""
 
     def save(self) -> None:  # noqa: B027, optional
-        """Write what is held back."""
+        """Write buffered values."""
 
     def finalize(self, status: str) -> None:
         """End the experiment; `status` is ``"success"``, ``"failed"`` or ``"finished"``."""
@@ -96,13 +109,13 @@ class Logger(ABC):
 
 
 class DummyExperiment:
-    """Takes any call and any index, and does nothing: the experiment of ranks other than 0."""
+    """Experiment of ranks other than 0. It accepts any call and any index, and does nothing."""
 
     def nop(self, *args: object, **kwargs: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):  # copy and pickle ask for methods that change what they do
+        if name.startswith("__"):  # copy and pickle would call a `__reduce__` or `__deepcopy__` that they find
             raise AttributeError(name)
         return self.nop
 
@@ -113,7 +126,7 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorator of an ``experiment`` getter: the real one on rank 0, a :class:`DummyExperiment` elsewhere."""
+    """Decorate an ``experiment`` getter so that ranks other than 0 get a :class:`DummyExperiment`."""
 
     @functools.wraps(fn)
     def experiment(self: Logger) -> Any:
@@ -123,7 +136,7 @@ def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class DummyLogger(Logger):
-    """Takes all calls and keeps nothing; stands in for the user's logger in a ``fast_dev_run``."""
+    """Logger that accepts all calls and records nothing. It replaces the user's logger in a ``fast_dev_run``."""
 
     @property
     def name(self) -> str:
@@ -135,14 +148,14 @@ class DummyLogger(Logger):
 
     @property
     def experiment(self) -> DummyExperiment:
-        """Takes any call."""
+        """Object that accepts any call."""
         return DummyExperiment()
 
     def log_metrics(self, *args: object, **kwargs: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __getitem__(self, index: object) -> DummyLogger:
         return self
@@ -154,16 +167,16 @@ class DummyLogger(Logger):
 
 
 class FolderLogger(Logger):
-    """A logger that keeps its files in ``save_dir/name/version_N``.
-
-    Without a `version`, the next free number is taken by *making* the folder, so that two runs that start at
-    once do not get the same one. Rank 0 does so, the others are told by :meth:`share`.
+    """Base class of loggers that keep files, in ``save_dir/name/version_N``.
 
     Args:
-        save_dir: a local folder.
-        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
-        version: a number, or a string that is the folder's whole name. None: the next free number.
-        prefix: put in front of the names of metrics, with ``-`` between.
+        save_dir: local folder.
+        name: name of the experiment; ``""`` or None: versions are in `save_dir` itself.
+        version: number, or a string that is the whole name of the folder; None: the next free number.
+        prefix: prefix of the names of metrics, followed by ``-``.
+
+    Raises:
+        MisconfigurationException: `save_dir` is a URL.
     """
 
     LOGGER_JOIN_CHAR = "-"
@@ -175,8 +188,8 @@ class FolderLogger(Logger):
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
         if "://" in self._save_dir:
             raise MisconfigurationException(
-                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs are kept in a local folder, "
-                "not at a URL; choose one."
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs cannot be written to a URL; choose a local "
+                "folder."
             )
         self._name = name or ""
         self._version = version
@@ -191,7 +204,7 @@ class FolderLogger(Logger):
     @property
     def version(self) -> int | str:
         if self._version is None:
-            if rank_zero_only.rank != 0:  # only a guess, until rank 0 has made the folder and told
+            if rank_zero_only.rank != 0:  # a guess, until `share` brings the version that rank 0 has claimed
                 return _next_version(Path(self.root_dir))
             with self._writing():
                 self._version = claim_version(self.root_dir, type(self).__qualname__)
@@ -227,7 +240,8 @@ class FolderLogger(Logger):
 
     @rank_zero_only
     def begin_hparams_file(self) -> None:
-        """Have a file of hyperparameters, if an empty one: scripts hand its name to ``load_from_checkpoint``."""
+        """Write a file of hyperparameters if there is none yet, an empty one without any."""
+        # scripts for Lightning pass its name to `load_from_checkpoint`, also for modules without hyperparameters
         if not os.path.exists(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
             self._write_hparams()
 
@@ -237,7 +251,7 @@ class FolderLogger(Logger):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Says of a folder that cannot be written whose it is, and what to do."""
+        """Turn an OSError into an error that names the logger and its folder."""
         try:
             yield
         except OSError as error:
@@ -247,7 +261,7 @@ class FolderLogger(Logger):
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files stay in this process. A copy in another one logs to the same version, so it is chosen now.
+        # Open files stay in this process. A copy in another process logs to the same version: choose it now.
         return {**self.__dict__, "_version": self.version, "_experiment": None}
 
 
@@ -257,20 +271,21 @@ def _next_version(root: Path) -> int:
 
 
 def claim_version(root: str | os.PathLike[str], kind: str = "") -> int:
-    """The next free N, taken by making the folder ``root/version_N``, which only one process can.
+    """Return the next free N and make the folder ``root/version_N``.
 
-    Loggers of several kinds in one run get the same folder: one that this process has made, in which no file
-    is yet and no logger of this `kind`.
+    Loggers of several kinds in one run share a folder.
     """
     folder = Path(root).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     version = _next_version(folder)
     latest = folder / f"version_{version - 1}"
+    # made by this process, still empty, and without a logger of this kind: it belongs to the same run
     if kind not in _made.get(latest, {kind}) and not os.listdir(latest):
         _made[latest].add(kind)
         return version - 1
     while True:
         try:
+            # only one process can make it, so that two runs that start at once get two versions
             (folder / f"version_{version}").mkdir()
         except FileExistsError:
             version += 1
@@ -279,19 +294,19 @@ def claim_version(root: str | os.PathLike[str], kind: str = "") -> int:
             return version
 
 
-#: the folders that this process has made, and the kinds of loggers that keep their files in each
+#: folders that this process has made, and the kinds of loggers that keep files in each
 _made: dict[Path, set[str]] = {}
 
 
 def prefixed(metrics: Mapping[str, Any], prefix: str, join: str) -> dict[str, Any]:
-    """`metrics` with `prefix` and `join` in front of each name; without a prefix a copy."""
+    """Return a copy of `metrics`, with `prefix` and `join` in front of each name if there is a prefix."""
     return {f"{prefix}{join}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 # -- uploads of checkpoints ----------------------------------------------------------------------------------
 
 
-#: the settings of a ModelCheckpoint that are uploaded along with its files
+#: settings of a ModelCheckpoint that are uploaded with its files
 _SETTINGS = (
     "monitor",
     "mode",
@@ -305,14 +320,14 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Upload:
-    """A checkpoint to be uploaded.
+    """Checkpoint to upload.
 
     Attributes:
         path: the file.
-        score: its value of the monitored metric, None without one.
-        aliases: ``"latest"``, and ``"best"`` for the callback's best.
-        kind: the class of the callback.
-        settings: the callback's settings by name.
+        score: value of the monitored metric; None without one.
+        aliases: ``"latest"``, and ``"best"`` for the best checkpoint of the callback.
+        kind: class name of the callback.
+        settings: settings of the callback, by name.
     """
 
     path: str
@@ -322,12 +337,12 @@ class Upload:
     settings: dict[str, Any]
 
     def metadata(self, kind: str) -> dict[str, Any]:
-        """What is kept beside the file, as plain values: the settings under `kind`."""
+        """Return what is uploaded with the file, as plain values, with the callback's settings under `kind`."""
         return {"score": self.score, "original_filename": Path(self.path).name, kind: self.settings}
 
 
 class SavesCheckpoints(Protocol):
-    """What a logger reads of a ModelCheckpoint."""
+    """Attributes of a ModelCheckpoint that loggers read."""
 
     dirpath: str | None
     save_top_k: int
@@ -339,11 +354,11 @@ class SavesCheckpoints(Protocol):
 
 
 class Uploads:
-    """What ``log_model`` means, and which files have been uploaded.
+    """Schedule of uploads that a logger's ``log_model`` asks for, and record of the files uploaded so far.
 
     Args:
-        when: False: never; True: what there is at the end, or at once where every checkpoint is kept
-            (``save_top_k=-1``); ``"all"``: each as soon as it is saved.
+        when: False: never. ``"all"``: each checkpoint as soon as it is saved. True: the checkpoints that exist at
+            the end of the run; but each as soon as it is saved if all are kept (``save_top_k=-1``).
     """
 
     def __init__(self, when: Literal["all"] | bool) -> None:
@@ -352,7 +367,7 @@ class Uploads:
         self._at_end: dict[int, SavesCheckpoints] = {}
 
     def after_save(self, callback: SavesCheckpoints) -> list[Upload]:
-        """What to upload now that `callback` has saved a file."""
+        """Return what to upload now that `callback` has saved a file."""
         if self.when == "all" or (self.when is True and callback.save_top_k == -1):
             return self.new(callback)
         if self.when is True:
@@ -360,21 +375,23 @@ class Uploads:
         return []
 
     def at_end(self) -> list[Upload]:
-        """What is left to upload when a run has ended."""
+        """Return what is still to be uploaded at the end of a run."""
         return [upload for callback in self._at_end.values() for upload in self.new(callback)]
 
     def new(self, callback: SavesCheckpoints) -> list[Upload]:
-        """The files of `callback` that have not been uploaded as they are now, oldest first; they then count so."""
+        """Return the new and changed files of `callback`, oldest first, and record them as uploaded."""
         scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
         scores.update(callback.best_k_models)
         found = []
         for path, score in scores.items():
-            # a path may come from a checkpoint, which anybody may have made: what lies elsewhere is not sent away
+            # Paths may come from a checkpoint of another author: upload no file from outside the callback's folder.
             if not (path and callback.dirpath and storage.lies_in(path, callback.dirpath)):
                 continue
             if Path(path).is_dir():
-                said = f"log_model={self.when!r}: checkpoints in parts are not uploaded: {path!r} is a folder."
-                warn_once(said, key="a checkpoint in parts is not uploaded")
+                warn_once(
+                    f"log_model={self.when!r}: {path!r} is a folder, and checkpoints in parts are not uploaded.",
+                    key="a checkpoint in parts is not uploaded",
+                )
             if not Path(path).is_file():
                 continue
             changed = Path(path).stat().st_mtime
@@ -388,7 +405,7 @@ class Uploads:
                 path,
                 score.item() if isinstance(score, Tensor) else score,
                 ["latest", "best"] if path == best else ["latest"],
-                callback.__class__.__name__,  # not type(): a weak proxy stands for the callback
+                callback.__class__.__name__,  # not type(): the callback may be a weak proxy
                 settings,
             )
             for _, path, score in sorted(found, key=lambda each: each[:2])
@@ -402,12 +419,12 @@ class Uploads:
 
 
 def as_dict(params: Mapping[str, Any] | Namespace | None) -> dict[str, Any]:
-    """`params` (a mapping, Namespace or None) as a new dict."""
+    """Return a mapping, Namespace or None as a new dict."""
     return dict(vars(params) if isinstance(params, Namespace) else params or {})
 
 
 def flattened(params: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
-    """A nested mapping as a flat one: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``; lists of mappings too."""
+    """Flatten nested mappings and lists of mappings: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{above}/{key}" if above else str(key)
@@ -419,14 +436,17 @@ def flattened(params: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 
 
 def _nested(value: object) -> Any:
-    """Namespaces and dataclasses as dicts, all else as it is."""
+    """Return a Namespace or dataclass as a dict, and any other value unchanged."""
     if isinstance(value, Namespace):
         return vars(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def as_json(value: object) -> Any:
-    """`value` in JSON's words: numbers of NumPy and torch as numbers, functions and classes by name, else ``str``."""
+    """Return `value` in JSON's types.
+
+    Scalars of NumPy and torch become numbers, functions and classes their names, other objects ``str(value)``.
+    """
     inner = _nested(value)
     if isinstance(inner, Mapping):
         return {str(key): as_json(item) for key, item in inner.items()}
@@ -442,13 +462,13 @@ def as_json(value: object) -> Any:
 
 
 def write_hparams(folder: str, params: Mapping[Any, Any], name: str = "hparams.yaml") -> None:
-    """Write `params` to the YAML file `name` in `folder`, which is made."""
+    """Write `params` to the YAML file `name` in `folder`, and make the folder if needed."""
     os.makedirs(folder, exist_ok=True)
     Path(folder, name).write_text(as_yaml(params), encoding="utf-8")
 
 
 def as_yaml(params: Mapping[Any, Any]) -> str:
-    """`params` as YAML; what YAML has no word for is written as ``str`` of it. PyYAML is not needed."""
+    """Return `params` as YAML, without PyYAML. Objects without a type in YAML become ``str(value)``."""
     return "".join(f"{line}\n" for line in _yaml_lines(params)) or "{}\n"
 
 
@@ -472,18 +492,14 @@ def _yaml_flow(value: object) -> str:
     return _yaml_scalar(inner)
 
 
-#: strings that need no quotes: they begin with a letter and are no other word of YAML's
+#: strings that YAML 1.1 reads as strings without quotes
 _PLAIN = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII)
-
-
-def _name_of(member: Enum) -> Any:
-    """The name of a member; the value of several flags together, which are no member."""
-    return member.name if member.name in type(member).__members__ else member.value
 
 
 def _yaml_scalar(value: object) -> str:
     if isinstance(value, Enum):
-        value = _name_of(value)
+        # a combination of flags has no member, only a value
+        value = value.name if value.name in type(value).__members__ else value.value
     elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
         value = value.item()
     if value is None or isinstance(value, (bool, int)):
@@ -492,7 +508,7 @@ def _yaml_scalar(value: object) -> str:
         text = repr(float(value))
         if text in ("inf", "-inf", "nan"):
             return text.replace("inf", ".inf").replace("nan", ".nan")
-        # to YAML 1.1, 1e-05 is a string
+        # YAML 1.1 reads 1e-05 as a string
         return text if "." in text else text.replace("e", ".0e")
     text = value if isinstance(value, str) else str(value)
     if _PLAIN.fullmatch(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,54 +19,51 @@ from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment, w
 
 
 class ExperimentWriter:
-    """The files ``metrics.csv`` and ``hparams.yaml`` in `log_dir`.
+    """Writer of the files ``metrics.csv`` and ``hparams.yaml`` in `log_dir`.
 
-    The table has a row for each call and a column for each name ever seen. Rows are held back until :meth:`save`.
+    The table has a row for each call of :meth:`log_metrics` and a column for each name. Rows are buffered until
+    :meth:`save`.
 
     Args:
-        log_dir: a local folder, which is made.
-        go_on: add to a table that is there. By default a table that an earlier run left under this name is kept as
+        log_dir: local folder; it is made if needed.
+        append: add rows to an existing table. By default the table of an earlier run is renamed to
             ``metrics.1.csv`` (``.2`` ...).
     """
 
     NAME_METRICS_FILE = "metrics.csv"
     NAME_HPARAMS_FILE = "hparams.yaml"
 
-    def __init__(self, log_dir: str, go_on: bool = False) -> None:
+    def __init__(self, log_dir: str, append: bool = False) -> None:
         self.log_dir = log_dir
         self.hparams: dict[str, Any] = {}
         self.metrics: list[dict[str, Any]] = []
         self.metrics_keys: list[str] = []
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         os.makedirs(log_dir, exist_ok=True)
-        if go_on:
+        table = Path(self.metrics_file_path)
+        if append:
             self.read_columns()
-        else:
-            self._set_aside()
+        elif table.exists():
+            number = 1
+            while table.with_suffix(f".{number}.csv").exists():
+                number += 1
+            earlier = table.rename(table.with_suffix(f".{number}.csv"))
+            rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {earlier.name!r}.")
 
     def read_columns(self) -> None:
-        """Take over the columns of the table as it is now: another process may have written to it."""
+        """Read the columns of the table, to which another process may have added some."""
         if os.path.exists(self.metrics_file_path):
             with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
                 self.metrics_keys = next(csv.reader(file), [])
 
-    def _set_aside(self) -> None:
-        earlier = Path(self.metrics_file_path)
-        if not earlier.exists():
-            return
-        number = 1
-        while earlier.with_suffix(f".{number}.csv").exists():
-            number += 1
-        aside = earlier.rename(earlier.with_suffix(f".{number}.csv"))
-        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {aside.name!r}.")
-
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add `params` to the hyperparameters known, and write all to ``hparams.yaml``."""
+        """Add `params` to the hyperparameters, and write all to ``hparams.yaml``."""
         self.hparams.update(params)
         write_hparams(self.log_dir, self.hparams, self.NAME_HPARAMS_FILE)
 
+    # Lightning's name, which subclasses in other packages read; fsspec is slow to import
     @property
-    def _fs(self) -> Any:  # Lightning's name, which subclasses in other packages read
+    def _fs(self) -> Any:
         return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
@@ -75,47 +73,40 @@ class ExperimentWriter:
         self.metrics.append(row)
 
     def save(self) -> None:
-        """Write the rows that are held back. A new column means that the table is written anew."""
+        """Write the buffered rows. A new column makes the whole table be rewritten."""
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self.metrics_keys)
         if new:
-            self._add_columns(new)
+            rows: list[dict[str, Any]] = []
+            if self.metrics_keys:
+                with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+                    rows = list(csv.DictReader(file))
+            self.metrics_keys = sorted({*self.metrics_keys, *new})
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+            # to a temporary file that is renamed: a kill here must not lose the rows of days
+            with storage.replacing(self.metrics_file_path) as binary:
+                binary.write(text.getvalue().encode())
         with open(self.metrics_file_path, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         self.metrics = []
 
-    def _add_columns(self, new: set[str]) -> None:
-        rows: list[dict[str, Any]] = []
-        if self.metrics_keys:
-            with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-        self.metrics_keys = sorted({*self.metrics_keys, *new})
-        # Beside and renamed: the rows of days must not depend on this moment.
-        with storage.replacing(self.metrics_file_path) as binary:
-            lines = _Lines()
-            writer = csv.DictWriter(lines, self.metrics_keys)
-            writer.writeheader()
-            writer.writerows(rows)
-            binary.write("".join(lines).encode())
-
-
-class _Lines(list[str]):
-    """What `csv` writes to, line by line."""
-
-    write = list.append
-
 
 class CSVLogger(FolderLogger):
-    """Keeps metrics in ``save_dir/name/version_N/metrics.csv`` and hyperparameters in ``hparams.yaml``.
+    """Logger that keeps metrics in ``save_dir/name/version_N/metrics.csv`` and hyperparameters in ``hparams.yaml``.
 
     Args:
-        save_dir: a local folder.
-        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
-        version: a number, or a string that is the folder's whole name. None: the next free number.
-        prefix: put in front of the names of metrics, with ``-`` between.
-        flush_logs_every_n_steps: rows are written to the disk whenever that many steps have passed, and
-            whenever :meth:`save` is called.
+        save_dir: local folder.
+        name: name of the experiment; ``""`` or None: versions are in `save_dir` itself.
+        version: number, or a string that is the whole name of the folder; None: the next free number.
+        prefix: prefix of the names of metrics, followed by ``-``.
+        flush_logs_every_n_steps: number of steps after which buffered rows are written; :meth:`save` writes them too.
+
+    Raises:
+        MisconfigurationException: `save_dir` is a URL, or, when something is logged, cannot be written.
 
     Example::
 
@@ -131,51 +122,52 @@ class CSVLogger(FolderLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        self._begun = False  # whether the table in the folder is this run's
+        self._owns_table = False  # the table in the folder is this run's, not an earlier one's
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
-        self._flushed = 0  # how many times that many steps had passed when rows were last written
+        self._flushes = 0  # intervals of that many steps that had passed when rows were last written
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The table's writer; on ranks other than 0 something that takes any call."""
+        """Writer of the table; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
             with self._writing():
-                self._experiment = ExperimentWriter(self.log_dir, go_on=self._begun)
-            self._begun = True
+                self._experiment = ExperimentWriter(self.log_dir, append=self._owns_table)
+            self._owns_table = True
         writer: ExperimentWriter = self._experiment
         return writer
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row for `step`; by default steps are counted."""
+        """Add a row for `step`; by default for the number of buffered rows."""
         if step is None:
             step = len(self.experiment.metrics)
         self.experiment.log_metrics(self._prefixed(metrics), step)
-        if (step + 1) // self._flush_logs_every_n_steps != self._flushed:
+        # not `step % n`: with log_every_n_steps the steps of rows may never be multiples of n
+        if (step + 1) // self._flush_logs_every_n_steps != self._flushes:
             self.save()
-            self._flushed = (step + 1) // self._flush_logs_every_n_steps
+            self._flushes = (step + 1) // self._flush_logs_every_n_steps
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: object) -> None:
-        """Add `params` to those known, and write all to ``hparams.yaml``."""
+        """Add `params` to the hyperparameters, and write all to ``hparams.yaml``."""
         self.hparams.update(as_dict(params))
         with self._writing():
             self.experiment.log_hparams(self.hparams)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the rows that are held back."""
+        """Write the buffered rows."""
         if self._experiment is not None:
             with self._writing():
                 self._experiment.save()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process adds to the table of this run: the rows so far are written, an earlier run's are
-        # set aside, and what the copy writes is read before this one goes on.
+        # A copy in another process adds to the table of this run. So write the rows so far, or rename the table of an
+        # earlier run; and forget the columns, since the copy may add some before this process writes again.
         if rank_zero_only.rank == 0:
-            if self._begun or os.path.exists(os.path.join(self.log_dir, ExperimentWriter.NAME_METRICS_FILE)):
+            if self._owns_table or os.path.exists(os.path.join(self.log_dir, ExperimentWriter.NAME_METRICS_FILE)):
                 self.experiment.save()
                 self._experiment = None
-            self._begun = True
+            self._owns_table = True
         return super().__getstate__()

@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 
 _FILE = "file:"
-#: what MLflow takes at most in one message
+#: most parameters and most metrics that MLflow accepts in one message
 _PARAMS, _METRICS = 100, 1000
-#: what MLflow calls the end of a run
+#: MLflow's names for the ends of a run
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-#: addresses that loggers have set in MLflow, which notes them in MLFLOW_TRACKING_URI: no choice of the user's
+#: addresses that loggers have set in MLflow, which exports them as MLFLOW_TRACKING_URI: the user did not choose them
 _announced: set[str] = set()
 
 
 class MLFlowLogger(Logger):
-    """Keeps metrics, hyperparameters and, if asked to, checkpoints in a run of MLflow.
+    """Logger that keeps metrics, hyperparameters and, with `log_model`, checkpoints in a run of MLflow.
 
-    Needs the extra ``mlflow``, which brings ``mlflow-skinny`` and what its SQLite store takes.
-    The whole ``mlflow`` does as well, and has the page to look at: ``mlflow ui --backend-store-uri <tracking_uri>``.
-    The run begins when something is first logged, on rank 0.
+    Needs the extra ``mlflow``, which installs ``mlflow-skinny`` and the packages of its SQLite store. The full
+    ``mlflow`` works too, and has a web page: ``mlflow ui --backend-store-uri <tracking_uri>``. The run is created on
+    rank 0 when something is first logged.
 
     Args:
-        experiment_name: the experiment, made if there is none of this name.
-        run_name: the name shown for the run; replaces the tag ``mlflow.runName``.
-        tracking_uri: where the runs are: the address of a server, ``sqlite:///runs.db``, ``file:folder``. By default
-            the variable ``MLFLOW_TRACKING_URI``, else the SQLite file ``mlflow.db`` in `save_dir`. (Without SQLAlchemy:
-            files in `save_dir`, which newer MLflow only takes if ``MLFLOW_ALLOW_FILE_STORE=true``.)
+        experiment_name: name of the experiment; it is created if it does not exist.
+        run_name: displayed name of the run; replaces the tag ``mlflow.runName``.
+        tracking_uri: store of the runs: address of a server, ``sqlite:///runs.db`` or ``file:folder``. By default the
+            variable ``MLFLOW_TRACKING_URI``, else the SQLite file ``mlflow.db`` in `save_dir`. (Without SQLAlchemy:
+            files in `save_dir`, which newer MLflow accepts only with ``MLFLOW_ALLOW_FILE_STORE=true``.)
         tags: tags of the run.
-        save_dir: the folder of runs where there is no `tracking_uri`.
-        log_model: upload checkpoints as artifacts, each in a folder of its name beside ``metadata.yaml`` and
-            ``aliases.txt``: ``"all"``: when it is saved; True: what there is when a run has ended (each, if
-            ``save_top_k=-1``).
-        prefix: put in front of the names of metrics, with ``-`` between.
-        artifact_location: where the artifacts of a new experiment go; by default MLflow chooses, or ``artifacts`` in
-            `save_dir`.
-        run_id: a run to go on with.
-        synchronous: wait for each message to arrive, or send in the background; None: as MLflow does by default.
+        save_dir: folder of the store if there is no `tracking_uri`.
+        log_model: upload checkpoints as artifacts, each to a folder of its name with ``metadata.yaml`` and
+            ``aliases.txt``. ``"all"``: each when it is saved. True: those that exist at the end of the run, or each
+            when it is saved if all are kept (``save_top_k=-1``).
+        prefix: prefix of the names of metrics, followed by ``-``.
+        artifact_location: destination of the artifacts of a new experiment; by default MLflow's choice for a
+            `tracking_uri`, else ``artifacts`` in `save_dir`.
+        run_id: id of an existing run to continue.
+        synchronous: wait for each message (True) or send in the background (False); None: MLflow's default.
 
     Raises:
         ModuleNotFoundError: mlflow is not installed.
@@ -93,7 +93,7 @@ class MLFlowLogger(Logger):
         self._save_dir: str | None = None
         uri = tracking_uri or MLFLOW_TRACKING_URI.get()
         if not tracking_uri and uri in _announced:
-            uri = None
+            uri = None  # the variable is another logger's doing
         if not uri:
             self._save_dir = os.fspath(save_dir or "./mlruns")
             uri = f"{_FILE}{self._save_dir}"
@@ -117,7 +117,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``MlflowClient``, its run begun; on ranks other than 0 something that takes any call."""
+        """``MlflowClient`` whose run has been created; on ranks other than 0 an object that accepts any call."""
         if self._client is None:
             import mlflow
             from mlflow.environment_variables import MLFLOW_TRACKING_URI
@@ -127,16 +127,16 @@ class MLFlowLogger(Logger):
                 os.makedirs(self._save_dir, exist_ok=True)
             if MLFLOW_TRACKING_URI.get() != self._tracking_uri:
                 _announced.add(self._tracking_uri)
-                mlflow.set_tracking_uri(self._tracking_uri)  # for what the user calls of MLflow beside this
+                mlflow.set_tracking_uri(self._tracking_uri)  # for the user's own calls of mlflow
             client = MlflowClient(self._tracking_uri)
             if self._run_id is None:
-                self._run_id = self._begin(client)
+                self._run_id = self._create_run(client)
             else:
                 self._experiment_id = client.get_run(self._run_id).info.experiment_id
             self._client = client
         return self._client
 
-    def _begin(self, client: MlflowClient) -> str:
+    def _create_run(self, client: MlflowClient) -> str:
         from mlflow.tracking.context.registry import resolve_tags
         from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
@@ -144,7 +144,7 @@ class MLFlowLogger(Logger):
         if found is not None and found.lifecycle_stage != "deleted":
             self._experiment_id = found.experiment_id
         else:
-            rank_zero_info(f"MLFlowLogger: a new experiment {self._experiment_name!r} at {self._tracking_uri}")
+            rank_zero_info(f"MLFlowLogger: created the experiment {self._experiment_name!r} at {self._tracking_uri}")
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         if self._run_name is not None:
             self.tags = {**(self.tags or {}), MLFLOW_RUN_NAME: self._run_name}
@@ -153,29 +153,29 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, which is begun if there is none; on ranks other than 0 what :meth:`share` brought."""
+        """Id of the run. Reading it on rank 0 creates the run; other ranks receive it by :meth:`share`."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """The id of the experiment, which is made if there is none."""
+        """Id of the experiment. Reading it on rank 0 creates the experiment and the run."""
         _ = self.experiment
         return self._experiment_id
 
     @property
     def name(self) -> str | None:
-        """The id of the experiment."""
+        """Id of the experiment, as in Lightning."""
         return self.experiment_id
 
     @property
     def version(self) -> str | None:
-        """The id of the run."""
+        """Id of the run."""
         return self.run_id
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of the runs, where they are kept in one; None for a server or a database of your own."""
+        """Folder of the store; None for a server or a database that `tracking_uri` names."""
         return self._save_dir
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
@@ -183,19 +183,19 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers; text is left out, and characters that MLflow takes in no name are."""
+        """Record numbers. Warn about text, which is left out, and about names that MLflow does not accept."""
         from mlflow.entities import Metric
 
         now, found = int(time.time() * 1000), []
         for name, value in prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
-                warn_once(f"MLFlowLogger: the metric {name!r} is text and is left out.")
+                warn_once(f"MLFlowLogger: the metric {name!r} is text, not a number, and is left out.")
                 continue
             allowed = re.sub(r"[^a-zA-Z0-9_/. -]+", "", name)
             if allowed != name:
                 warn_once(
-                    f"MLFlowLogger: MLflow takes only letters, digits and _ / . - and spaces in the names of metrics: "
-                    f"{name!r} is recorded as {allowed!r}.",
+                    f"MLFlowLogger: the metric {name!r} is recorded as {allowed!r}. MLflow accepts only letters, "
+                    "digits, spaces and _ / . - in names.",
                     category=RuntimeWarning,
                 )
             found.append(Metric(key=allowed, value=float(value), timestamp=now, step=step or 0))
@@ -204,10 +204,11 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
-        """Record hyperparameters as text, nested ones as ``outer/inner``, cut where MLflow would refuse them."""
+        """Record hyperparameters as text, nested ones as ``outer/inner``, cut to MLflow's maximum length."""
         from mlflow.entities import Param
         from mlflow.utils import validation
 
+        # MLflow's limit has grown over its versions, and longer text is an error
         longest = getattr(validation, "MAX_PARAM_VAL_LENGTH", 250)
         found = [Param(name, str(value)[:longest]) for name, value in flattened(as_dict(params)).items()]
         for start in range(0, len(found), _PARAMS):
@@ -221,7 +222,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Upload what `log_model` has left to the end, and tell MLflow how the run ended."""
+        """Upload the checkpoints that `log_model` asks for, and set the status of the run."""
         if self._client is None:
             return
         self._upload(self._uploads.at_end())
@@ -229,14 +230,14 @@ class MLFlowLogger(Logger):
 
     def _upload(self, uploads: list[Upload]) -> None:
         for upload in uploads:
-            folder_there = Path(upload.path).stem
-            self.experiment.log_artifact(self.run_id, upload.path, folder_there)
+            target = Path(upload.path).stem
+            self.experiment.log_artifact(self.run_id, upload.path, target)
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "metadata.yaml").write_text(as_yaml(upload.metadata("Checkpoint")), encoding="utf-8")
                 Path(folder, "aliases.txt").write_text(str(upload.aliases), encoding="utf-8")
-                self.experiment.log_artifacts(self.run_id, folder, folder_there)
+                self.experiment.log_artifacts(self.run_id, folder, target)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process logs to the same run, by a connection of its own.
+        # A copy in another process logs to the same run, over its own connection.
         run = self.run_id if rank_zero_only.rank == 0 else self._run_id
         return {**self.__dict__, "_client": None, "_run_id": run}

@@ -1,4 +1,4 @@
-"""TensorBoardLogger, and which logger a Trainer has by default."""
+"""TensorBoardLogger, and the choice of a Trainer's default logger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.loggers.csv import CSVLogger
 
 
 def default_logger(root_dir: str | os.PathLike[str]) -> Logger:
-    """What ``Trainer(logger=True)`` means: TensorBoard where it is installed, a CSV file otherwise."""
+    """Return the logger of ``Trainer(logger=True)``: TensorBoardLogger if tensorboard is installed, else CSVLogger."""
     return (TensorBoardLogger if _is_installed() else CSVLogger)(root_dir)
 
 
@@ -29,23 +29,29 @@ def _is_installed() -> bool:
 
 
 class TensorBoardLogger(FolderLogger):
-    """Keeps metrics in TensorBoard's format in ``save_dir/name/version_N``, hyperparameters also as YAML.
+    """Logger that keeps metrics in TensorBoard's format in ``save_dir/name/version_N``.
 
-    Look at them by ``tensorboard --logdir save_dir``. Needs the extra ``tensorboard``.
+    Hyperparameters are recorded for TensorBoard and in ``hparams.yaml``. View both with
+    ``tensorboard --logdir save_dir``. Needs the extra ``tensorboard``.
 
     Args:
-        save_dir: a local folder.
-        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
-        version: a number, or a string that is the folder's whole name. None: the next free number.
+        save_dir: local folder.
+        name: name of the experiment; ``""`` or None: versions are in `save_dir` itself.
+        version: number, or a string that is the whole name of the folder; None: the next free number.
         log_graph: record the graph of the model, which needs an ``example_input_array``.
-        default_hp_metric: give hyperparameters without a metric the metric ``hp_metric`` = -1, without which
-            TensorBoard does not show them.
-        prefix: put in front of the names of metrics, with ``-`` between.
-        sub_dir: a folder inside the version's, for the files of TensorBoard.
-        kwargs: handed to ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue``, ``flush_secs``.
+        default_hp_metric: record hyperparameters without a metric with ``hp_metric`` = -1. TensorBoard shows no
+            hyperparameters without a metric.
+        prefix: prefix of the names of metrics, followed by ``-``.
+        sub_dir: subfolder of the version's folder for the files of TensorBoard.
+        kwargs: further arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue``, ``flush_secs``.
 
     Raises:
         ModuleNotFoundError: tensorboard is not installed.
+        MisconfigurationException: `save_dir` is a URL, or, when something is logged, cannot be written.
+
+    Example::
+
+        Trainer(logger=TensorBoardLogger("logs", name="digits"))
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """The folder inside the version's, if there is one."""
+        """Subfolder for the files of TensorBoard, or None."""
         return self._sub_dir
 
     @property
@@ -79,7 +85,7 @@ class TensorBoardLogger(FolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``SummaryWriter``; on ranks other than 0 something that takes any call."""
+        """``SummaryWriter``; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -92,7 +98,7 @@ class TensorBoardLogger(FolderLogger):
         """Record numbers, and dicts of numbers as several curves in one chart.
 
         Raises:
-            ValueError: a value is neither.
+            ValueError: a value is neither a number nor a dict of numbers.
         """
         for name, value in self._prefixed(metrics).items():
             if isinstance(value, Mapping):
@@ -102,8 +108,8 @@ class TensorBoardLogger(FolderLogger):
                 number = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"log_metrics: {name!r} is {value!r}, no number: log numbers, tensors of one element, or "
-                    "dicts of them."
+                    f"log_metrics: {name!r} is {value!r}, not a number; log numbers, tensors of one element, or dicts "
+                    "of them."
                 ) from error
             self.experiment.add_scalar(name, number, step)
 
@@ -111,25 +117,25 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters, with the `metrics` (by name, or one number) that they led to."""
+        """Record hyperparameters, with the `metrics` (by name, or one number) that they resulted in."""
         self.hparams.update(as_dict(params))
         self._write_hparams()
         if metrics is None and self._default_hp_metric:
             metrics = -1
-        if metrics is None:
+        if metrics is None:  # without a metric TensorBoard would not show them
             return
         by_name = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
         self.log_metrics(by_name, step)
         from torch.utils.tensorboard.summary import hparams
 
-        shown = {name: _shown(value) for name, value in flattened(as_dict(params)).items()}
+        values = {name: _plain_value(value) for name, value in flattened(as_dict(params)).items()}
         writer = self.experiment._get_file_writer()
-        for summary in hparams(shown, {name: float(value) for name, value in by_name.items()}):
+        for summary in hparams(values, {name: float(value) for name, value in by_name.items()}):
             writer.add_summary(summary, step)
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
-        """Record the graph of `model`, if the logger was made with ``log_graph=True``."""
+        """Record the graph of `model` if the logger has ``log_graph=True``. Warn if there is no example input."""
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
@@ -144,26 +150,27 @@ class TensorBoardLogger(FolderLogger):
         if parameter is not None:
             example = move_data_to_device(example, parameter.device)
         module: Any = model
-        is_alone = getattr(module, "_trainer", self) is None  # a LightningModule that no Trainer has
-        with module._seen_by_torchscript() if is_alone else nullcontext():
+        # torch.jit.trace reads every property, and those that need a Trainer raise without one
+        is_detached = getattr(module, "_trainer", self) is None
+        with module._seen_by_torchscript() if is_detached else nullcontext():
             self.experiment.add_graph(model, example)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is held back."""
+        """Write buffered values."""
         if self._experiment is not None:
             self._experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what is held back and close the file; logging on opens another one beside it."""
+        """Write buffered values and close the file. Later values go to a second file in the same folder."""
         if self._experiment is not None:
             self._experiment.close()
             self._experiment = None
 
 
-def _shown(value: object) -> bool | int | float | str:
-    """`value` as TensorBoard takes it: a number, or text."""
+def _plain_value(value: object) -> bool | int | float | str:
+    """Return a hyperparameter in a type that TensorBoard accepts: a number or text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     return value if isinstance(value, (bool, int, float, str)) else str(value)

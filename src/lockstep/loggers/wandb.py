@@ -28,37 +28,39 @@ if TYPE_CHECKING:
     from wandb import Run
 
 
-#: the x axis of all metrics
+#: x axis of all metrics
 STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
-    """Keeps metrics, media, hyperparameters and, if asked to, checkpoints in a run of Weights & Biases.
+    """Logger that keeps metrics, media, hyperparameters and, with `log_model`, checkpoints in a run of W&B.
 
-    Needs the extra ``wandb``. The run begins when something is first logged, on rank 0; it ends
-    with the process, or by ``wandb.finish()``, so that ``fit`` and ``test`` share it.
+    Needs the extra ``wandb``. The run starts on rank 0 when something is first logged. It ends with the process or
+    with ``wandb.finish()``, so that ``fit`` and ``test`` share a run.
 
     Args:
-        name: the name shown for the run.
-        save_dir: the folder in which ``wandb/`` is made.
-        version: the id of the run; an id that exists is gone on with.
-        offline: keep the run in files only; ``wandb sync`` uploads them later. As in W&B itself this holds for the
+        name: displayed name of the run.
+        save_dir: folder in which ``wandb/`` is made.
+        version: id of the run; an existing run is continued.
+        offline: keep the run in files only, which ``wandb sync`` uploads later. As in W&B itself, this applies to the
             whole process.
-        dir: used where `save_dir` is None.
-        id: used where `version` is None.
-        anonymous: log without an account, where the installed wandb can.
-        project: the project; by default the variable ``WANDB_PROJECT``, else ``"lightning_logs"``.
-        log_model: upload checkpoints as artifacts of type ``model``, with the aliases ``latest`` and ``best``:
-            ``"all"``: each when it is saved; True: what there is when a run has ended (each, if ``save_top_k=-1``).
-        experiment: a run that ``wandb.init`` has given, to log to.
-        prefix: put in front of the names of metrics, with ``-`` between.
-        checkpoint_name: the name of the artifacts; ``"model-<run id>"`` by default.
-        add_file_policy: "mutable" copies a checkpoint before it is uploaded, "immutable" trusts it to stay.
-        **kwargs: handed to ``wandb.init``, such as ``entity``, ``group``, ``tags``, ``mode``.
+        dir: used if `save_dir` is None.
+        id: used if `version` is None.
+        anonymous: log without an account, if the installed wandb can.
+        project: name of the project; by default the variable ``WANDB_PROJECT``, else ``"lightning_logs"``.
+        log_model: upload checkpoints as artifacts of type ``model``, with the aliases ``latest`` and ``best``.
+            ``"all"``: each when it is saved. True: those that exist at the end of the run, or each when it is saved
+            if all are kept (``save_top_k=-1``).
+        experiment: run to log to, from ``wandb.init``.
+        prefix: prefix of the names of metrics, followed by ``-``.
+        checkpoint_name: name of the artifacts; default ``"model-<run id>"``.
+        add_file_policy: "mutable" copies a checkpoint before the upload; "immutable" does not, and the file must not
+            change meanwhile.
+        **kwargs: further arguments of ``wandb.init``, such as ``entity``, ``group``, ``tags``, ``mode``.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
-        MisconfigurationException: `log_model` with `offline`: nothing can be uploaded then.
+        MisconfigurationException: both `log_model` and `offline` are given.
 
     Example::
 
@@ -90,13 +92,20 @@ class WandbLogger(Logger):
             raise missing_extra("wandb", "wandb", "WandbLogger")
         if offline and log_model:
             raise MisconfigurationException(
-                f"WandbLogger(offline=True, log_model={log_model!r}): an offline run uploads no checkpoints; leave one "
-                "of the two out. The checkpoints are in ModelCheckpoint's folder in any case."
+                f"WandbLogger(offline=True, log_model={log_model!r}): an offline run uploads no checkpoints; leave out "
+                "one of the two. The checkpoints are in ModelCheckpoint's folder in any case."
             )
         folder = save_dir if save_dir is not None else dir
+        if not project:
+            try:
+                from wandb.env import get_project
+
+                project = get_project()  # WANDB_PROJECT
+            except ImportError:  # a stub that a user's test puts in the place of wandb
+                pass
         self._wandb_init: dict[str, Any] = {
             "name": name,
-            "project": project or _project_of_environment() or "lightning_logs",
+            "project": project or "lightning_logs",
             "dir": None if folder is None else os.fspath(folder),
             "id": version or id,
             "resume": "allow",
@@ -118,31 +127,32 @@ class WandbLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``wandb.Run``, begun if there is none yet; on ranks other than 0 something that takes any call."""
+        """``wandb.Run``, which the first read starts; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
             import wandb
 
             if wandb.run is not None:
                 rank_zero_warn(
-                    "WandbLogger logs to the W&B run that is already going on in this process. For a run of its own, "
-                    "call `wandb.finish()` first."
+                    "There is a wandb run already in progress in this process, and WandbLogger logs to it. For a new "
+                    "run call `wandb.finish()` first."
                 )
                 self._experiment = wandb.run
             elif self._attach_id is not None:
-                module: Any = wandb  # whose stub leaves this function out
+                module: Any = wandb  # its type stub lacks this function
                 self._experiment = module._attach(self._attach_id)
             else:
-                self._experiment = self._begin()
+                self._experiment = self._init_run()
             self._id = self._experiment.id
         return self._experiment
 
-    def _begin(self) -> Any:
+    def _init_run(self) -> Any:
         import wandb
 
-        if self._offline:  # W&B's own reports too are to stay here
+        if self._offline:  # for the process: W&B's own usage reports must not leave this machine either
             wandb.setup(settings=wandb.Settings(mode="offline"))
             self._wandb_init.setdefault("mode", "offline")
         run = wandb.init(**self._wandb_init)
+        # W&B's own step counts calls of log(), and one optimizer step may have several
         if self._wandb_init.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
         else:
@@ -152,22 +162,22 @@ class WandbLogger(Logger):
 
     @property
     def name(self) -> str | None:
-        """The project. The run's own name is ``logger.experiment.name``."""
+        """Name of the project. The name of the run is ``logger.experiment.name``."""
         return self._project
 
     @property
     def version(self) -> str | None:
-        """The id of the run; None if there is none yet and none was given."""
+        """Id of the run; None before the run starts if no id was given."""
         return self._experiment.id if self._experiment is not None else self._id
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that holds ``wandb/``."""
+        """Folder of ``wandb/``."""
         return self._save_dir
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
         if rank_zero_only.rank == 0:
-            _ = self.experiment  # the folder of checkpoints is named by the id
+            _ = self.experiment  # starts the run: its id is in the path of ModelCheckpoint's folder
         self._id = broadcast(self.version)
 
     @rank_zero_only
@@ -180,7 +190,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
-        """Add `params` to the run's config; what JSON has no word for is written as its name."""
+        """Add `params` to the config of the run. Objects without a type in JSON become their names."""
         self.experiment.config.update(as_json(as_dict(params)), allow_val_change=True)
 
     @rank_zero_only
@@ -188,16 +198,16 @@ class WandbLogger(Logger):
         """Record histograms of gradients or parameters.
 
         Args:
-            model: what to look at.
+            model: module to watch.
             log: ``"gradients"``, ``"parameters"``, ``"all"``, or None for the graph alone.
-            log_freq: every how many backward passes.
+            log_freq: number of backward passes between two records.
             log_graph: record the structure of the model too.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     @rank_zero_only
     def unwatch(self, model: Module | None = None) -> None:
-        """Take the hooks of :meth:`watch` off `model`, or off all models."""
+        """Remove the hooks of :meth:`watch` from `model`; None: from all models."""
         self.experiment.unwatch(model)
 
     @rank_zero_only
@@ -209,7 +219,7 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table, whose cells may be media: from `columns` and rows of `data`, or from a `dataframe`."""
+        """Record a table, from `columns` and rows of `data` or from a `dataframe`. Cells may be media."""
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -222,19 +232,28 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table of text; arguments as of :meth:`log_table`."""
+        """Record a table of text; arguments as for :meth:`log_table`."""
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record tensors, arrays, PIL images or files; `kwargs` hold one item for each, such as ``caption``."""
+        """Record tensors, arrays, PIL images or files; `kwargs` are lists with an item for each, such as ``caption``.
+
+        Raises:
+            TypeError: `images` is not a list.
+            ValueError: a list in `kwargs` has another length.
+
+        Example::
+
+            logger.log_image("samples", [first, second], caption=["a cat", "a dog"])
+        """
         self._log_media("Image", "images", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record arrays or files; `kwargs` hold one item for each, such as ``caption``, ``sample_rate``."""
+        """Record arrays or files; `kwargs` are lists with an item for each, such as ``caption``, ``sample_rate``."""
         self._log_media("Audio", "audios", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record arrays or files; `kwargs` hold one item for each, such as ``caption``, ``fps``, ``format``."""
+        """Record arrays or files; `kwargs` are lists with an item for each, such as ``caption``, ``fps``."""
         self._log_media("Video", "videos", key, videos, step, kwargs)
 
     @rank_zero_only
@@ -242,11 +261,11 @@ class WandbLogger(Logger):
         self, kind: str, argument: str, key: str, items: list[Any], step: int | None, kwargs: dict[str, list[Any]]
     ) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}): {argument} is a {type(items).__name__}; give a list.")
+            raise TypeError(f"log_{kind.lower()}({key!r}): `{argument}` is a {type(items).__name__}; pass a list.")
         for name, values in kwargs.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}; give "
+                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}; pass "
                     "one for each."
                 )
         import wandb
@@ -260,7 +279,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Upload what `log_model` has left to the end, if the run was a success. The W&B run goes on."""
+        """Upload the checkpoints that `log_model` asks for if the fit succeeded. The W&B run continues."""
         if status == "success" and self._experiment is not None:
             self._upload(self._uploads.at_end())
 
@@ -281,16 +300,16 @@ class WandbLogger(Logger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Fetch an artifact from W&B, on rank 0; None elsewhere.
+        """Download an artifact from W&B on rank 0. Other ranks return None.
 
         Args:
-            artifact: its name, ``"entity/project/model-<run id>:best"``.
-            save_dir: the folder to put it in.
-            artifact_type: its type, to be checked.
-            use_artifact: tell W&B that the run of this process, if there is one, uses it.
+            artifact: name of the artifact: ``"entity/project/model-<run id>:best"``.
+            save_dir: target folder; None: the one that W&B chooses.
+            artifact_type: type that the artifact must have.
+            use_artifact: record it as an input of the run of this process, if there is one.
 
         Returns:
-            the folder that it is in.
+            the folder of the downloaded files.
         """
         import wandb
 
@@ -302,20 +321,11 @@ class WandbLogger(Logger):
         return folder
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Tell W&B that this run uses `artifact`; gives the ``wandb.Artifact``."""
+        """Record `artifact` as an input of this run, and return the ``wandb.Artifact``."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process of ours logs to the same run: it is begun here, and attached to there through W&B's service.
+        # A spawned process logs to the same run: start it here, and let the copy attach to it by W&B's service.
         run = self.experiment if rank_zero_only.rank == 0 else None
         attach = getattr(run, "_attach_id", None)
         return {**self.__dict__, "_experiment": None, "_id": self.version, "_attach_id": attach}
-
-
-def _project_of_environment() -> str | None:
-    """``WANDB_PROJECT``, as W&B reads it; None where a stand-in of a test takes the place of the package."""
-    try:
-        from wandb.env import get_project
-    except ImportError:
-        return None
-    return get_project()

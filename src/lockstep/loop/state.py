@@ -17,8 +17,8 @@ import torch
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import frozen, storage
 from lockstep.checkpoint.claims import is_claimed_elsewhere
-from lockstep.checkpoint.glance import global_step
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint.sharded import global_step
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import frozen
-from lockstep.checkpoint.format import first_line
+from lockstep.checkpoint.damage import first_line
 from lockstep.engines.engine import EngineState
 from lockstep.engines.owners import NOT_ELEMENTWISE
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed

@@ -1,4 +1,4 @@
-"""Profilers: how long the parts of a run take. A face: it only re-exports."""
+"""Profilers, which measure the parts of a run. This file only re-exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiler, what is told when a named action begins and ends; and those by the clock and by cProfile."""
+"""Base class of profilers, and the profilers that use the wall clock and cProfile."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class Profiler(ABC):
-    """Base of profilers; derive from it and define :meth:`start`, :meth:`stop` and :meth:`summary`.
+    """Base class of profilers. A subclass defines :meth:`start`, :meth:`stop` and :meth:`summary`.
 
     The Trainer calls :meth:`setup` before the first hook of a call, :meth:`start` and :meth:`stop` around every
-    action, and :meth:`describe` at the end. Without a Trainer, use :meth:`profile` and :meth:`describe` yourself.
+    action, and :meth:`describe` at the end. Without a Trainer, call :meth:`profile` and :meth:`describe` yourself.
 
     Args:
-        dirpath: folder of the report; None: the run's ``trainer.log_dir``, where there is one.
-        filename: name of the report, without ending; None: the report is shown on the screen.
+        dirpath: folder of the report; None: ``trainer.log_dir`` of the run, if there is one.
+        filename: name of the report, without extension; None: print the report on rank 0.
 
     Raises:
-        MisconfigurationException: ``dirpath`` is no local folder.
+        MisconfigurationException: ``dirpath`` is a URL.
 
     Example::
 
@@ -55,15 +55,15 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """An action begins."""
+        """Start to measure an action."""
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """An action has ended."""
+        """Stop measuring an action."""
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """:meth:`start` and :meth:`stop` around a ``with`` block."""
+        """Measure a ``with`` block as an action."""
         self.start(action_name)
         try:
             yield action_name
@@ -73,21 +73,22 @@ class Profiler(ABC):
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A call of the Trainer begins.
+        """Prepare for a call of the Trainer.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: the process' rank, for the report's name; the Trainer gives the global one.
-            log_dir: the run's folder, taken where no ``dirpath`` was given.
+            local_rank: rank for the report's name; the Trainer passes the global rank. None: no rank in the name.
+            log_dir: folder of the report if there is no ``dirpath``.
 
         Raises:
-            MisconfigurationException: no report can be written to ``dirpath``.
+            MisconfigurationException: ``dirpath`` cannot be made.
         """
         self._stage = stage
         self._rank = local_rank
         if self.dirpath is None:
             self.dirpath = log_dir
         elif self.dirpath != log_dir:
+            # now, and not when the report is written: that would be after hours of training
             try:
                 os.makedirs(self.dirpath, exist_ok=True)
             except OSError as error:
@@ -97,11 +98,11 @@ class Profiler(ABC):
                 ) from error
 
     def summary(self) -> str:
-        """The report as text."""
+        """Return the report as text; empty for none."""
         return ""
 
     def describe(self) -> None:
-        """Write the report to its file, or on the screen of rank 0, and tear down."""
+        """Append the report to its file, or log it on rank 0, and call :meth:`teardown`."""
         text = self.summary()
         if text and self.filename is not None and self.dirpath is not None:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -112,23 +113,24 @@ class Profiler(ABC):
         self.teardown(self._stage)
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027, may be left as it is
-        """Let go of what was recorded."""
+        """Release what was recorded."""
 
     @property
     def local_rank(self) -> int:
-        """The rank that :meth:`setup` was given; 0 without a Trainer."""
+        """Rank that :meth:`setup` was called with; 0 without a Trainer."""
         return 0 if self._rank is None else self._rank
 
     # -- for derived classes -------------------------------------------------------------------------------
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Name of a file to write: stage, ``filename``, rank and action, in what every file system takes."""
+        """Return the name of a file to write: stage, ``filename``, rank and action."""
         parts = [self._stage, self.filename, None if self._rank is None else str(self._rank), action_name]
         name = "-".join(part for part in parts if part)
+        # actions have names such as "[Callback]X{...}.on_fit_start": replace what some file systems refuse
         return (re.sub(r'[\\/:*?"<>|\s_]+', "_", name).strip("_") or "profile") + extension
 
     def report(self, parts: dict[str, str]) -> str:
-        """A text of one part for each action."""
+        """Return the report of a call: a headline, and a section for each action and its text in `parts`."""
         stage = f"{self._stage.upper()} " if self._stage is not None else ""
         rank = "" if self._rank is None else f" rank: {self._rank}"
         lines = [f"{stage}Profiler Report"]
@@ -138,27 +140,27 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """Records nothing; what ``trainer.profiler`` is where none was asked for."""
+    """Profiler that records nothing; ``trainer.profiler`` of a Trainer without a profiler."""
 
     def start(self, action_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self, action_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 # -- by the clock -------------------------------------------------------------------------------------------
 
 
 class SimpleProfiler(Profiler):
-    """Adds up wall-clock seconds by action.
+    """Profiler that adds up wall-clock seconds by action.
 
     On a GPU an action ends when its kernels are queued, not when they have run.
 
     Args:
         dirpath: see `Profiler`.
         filename: see `Profiler`.
-        extended: also the number of calls, and the share of the whole time.
+        extended: report the number of calls and the percentage of the total time too.
     """
 
     def __init__(
@@ -166,39 +168,39 @@ class SimpleProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended
-        #: when the actions that are under way began, in seconds
+        #: start of each running action, by `time.perf_counter`
         self.current_actions: dict[str, float] = {}
         #: seconds of each call, by action
         self.recorded_durations: dict[str, list[float]] = {}
         self.start_time = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "current_actions": {}}  # those under way are not a copy's
+        return {**vars(self), "current_actions": {}}  # running actions stop in this process, not in the copy's
 
     def start(self, action_name: str) -> None:
-        """An action begins.
+        """Start the clock of an action.
 
         Raises:
-            ValueError: it is under way.
+            ValueError: it is running.
         """
         if action_name in self.current_actions:
             raise ValueError(f"the action {action_name!r} has been started and not stopped: give this one another name")
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """An action has ended.
+        """Record the seconds since :meth:`start` of an action.
 
         Raises:
-            ValueError: it has not begun.
+            ValueError: it is not running.
         """
         now = time.perf_counter()
         if action_name not in self.current_actions:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) before")
-        began = self.current_actions.pop(action_name)
-        self.recorded_durations.setdefault(action_name, []).append(now - began)
+            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+        start = self.current_actions.pop(action_name)
+        self.recorded_durations.setdefault(action_name, []).append(now - start)
 
     def summary(self) -> str:
-        """A table of the actions, the longest in all first."""
+        """Return a table of the actions, sorted by total time, longest first."""
         whole = time.perf_counter() - self.start_time
         totals = {action: math.fsum(seconds) for action, seconds in self.recorded_durations.items()}
         rows: list[tuple[str, ...]] = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
@@ -226,15 +228,15 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 class AdvancedProfiler(Profiler):
-    """Runs Python's cProfile in every action; where actions nest, the time counts for the innermost.
+    """Profiler that runs Python's cProfile in every action. In nested actions time counts for the innermost.
 
-    It slows Python down by a multiple: read it for where time goes, not for how much there is.
+    cProfile slows Python down several times: the report shows where time goes, not how much a run takes.
 
     Args:
         dirpath: see `Profiler`.
         filename: see `Profiler`.
-        line_count_restriction: functions to list for each action: a number of lines, or a share from 0.0 to 1.0.
-        dump_stats: also write what was recorded to ``.prof`` files in ``dirpath``, for ``pstats`` and its like.
+        line_count_restriction: functions to list for each action: a number (int), or a fraction of all (float).
+        dump_stats: write each action's profile to a ``.prof`` file in ``dirpath`` too, for tools that read ``pstats``.
     """
 
     def __init__(
@@ -247,39 +249,40 @@ class AdvancedProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
-        #: what was recorded, by action
+        #: profile of each action
         self.profiled_actions: dict[str, cProfile.Profile] = {}
-        self._under_way: list[str] = []
+        self._running: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """An action begins; the one around it pauses."""
-        if self._under_way:
-            self.profiled_actions[self._under_way[-1]].disable()
-        self._under_way.append(action_name)
+        """Start the profile of an action, and pause that of the enclosing action."""
+        # Python has one profiler at a time
+        if self._running:
+            self.profiled_actions[self._running[-1]].disable()
+        self._running.append(action_name)
         if action_name not in self.profiled_actions:
-            import cProfile  # late: for runs that want it
+            import cProfile  # late: few runs use it
 
             self.profiled_actions[action_name] = cProfile.Profile()
         self.profiled_actions[action_name].enable()
 
     def stop(self, action_name: str) -> None:
-        """An action has ended; the one around it goes on.
+        """Stop the profile of an action, and continue that of the enclosing action.
 
         Raises:
-            ValueError: it has not begun.
+            ValueError: it is not running.
         """
-        if action_name not in self._under_way:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) before")
-        self.profiled_actions[self._under_way[-1]].disable()
-        self._under_way.remove(action_name)
-        if self._under_way:
-            self.profiled_actions[self._under_way[-1]].enable()
+        if action_name not in self._running:
+            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+        self.profiled_actions[self._running[-1]].disable()
+        self._running.remove(action_name)
+        if self._running:
+            self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """For each action its functions, those that take longest first, calls below them included."""
+        """Return the functions of each action, sorted by cumulative time, longest first."""
         import pstats
 
-        for action in self._under_way:
+        for action in self._running:
             self.profiled_actions[action].disable()
         if self.dump_stats and self.dirpath is not None:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -295,11 +298,11 @@ class AdvancedProfiler(Profiler):
         return self.report(parts)
 
     def teardown(self, stage: str | None) -> None:
-        """Forget what was recorded."""
-        for action in self._under_way:
+        """Discard what was recorded."""
+        for action in self._running:
             self.profiled_actions[action].disable()
-        self._under_way.clear()
+        self._running.clear()
         self.profiled_actions.clear()
 
     def __getstate__(self) -> dict[str, Any]:  # a cProfile.Profile cannot be pickled
-        return {**self.__dict__, "profiled_actions": {}, "_under_way": []}
+        return {**self.__dict__, "profiled_actions": {}, "_running": []}

@@ -1,4 +1,4 @@
-"""PyTorchProfiler: the operators and kernels that each step runs, by torch.profiler."""
+"""PyTorchProfiler: operators and kernels of each step, recorded by torch.profiler."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lockstep.ground.rank import warn_once
 from lockstep.profilers.base import Profiler
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: steps that the schedule without settings looks at: one waits, one warms up, three are recorded
+#: steps of the default schedule: one waits, one warms up, three are recorded
 DEFAULT_STEPS = 5
 
 
 class PyTorchProfiler(Profiler):
-    """Records the operators of some steps with torch's profiler, and shows them as a table.
+    """Profiler that records the operators of some steps with torch's profiler and reports them as a table.
 
-    The schedule counts the steps of training, validation, test and prediction each by itself and is gone through
-    once for each; while one of them is being recorded, the steps of others do not count. Where a stage has fewer
-    than five steps and no ``schedule`` is given, all of its steps are recorded.
+    The schedule counts steps of training, validation, test and prediction separately, and runs once for each. While
+    steps of one kind are recorded, others do not count. If a stage has fewer than five steps and no ``schedule`` is
+    given, all of its steps are recorded.
 
     Args:
-        dirpath: see `Profiler`; traces for Chrome and TensorBoard go there too.
+        dirpath: see `Profiler`; traces for Chrome and TensorBoard are written there too.
         filename: see `Profiler`.
-        group_by_input_shapes: a row for each shape of inputs; needs ``record_shapes=True``.
+        group_by_input_shapes: report a row for each shape of inputs; needs ``record_shapes=True``.
         emit_nvtx: emit NVTX ranges for ``nsys`` in place of recording; needs a CUDA device.
         export_to_chrome: write a trace (``*.pt.trace.json``) for ``chrome://tracing`` and TensorBoard.
-        row_limit: rows of the table; -1 for all.
-        sort_by_key: one of ``AVAILABLE_SORT_KEYS``; None: by time on the CUDA device, or on the CPU without one.
+        row_limit: maximum number of rows of the table; -1: all.
+        sort_by_key: one of ``AVAILABLE_SORT_KEYS``; None: "cuda_time_total" with a CUDA device, else "cpu_time_total".
         record_module_names: label the forward of every submodule.
         table_kwargs: further arguments of torch's ``EventList.table``.
         **profiler_kwargs: arguments of ``torch.profiler.profile`` (``schedule``, ``activities``, ``profile_memory``
             ...), and ``export_to_flame_graph=True`` with ``metric="self_cpu_time_total"``, to write stacks.
 
     Raises:
-        MisconfigurationException: ``sort_by_key`` is none of ``AVAILABLE_SORT_KEYS``.
+        MisconfigurationException: ``sort_by_key`` is not one of ``AVAILABLE_SORT_KEYS``.
 
     Example::
 
@@ -94,13 +94,13 @@ class PyTorchProfiler(Profiler):
         self._row_limit = row_limit
         self._record_module_names = record_module_names
         self._on_trace_ready = profiler_kwargs.get("on_trace_ready")
-        self._asked_schedule = profiler_kwargs.get("schedule")
+        self._user_schedule = profiler_kwargs.get("schedule")
         self._profiler_kwargs = {**profiler_kwargs, "activities": activities}
         if self._flame_graph:
             self._profiler_kwargs["with_stack"] = True
-        #: torch's profiler while it is on
+        #: torch's profiler while it is running
         self.profiler: Any = None
-        #: the events that were recorded last
+        #: events that were recorded last
         self.function_events: EventList | None = None
         self._module: Callable[[], Any] = _nothing
         self._labels: RegisterRecordFunction | None = None
@@ -110,69 +110,56 @@ class PyTorchProfiler(Profiler):
         self._tables: dict[str, str] = {}
 
     def observe(self, module: nn.Module | None) -> None:
-        """The LightningModule whose submodules are labelled and whose steps are counted; the Trainer's call."""
+        """Set the LightningModule whose submodules are labelled and whose steps are counted. The Trainer calls it."""
+        # weak: a profiler may outlive the fit, and would keep the module's memory
         self._module = _nothing if module is None else weakref.ref(module)
 
     # -- actions -------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """An action begins; with the first one torch's profiler."""
+        """Label an action in the recording; the first action starts torch's profiler."""
         if self.profiler is None:
-            self._switch_on()
+            self._tables = {}
+            module = self._module()
+            if module is not None and self._record_module_names:
+                self._labels = RegisterRecordFunction(module)
+                self._labels.__enter__()
+            if self._emit_nvtx:
+                self._ranges = torch.cuda.profiler.profile()
+                self.profiler = torch.autograd.profiler.emit_nvtx()
+                self._ranges.__enter__()
+            else:
+                self._schedule = StepSchedule(
+                    self._user_schedule or torch.profiler.schedule(wait=1, warmup=1, active=3)
+                )
+                settings = {**self._profiler_kwargs, "schedule": self._schedule, "on_trace_ready": self._ready}
+                self.profiler = torch.profiler.profile(**settings)
+            self.profiler.__enter__()
         if action_name not in self._open:
             label = self._open[action_name] = record_function(f"[pl][profile]{action_name}")
             label.__enter__()
 
     def stop(self, action_name: str) -> None:
-        """An action has ended; with a step function's the schedule goes on."""
+        """End the label of an action; after a step method the schedule advances."""
         label = self._open.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
         step = action_name.rpartition(".")[2]
         schedule = self._schedule
-        if step in STEPS and schedule is not None and schedule.counts_now(step) and not self._is_sanity_check():
-            schedule.current = step
-            if self._asked_schedule is None and self._steps_ahead(step) < DEFAULT_STEPS:
-                schedule.given = _always
-            self.profiler.step()
-
-    def _switch_on(self) -> None:
-        self._tables = {}
-        module = self._module()
-        if module is not None and self._record_module_names:
-            self._labels = RegisterRecordFunction(module)
-            self._labels.__enter__()
-        if self._emit_nvtx:
-            self._ranges = torch.cuda.profiler.profile()
-            self.profiler = torch.autograd.profiler.emit_nvtx()
-            self._ranges.__enter__()
-        else:
-            asked = self._asked_schedule or torch.profiler.schedule(wait=1, warmup=1, active=3)
-            self._schedule = StepSchedule(asked)
-            settings = {**self._profiler_kwargs, "schedule": self._schedule, "on_trace_ready": self._ready}
-            self.profiler = torch.profiler.profile(**settings)
-        self.profiler.__enter__()
-
-    def _steps_ahead(self, step: str) -> float:
-        """How many steps of this kind a pass of the run has; infinite without a Trainer."""
+        if step not in STEPS or schedule is None or not schedule.counts_now(step):
+            return
         trainer = getattr(self._module(), "_trainer", None)
-        if trainer is None:
-            return float("inf")
-        stage = {"training_step": "training", "validation_step": "val", "test_step": "test"}.get(step, "predict")
-        found: Any = getattr(trainer, f"num_{stage}_batches")
-        batches = float(sum(found) if isinstance(found, Sequence) else found)
-        if stage == "training" and trainer.max_steps >= 0:
-            batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
-        return batches
+        if trainer is not None and trainer.sanity_checking:
+            return  # its batches would use up the schedule of the validations
+        schedule.current = step
+        if self._user_schedule is None and trainer is not None and _num_steps(trainer, step) < DEFAULT_STEPS:
+            schedule.given = lambda number: ProfilerAction.RECORD
+        self.profiler.step()
 
-    def _is_sanity_check(self) -> bool:
-        trainer = getattr(self._module(), "_trainer", None)
-        return trainer is not None and bool(trainer.sanity_checking)
-
-    # -- what was recorded ---------------------------------------------------------------------------------
+    # -- recordings ----------------------------------------------------------------------------------------
 
     def _ready(self, profiler: torch.profiler.profile) -> None:
-        """Torch's profiler has recorded the steps that the schedule wanted."""
+        """Add a table, traces and stacks of the recorded steps; torch calls it at the end of the schedule."""
         step = (self._schedule.current if self._schedule is not None else None) or "records"
         self.function_events = profiler.events()
         averages = self.function_events.key_averages(group_by_input_shapes=self._group_by_input_shapes)
@@ -190,7 +177,7 @@ class PyTorchProfiler(Profiler):
                 profiler.export_stacks(os.path.join(self.dirpath, self.file_name(step, ".stack")), self._metric)
 
     def summary(self) -> str:
-        """A table of operators for each stage that was recorded."""
+        """Stop torch's profiler, and return a table of operators for each kind of step that was recorded."""
         self._switch_off()
         return self.report(self._tables) if self._tables else ""
 
@@ -198,6 +185,7 @@ class PyTorchProfiler(Profiler):
         for action in list(self._open):
             self._open.pop(action).__exit__(None, None, None)
         if self.profiler is not None:
+            # its exit may call `_ready`, and must not run twice if that raises
             profiler, self.profiler = self.profiler, None
             profiler.__exit__(None, None, None)
         if self._ranges is not None:
@@ -207,7 +195,7 @@ class PyTorchProfiler(Profiler):
         self._ranges = self._labels = self._schedule = None
 
     def teardown(self, stage: str | None) -> None:
-        """Switch torch's profiler off."""
+        """Stop torch's profiler."""
         self._switch_off()
         self._module = _nothing
 
@@ -221,27 +209,27 @@ class PyTorchProfiler(Profiler):
 
 
 class StepSchedule:
-    """The given schedule, for each kind of step by its own count, and once.
+    """Schedule of torch's profiler that counts each kind of step separately and runs once for each kind.
 
     Args:
-        given: step number -> what the profiler is to do in it.
+        given: schedule of one kind of step: maps the number of a step to a ``ProfilerAction``.
     """
 
     def __init__(self, given: Callable[[int], ProfilerAction]) -> None:
         self.given = given
-        #: the kind of step that has just ended
+        #: kind of the step that has just ended
         self.current: str | None = None
         self.counts: dict[str, int] = {}
         self._finished: set[str] = set()
-        self._busy: str | None = None  # the kind of step whose recording is under way
+        self._busy: str | None = None  # kind of the steps that are being recorded
         self._last = ProfilerAction.NONE
 
     def counts_now(self, step: str) -> bool:
-        """Whether a step of this kind counts now: none of another kind is being recorded."""
+        """Return True if a step of this kind counts now: no other kind is being recorded."""
         return self._busy in (None, step)
 
     def __call__(self, number: int) -> ProfilerAction:
-        """What the profiler is to do next; ``number`` is torch's count, over all kinds of steps."""
+        """Return the profiler's action in the next step. ``number`` is torch's count of all steps, and unused."""
         step = self.current
         if step is None:
             return self.given(0)
@@ -257,10 +245,10 @@ class StepSchedule:
 
 
 class RegisterRecordFunction:
-    """Labels the forward of every submodule in what torch's profiler records, for the length of a ``with`` block.
+    """Context manager that labels the forward of every submodule in recordings of torch's profiler.
 
     Args:
-        model: the module whose submodules are labelled, by class and name.
+        model: module whose submodules are labelled with class and name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -274,6 +262,7 @@ class RegisterRecordFunction:
                 kind = type(module)
                 before, after = self._hooks(f"[pl][module]{kind.__module__}.{kind.__name__}: {name}")
                 self._handles.append(module.register_forward_pre_hook(before))
+                # also after an error: a label left open would enclose all that follows
                 self._handles.append(module.register_forward_hook(after, always_call=True))
         return self
 
@@ -296,12 +285,18 @@ class RegisterRecordFunction:
 
 
 def default_activities() -> list[ProfilerActivity]:
-    """What this machine can record: the CPU, and the CUDA device where there is one."""
+    """Return the activities that this machine can record: the CPU, and CUDA if it is available."""
     return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
 
 
-def _always(number: int) -> ProfilerAction:
-    return ProfilerAction.RECORD
+def _num_steps(trainer: Any, step: str) -> float:
+    """Return the number of steps of a kind in one epoch or evaluation."""
+    stage = {"training_step": "training", "validation_step": "val", "test_step": "test"}.get(step, "predict")
+    found: Any = getattr(trainer, f"num_{stage}_batches")
+    batches = float(sum(found) if isinstance(found, Sequence) else found)
+    if stage == "training" and trainer.max_steps >= 0:
+        batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+    return batches
 
 
 def _nothing() -> None:

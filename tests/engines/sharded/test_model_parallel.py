@@ -561,7 +561,7 @@ class TooSmall(Wide):
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
         (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
         (TooSmall, 1, 2, "cuts 'head.weight' along dimension 0, which has size 1, for 2 ranks"),
-        (ResetsNothing, 1, 2, "`reset_parameters` of Forgets leaves 'weight' without values"),
+        (ResetsNothing, 1, 2, "`reset_parameters` of Forgets does not initialize 'weight'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(ranks: RankPool, module: Any, data: Any, tensor: Any, said: str) -> None:

@@ -84,10 +84,10 @@ def test_the_script_goes_to_sbatch(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian.py"], "lockstep submit: trian.py is not there (this is {here})"),
+        (["trian.py"], "lockstep submit: trian.py does not exist (working directory: {here})"),
         ([], "lockstep submit: no script is given: lockstep submit train.py"),
         (["train.py", "--nodes", "0"], "--nodes: '0': give a number from 1"),
-        (["--nods", "2", "train.py"], "lockstep submit: --nods is none of its options"),
+        (["--nods", "2", "train.py"], "lockstep submit: --nods is not an option"),
         (
             ["train.py", "--time", "5"],
             "is no longer than minutes_to_checkpoint_before_walltime (lockstep submit: --save-before) 5, in minutes",
@@ -95,7 +95,7 @@ def test_the_script_goes_to_sbatch(
         (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4, but --gpus-per-node 2"),
         (["train.py", "--sbatch", "nodes=3"], "sbatch's option --nodes=3, but the script says --nodes=1: set"),
         (["train.py", "--sbatch", "a b=3"], "sbatch's option --a b=3 is none"),
-        (["--nodes", "2", "train.py", "--nodes", "3"], "lockstep submit: --nodes stands before train.py and behind it"),
+        (["--nodes", "2", "train.py", "--nodes", "3"], "lockstep submit: --nodes is given both before and after train"),
         (["train.py", "--command", "a\0b", "x\0y"], "'x\\x00y' holds a NUL"),
     ],
 )

@@ -368,7 +368,7 @@ class DrawnProgressBar(ProgressBar):
         self._draws = self.is_enabled
 
     def _open(self, what: str) -> None:
-        """Called at the start of ``train``, ``sanity_check``, ``validation``, ``test`` or ``predict``, drawn or not."""
+        """Run at the start of ``train``, ``sanity_check``, ``validation``, ``test`` or ``predict``, drawn or not."""
 
     def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
         raise NotImplementedError

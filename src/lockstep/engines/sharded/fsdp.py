@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint.sharded import Place
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.engine import EngineState, Gradients

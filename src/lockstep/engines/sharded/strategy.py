@@ -14,9 +14,9 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
-from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointWriter, Path
 from lockstep.checkpoint.pretrained import is_of_transformers
+from lockstep.checkpoint.sharded import Place
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, refuse

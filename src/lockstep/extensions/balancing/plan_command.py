@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from lockstep.cli.outputs import check_file
-from lockstep.cli.run import CommandParser, check_script, number_from, split
+from lockstep.cli.run import CommandParser, check_file, check_script, number_from, split
 from lockstep.extensions.balancing.planner.hardware import Hardware, bytes_said, described
 from lockstep.extensions.balancing.planner.plan import Plan, SavedPlan
 from lockstep.extensions.balancing.plans import choice

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, storage
-from lockstep.checkpoint.engine_folder import LATEST, Place
+from lockstep.checkpoint import damage, format, storage
+from lockstep.checkpoint.sharded import LATEST, Place
 from lockstep.checkpoint.storage import PathLike
 from lockstep.extensions.deepspeed import package
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -89,7 +89,7 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
             checkpoint["optimizer_states"] = [{**optimizers[0], "state": _optimizer(groups, names, place)}]
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(folder)!r} is not as DeepSpeed's engine writes it ({format.first_line(error)})."
+            f"The checkpoint {str(folder)!r} is not as DeepSpeed's engine writes it ({damage.first_line(error)})."
         ) from error
     return checkpoint
 
@@ -121,7 +121,7 @@ def _opened(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CorruptCheckpoint(f"The file {str(file)!r} is damaged ({format.first_line(error)}).") from error
+        raise CorruptCheckpoint(f"The file {str(file)!r} is damaged ({damage.first_line(error)}).") from error
     return found
 
 

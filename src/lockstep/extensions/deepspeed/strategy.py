@@ -16,10 +16,10 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import pretrained
-from lockstep.checkpoint.engine_folder import Place, is_engines
 from lockstep.checkpoint.first_values import fill, stand_in
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.sharded import Place, is_engines
 from lockstep.cluster.local import told_local_rank
 from lockstep.cluster.world import World
 from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module

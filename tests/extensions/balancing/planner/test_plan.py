@@ -374,13 +374,13 @@ def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["there.py"], "there.py is not there"),
+        (["there.py"], "there.py does not exist"),
         (["SCRIPT", "--devices", "two", "8"], "--devices: 'two': give a number from 1"),
         (["SCRIPT", "--memory", "much", "8"], "--memory much: give bytes above 0 with a unit: 80GB"),
         (["SCRIPT", "--chip", "abacus", "8"], "--chip abacus: not known"),
         (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: give a name that ends with .yaml"),
         (["SCRIPT", "--blocks", "middle", "8"], "has no submodule 'middle'"),
-        (["--device", "2", "SCRIPT"], "--device is none of its options"),
+        (["--device", "2", "SCRIPT"], "--device is not an option"),
     ],
 )
 def test_mistakes_of_the_command(script: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
