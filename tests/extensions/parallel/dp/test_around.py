@@ -14,7 +14,8 @@ from lockstep.extensions.parallel.dp.replicas import DataParallel
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import recompute
 from lockstep.testing import check_equivalence
-from tests.cluster.test_environments import ELASTIC, Gpus, put
+from tests.cluster.test_environments import Gpus, put
+from tests.cluster.variables import TORCHRUN
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.loop.test_lazy_layers import Lazy
 from tests.loop.test_lazy_layers import rows as lazy_rows
@@ -29,7 +30,7 @@ def test_its_name_drives_all_devices() -> None:
 def test_one_process_for_all_devices_took_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a launcher of one rank, where ``devices`` was read as a number of ranks."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    put(monkeypatch, ELASTIC | alone | {"GROUP_WORLD_SIZE": "1"})
+    put(monkeypatch, TORCHRUN | alone | {"GROUP_WORLD_SIZE": "1"})
     monkeypatch.setattr("lockstep.trainer.find_accelerator", lambda asked: Gpus(4))
     strategy = quiet(accelerator="gpu", devices=2, strategy="dp").strategy
     assert [device.index for device in strategy.devices] == [0, 1]
