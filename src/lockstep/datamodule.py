@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, restricted_classmethod, where_there_is_a_device
-from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.data.combined import flatten
 from lockstep.data.source import length_of
 from lockstep.ground.device import is_there
@@ -155,7 +154,9 @@ class LightningDataModule(HyperparametersMixin):
             MisconfigurationException: the file has more than tensors and plain values, and `weights_only` is not
                 False.
         """
-        checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
+        from lockstep.checkpoint.sharded import load  # as in LightningModule
+
+        checkpoint = load(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         datamodule: Self = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         state = checkpoint.get(cls.__qualname__)
         if state:

@@ -18,7 +18,6 @@ from typing_extensions import Self, Unpack
 from lockstep.checkpoint import frozen
 from lockstep.checkpoint.arguments import init_arguments, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.first_values import fill_whole
-from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import rank_zero_warn, warn_once
@@ -540,7 +539,9 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
             model = Classifier.load_from_checkpoint("best.ckpt", map_location="cpu", lr=1e-4)
         """
-        checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
+        from lockstep.checkpoint.sharded import load  # a run that loads none does without folders of parts
+
+        checkpoint = load(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
         module: Self = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()

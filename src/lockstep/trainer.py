@@ -14,7 +14,6 @@ from typing_extensions import Never
 
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
-from lockstep.checkpoint import export
 from lockstep.cluster.detect import Placement
 from lockstep.config.devices import (
     announce_device,
@@ -57,7 +56,7 @@ from lockstep.ground.types import Planned, RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
-from lockstep.loop import spawn_results, state
+from lockstep.loop import state
 from lockstep.loop.call import check_steps
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.ending import Result
@@ -572,6 +571,8 @@ class Trainer(Attributes):
             NotThere: no fit has set up a module, or it is in other processes.
         """
         strategy = self._saved_session(f"trainer.save_pretrained({os.fspath(folder)!r})").strategy
+        from lockstep.checkpoint import export  # few runs write one
+
         prefix, found = export.find_model(strategy.module, model)
         # One whole tensor at a time, and ranks take turns to write: a sharded model need not fit on any of them.
         values = itertools.chain(((n, value) for n, value, _ in strategy.whole_parameters()), strategy.whole_buffers())
@@ -583,6 +584,8 @@ class Trainer(Attributes):
     def _saved_session(self, call: str) -> Session:
         """Return the session to save: this process's, or one made from the weights that other processes returned."""
         if self._spawns and self.session.came_back:
+            from lockstep.loop import spawn_results  # spawned ranks alone have results to bring here
+
             return spawn_results.session_here(self.session)
         if self._spawns:
             raise NotThere(
@@ -670,11 +673,13 @@ class Trainer(Attributes):
         """Return the path of a call's checkpoint: its ``ckpt_path``, else the value of ``trainer.ckpt_path``."""
         return state.find(self.session, self._ckpt_wanted if path is None else path, model_given=model_given)
 
-    def _call(self, loop: spawn_results.Loop, *args: object) -> Any:
+    def _call(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
-    def _hand_over(self, loop: spawn_results.Loop, *args: object) -> Any:
+    def _hand_over(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
         """Run a loop in spawned or forked processes, and take over their results as if it had run here."""
+        from lockstep.loop import spawn_results  # as above
+
         session = self.session
         session.came_back = False
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)

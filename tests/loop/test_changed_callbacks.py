@@ -407,7 +407,7 @@ def test_a_copy_goes_on_where_the_trainer_was(way: str, tmp_path: Path) -> None:
     assert after.fit(Net()).global_step == 12
     assert within.fit(Net()).stopped == "max_epochs=2 reached"
     assert trainer.global_step == 8
-    with pytest.raises(MisconfigurationException, match="a copy of a Trainer has set up nothing"):
+    with pytest.raises(MisconfigurationException, match="a copy of a Trainer starts without one"):
         WAYS[way](trainer).save_checkpoint(tmp_path / "copy.ckpt")
 
 

@@ -850,7 +850,7 @@ class SameStream(IterableDataset[Any]):
 def test_a_stream_that_begins_with_another_sample_after_a_resume_is_said(workers: int, tmp_path: Path) -> None:
     def told(kind: Any) -> list[str]:
         make = lambda: DataLoader(kind(), batch_size=2, num_workers=workers)  # noqa: E731
-        return heard(lambda: drawn_in_two(make, tmp_path / "cut.ckpt"), "does not begin with")
+        return heard(lambda: drawn_in_two(make, tmp_path / "cut.ckpt"), "is not the same as")
 
     (said,) = told(OtherStream)
     assert "train_dataloader" in said

@@ -19,7 +19,6 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.checkpoint_folder import FolderClaim, fill, name_pattern, written_since
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.sharded import glance
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.types import TrainerFn
@@ -560,13 +559,20 @@ class ModelCheckpoint(Checkpoint):
             return "", {}
         for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
             if path not in self.best_k_models and self._saves_in(path)[0] == self._newest_save:
-                return path, glance(path)["callbacks"][self.state_key]
+                return path, self._glance(path)
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
         """Return the unique names of the save before a checkpoint's, and of its own."""
-        found: Sequence[str] = glance(path).get("callbacks", {}).get(self.state_key, {}).get("saves", ("", ""))
+        found: Sequence[str] = self._glance(path).get("saves", ("", ""))
         return found
+
+    def _glance(self, path: str) -> dict[str, Any]:
+        """Return this callback's state in a checkpoint, without reading its tensors."""
+        from lockstep.checkpoint.sharded import glance  # a resume alone needs it
+
+        state: dict[str, Any] = glance(path).get("callbacks", {}).get(self.state_key, {})
+        return state
 
     def _pretrained_beside(self, path: str) -> str:
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"

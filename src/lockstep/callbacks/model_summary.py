@@ -10,7 +10,6 @@ from torch import nn
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.layer_table import ModelSummary as LayerTable
 from lockstep.callbacks.layer_table import format_table, meaningful, totals_of
-from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info
 
@@ -91,7 +90,9 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
     """Return the default summary of a Trainer: a RichModelSummary if one of its progress bars uses rich."""
-    return RichModelSummary() if any(isinstance(one, RichProgressBar) for one in callbacks) else ModelSummary()
+    # by its name: a run without that bar does not load it
+    is_rich = any(base.__name__ == "RichProgressBar" for one in callbacks for base in type(one).__mro__)
+    return RichModelSummary() if is_rich else ModelSummary()
 
 
 class RichModelSummary(ModelSummary):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, sharded, storage
+from lockstep.checkpoint import format, storage
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.transfer import ReusedCopies
@@ -178,6 +178,8 @@ class TorchCheckpointIO(CheckpointIO):
             MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
             FileNotFoundError: the checkpoint does not exist.
         """
+        from lockstep.checkpoint import sharded  # it reads files, too; a run that loads none does without
+
         return sharded.load(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: storage.PathLike) -> None:

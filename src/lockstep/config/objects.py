@@ -15,8 +15,6 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from lockstep.callbacks.model_summary import ModelSummary, choose_model_summary
 from lockstep.callbacks.progress.base import PlainProgressBar, ProgressBar, in_notebook, is_terminal
-from lockstep.callbacks.progress.rich import RichProgressBar
-from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.environments import (
     DescribesRanks,
@@ -28,7 +26,6 @@ from lockstep.cluster.environments import (
 from lockstep.config.run import RunConfig, switch
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loggers.base import DummyLogger, Logger
-from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
@@ -285,19 +282,26 @@ def choose_progress_bar() -> ProgressBar:
     """Return the default progress bar of a Trainer.
 
     Returns:
-        :class:`RichProgressBar` on a terminal that can move its cursor, if rich is installed;
-        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which prints
+        ``RichProgressBar`` on a terminal that can move its cursor, if rich is installed;
+        ``TQDMProgressBar`` on other terminals and in notebooks; :class:`PlainProgressBar`, which prints
         a line now and then and never animates, if stdout is a file or a pipe.
     """
+    if not in_notebook() and not is_terminal(sys.stdout):
+        return PlainProgressBar()
+    # each run loads the bar that it shows
+    from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+
     if in_notebook():
         return TQDMProgressBar()
-    if not is_terminal(sys.stdout):
-        return PlainProgressBar()
     try:
         from rich.console import Console
     except ModuleNotFoundError:
         return TQDMProgressBar()
-    return TQDMProgressBar() if Console().is_dumb_terminal else RichProgressBar()
+    if Console().is_dumb_terminal:
+        return TQDMProgressBar()
+    from lockstep.callbacks.progress.rich import RichProgressBar
+
+    return RichProgressBar()
 
 
 # -- loggers -------------------------------------------------------------------------------------------------
@@ -324,7 +328,11 @@ def make_loggers(given: Logger | Iterable[Logger] | bool | None, config: RunConf
     # A trial run of a few batches must not leave files.
     if config.fast_dev_run and (by_default or loggers):
         return [DummyLogger()]
-    return [default_logger(config.default_root_dir)] if by_default else loggers
+    if not by_default:
+        return loggers
+    from lockstep.loggers.tensorboard import default_logger  # a logger of the user's may need no other
+
+    return [default_logger(config.default_root_dir)]
 
 
 # -- profiler ------------------------------------------------------------------------------------------------

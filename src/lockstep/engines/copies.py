@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.checkpoint.io import snapshot
-from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.engines.collectives import ReplicaMap
 from lockstep.ground.methods import kept
+
+if TYPE_CHECKING:
+    from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
 
 
 class Diverged(Protocol):
@@ -84,7 +86,11 @@ class ModelCopies:
 
     def watch_buffers(self, module: nn.Module, synchronize: bool) -> None:
         """Let windows start with rank 0's buffers, if ``synchronize`` is True and the module has any."""
-        self.buffers = WindowBuffers(module) if synchronize and any(True for _ in module.buffers()) else None
+        self.buffers = None
+        if synchronize and any(True for _ in module.buffers()):
+            from lockstep.engines.buffers import WindowBuffers  # replicas alone need it
+
+            self.buffers = WindowBuffers(module)
 
     def synchronize_norms(self, module: nn.Module, convert: bool, timeout: timedelta, replicas: ReplicaMap) -> None:
         """Connect synchronized BatchNorm layers for the length of a fit; ``convert`` adds the plain ones. Collective.
@@ -93,6 +99,8 @@ class ModelCopies:
         """
         if len(replicas.of_rank) == 1:
             return
+        from lockstep.engines.buffers import SynchronizedNorms  # as above
+
         default, group = self._norms_group or (None, None)
         # the layers' group of an earlier fit is lost with the default group
         norms = SynchronizedNorms(module, convert, group if default is dist.group.WORLD else None, timeout, replicas)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lockstep.cluster.detect import LOCAL, detect
 from lockstep.cluster.local import is_started, on_one_host, rank_variables
@@ -18,10 +18,12 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.launch.environment import SEED, HeldPort, bind_loader_workers, share_cores, started_in
-from lockstep.supervise.client import Side, Supervised, at_launcher
 from lockstep.supervise.mailbox import MAILBOX
 from lockstep.supervise.stack import calling
 from lockstep.supervise.status import calls_before, noted_call
+
+if TYPE_CHECKING:
+    from lockstep.supervise.client import Side, Supervised
 
 # -- the script, once for each rank --------------------------------------------------------------------------
 
@@ -76,6 +78,9 @@ class ScriptLauncher:
         bind_loader_workers()
         address = os.environ.get(MAILBOX, "")
         if not address and not _sides:
+            # a fit without other ranks has no supervisor to load the client of
+            from lockstep.supervise.client import at_launcher
+
             found = at_launcher(self.world)
             _sides.extend([] if found is None else [found])
         with _sides[0].listening() if _sides else nullcontext():
@@ -188,6 +193,8 @@ def _start_supervisor(world: World) -> Supervised:
 
     if current_seed() is not None:
         environ[SEED] = str(current_seed())
+    from lockstep.supervise.client import Supervised  # as above
+
     if calls_before():
         environ[STARTING_CALL] = calling().location()
     return Supervised(world, command, environ)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from lockstep.cluster.detect import NAMES, Placement, detect, is_placed
 from lockstep.cluster.environments import DescribesRanks, described_world
 from lockstep.launch.script import ScriptLauncher, become_srun, check_first_call, command_line
-from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
 from lockstep.supervise.status import watch_uncaught, without_ranks
 
 T = TypeVar("T")
@@ -82,5 +81,8 @@ def launcher(kind: str | None, placement: Placement, asked: object = None) -> Ca
     # running ranks use the script launcher, too: it records what ends them
     if kind == "script":
         return ScriptLauncher(placement.world, placement.launched).launch
+    # spawned ranks alone need it, and the monitor that it brings
+    from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
+
     name = "ddp_notebook" if asked == "auto" else asked if isinstance(asked, str) else None
     return (ForkLauncher if kind == "fork" else SpawnLauncher)(placement.world, name).launch

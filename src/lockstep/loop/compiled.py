@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lockstep.config.compile import CompileOptions
-from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import CompiledForward, is_compiled_layer
@@ -19,6 +18,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.session import Session
+from lockstep.memory.blocks import blocks_by, find_blocks
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.data.feed import EvaluationFeed
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import warn_once
@@ -293,6 +292,8 @@ class EvaluationLoop:
         self.predictions = collected[0] if len(collected) == 1 else collected
         self.epoch_batch_indices = [[] for _ in collected]
         take_up_changes(self.session)
+        from lockstep.callbacks.prediction_writer import BasePredictionWriter  # a fit needs none
+
         writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
         keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
         if writers:

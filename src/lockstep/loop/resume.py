@@ -35,7 +35,6 @@ from lockstep.data.counting import Accumulation, BatchCounting, BatchPlan, Resum
 from lockstep.data.feed import Feed
 from lockstep.data.source import of_all_ranks
 from lockstep.engines.collectives import ReplicaMap
-from lockstep.engines.sharded.fully_shard import whole_gradients
 from lockstep.ground.methods import kept
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import rank_zero_warn
@@ -177,6 +176,9 @@ class SavedRanks:
         Args:
             shapes: of the whole parameters.
         """
+        # a checkpoint within a window alone has gradients to put together
+        from lockstep.engines.sharded.fully_shard import whole_gradients
+
         found: dict[str, Tensor] = {}
         for replica in range(self.count):
             for name, gradient in whole_gradients(self.parts, self.members(replica), shapes).items():

@@ -18,7 +18,6 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import frozen, storage
 from lockstep.checkpoint.claims import is_claimed_elsewhere
 from lockstep.checkpoint.io import CheckpointIO
-from lockstep.checkpoint.sharded import global_step
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
@@ -386,7 +385,10 @@ def _last(session: Session) -> str | None:
                     "checkpoint there is not this run's: wait for that process to end, give the path of a checkpoint, "
                     "or give ModelCheckpoint another `dirpath`."
                 )
-        steps = [global_step(path) for path in existing] if len(existing) > 1 else steps
+        if len(existing) > 1:
+            from lockstep.checkpoint.sharded import global_step  # only a choice needs it
+
+            steps = [global_step(path) for path in existing]
     if None in steps:  # a file without a step, for example of another program: the one that was written last
         return max(existing, key=storage.modified) if existing else None
     return max(zip(steps, map(storage.modified, existing), existing, strict=True))[-1]

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lockstep.checkpoint import frozen
 from lockstep.checkpoint.damage import first_line
 from lockstep.engines.engine import EngineState
-from lockstep.engines.owners import NOT_ELEMENTWISE
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.optimizers import class_of
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
@@ -230,6 +229,9 @@ def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     Raises:
         TypeError: names what is wrong.
     """
+    # a resume alone needs it
+    from lockstep.engines.owners import NOT_ELEMENTWISE
+
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in NOT_ELEMENTWISE:
         return
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lockstep.engines.sharded.fully_shard import Policy as Policy
-from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
 from lockstep.ground.rank import warn_once
+from lockstep.memory.blocks import Policy as Policy
+from lockstep.memory.blocks import blocks_by, find_blocks
 
 Layers: TypeAlias = Literal[True] | type[nn.Module] | Policy
 """The repeated blocks of a model (True), layers of one class or several, or a policy function of torch's first FSDP."""

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.model_summary import ModelSummary
-from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_deprecation
@@ -78,12 +75,17 @@ def _refused(way_out: str, *idle: object) -> OldFlag:
 
 
 def _early_stop(value: object) -> Today:
+    # callbacks are imported by the flags that ask for them: a run without old flags loads none
+    from lockstep.callbacks.early_stopping import EarlyStopping
+
     if value is False:
         return {}
     return {"callbacks": value if isinstance(value, Callback) else EarlyStopping("val_loss", patience=3)}
 
 
 def _summary(value: object) -> Today:
+    from lockstep.callbacks.model_summary import ModelSummary
+
     if value is None:
         return {"enable_model_summary": False}
     if value not in ("top", "full"):
@@ -92,6 +94,8 @@ def _summary(value: object) -> Today:
 
 
 def _refresh_rate(value: int | None) -> Today:
+    from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+
     if value == 0:
         return {"enable_progress_bar": False}
     return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}

@@ -95,7 +95,7 @@ class Group(HostGroup):
             if any(on_it(each) for each in found):
                 raise RuntimeError(f"{name}: tensors of the CPU and of {NAME} in one collective")
             return getattr(self._host(), name)(*args)
-        self._begun += 1
+        self._started += 1
         gloo, near = self._gloos["collectives"], mapped(args, on_host)
         index = found[0].device.index if found else current.device
         return self._queue("collectives", index, lambda: getattr(gloo, name)(*near).wait(), result, name == "barrier")

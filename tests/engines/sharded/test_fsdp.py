@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep import LightningModule, Trainer
 from lockstep.engines.ddp.sync_batchnorm import convert_sync_batchnorm
 from lockstep.engines.sharded import sharded_init
-from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
 from lockstep.engines.sharded.sharded_init import ShardedInit
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.memory.blocks import blocks_by, find_blocks
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Normed, Plain, agree, refusal, rows

@@ -183,7 +183,7 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
         (["train.py", "--steps", "0"], "--steps: '0': give a number from 1"),
         (["train.py", "--patience", "0"], "--patience 0: give seconds"),
         (["train.py", "--keep", "."], "--keep .: the folder exists"),
-        (["nothing.py"], "nothing.py is not there"),
+        (["nothing.py"], "nothing.py does not exist"),
         (["train.py", "--simulate", "1"], "--simulate: '1': give a number from 2"),
         (["train.py", "--simulate", "8", "--resume"], "--simulate 8 --resume: give each in a command of its own"),
     ],

@@ -30,13 +30,14 @@ from lockstep.ground.rank import does
 from lockstep.ground.torch_support import FSDP, refuse_without
 from lockstep.ground.transfer import has_pinned_memory
 from lockstep.ground.types import LRSchedulerConfig
+from lockstep.memory.blocks import Policy, blocks_by, find_blocks
 from lockstep.memory.recompute import Layers, Save
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.engines.sharded.fully_shard import Policy, ShardedModule
+    from lockstep.engines.sharded.fully_shard import ShardedModule
     from lockstep.engines.sharded.whole_updates import WholeUpdates
 
 OUTSIDE_OF_AUTOCAST = (
@@ -225,9 +226,7 @@ class FSDPStrategy(ShardedStrategy):
 
         from lockstep.checkpoint.first_values import fill
         from lockstep.engines.sharded.fully_shard import (
-            blocks_by,
             compute_in_own_dtype,
-            find_blocks,
             find_norms,
             find_odd,
             refuse_unmanaged,

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER
-from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.extensions.balancing.planner.trace import (
     BACKWARD,
     FORWARD,
@@ -35,6 +34,7 @@ from lockstep.ground.optimizers import parts_of
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.torch_support import refuse_without
 from lockstep.ground.tree import tensors_in
+from lockstep.memory.blocks import find_blocks
 from lockstep.memory.recompute import recompute
 
 # -- blocks ------------------------------------------------------------------------------------------------------
