@@ -42,14 +42,14 @@ def test_the_help_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {**TORCHRUN, **MEETING, "OMP_NUM_THREADS": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["env"]) == 0
+    assert main(["env", "--full"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
     assert re.search(r"^  cpu +\d+ core\(s\)", text, re.MULTILINE)
     assert "cluster: torchelastic\n  torchrun started this process" in text
     assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  the ranks meet at node1, port 29400\n" in text
     assert "\n  OMP_NUM_THREADS=3\n" in text
-    assert main(["env", "--json"]) == 0
+    assert main(["env", "--json", "--full"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(json.dumps(shown.report()))
     assert found["rank"]["world_size"] == 4
@@ -71,6 +71,24 @@ def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [devices[f"cuda:{number}"] for number in range(2)] == ["Some GPU, 80.0 GiB; CUDA 13.0"] * 2
     monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: False)
     assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
+
+
+def test_a_report_has_no_names_of_hosts_and_users_and_short_paths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shown.socket, "gethostname", lambda: "gpu-17.lab.example")
+    monkeypatch.setattr(shown.getpass, "getuser", lambda: "ada")
+    names = {"PL_TRAINER_DEFAULT_ROOT_DIR": "/home/ada/secret-project/runs", "SLURM_JOB_NODELIST": "gpu-[17-18]"}
+    for name, value in {**TORCHRUN, **MEETING, **names, "MASTER_ADDR": "gpu-17", "PL_TRAINER_LOGGER": "ada"}.items():
+        monkeypatch.setenv(name, value)
+    for options in ([], ["--json"]):
+        assert main(["env", *options]) == 0
+        text = capsys.readouterr().out
+        for private in ("gpu-17", "gpu-[", "ada", "secret-project", "/home"):
+            assert private not in text, private
+        assert ".../runs" in text
+        assert "HOST" in text
+        assert torch.__version__ in text
 
 
 # -- why -----------------------------------------------------------------------------------------------------

@@ -178,7 +178,9 @@ def test_a_task_that_sees_all_devices_indexes_them() -> None:
 
 def test_more_ranks_than_devices() -> None:
     devices, _ = node_devices(Gpus(2), 4, dealt_out=True)
-    with pytest.raises(MisconfigurationException, match=r"4 ranks were started on this node, which has 2 cuda devices.*gres=gpu:4"):
+    with pytest.raises(
+        MisconfigurationException, match=r"4 ranks were started on this node, which has 2 cuda devices.*gres=gpu:4"
+    ):
         device_of(devices, 0, 4)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import platform
-from collections.abc import Iterator, Sequence
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TypedDict
 
@@ -19,8 +22,8 @@ from lockstep.launch.environment import cores, in_force
 
 ABOUT = """\
 Show what a run depends on: versions, devices, the cluster that started this process, its rank, and the variables that
-lockstep reads. Values that look like keys or tokens are not shown. Start it the way the script is started
-(`srun lockstep env`) to see what a rank sees.
+lockstep reads. The output can be published: values that look like keys or tokens are not shown, host and user names are
+left out, and paths are shortened. Start it the way the script is started (`srun lockstep env`) to see what a rank sees.
 """
 
 # names of distributions, not of modules; a test compares them with pyproject.toml
@@ -57,7 +60,10 @@ def env(words: Sequence[str]) -> int:
     """
     parser = CommandParser("lockstep env", None, ABOUT)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--full", action="store_true", help="print names of hosts and users, and whole paths")
     given, found = parser.parse_args(words), report()
+    if not given.full:
+        found = without_names(found)
     print(json.dumps(found, indent=2) if given.json else "\n".join(_lines(found)))
     return 0
 
@@ -93,6 +99,37 @@ def report() -> Report:
         },
         "variables": in_force(),
     }
+
+
+def without_names(found: Report) -> Report:
+    """Return a report without names of hosts and users, and with only the last part of each path.
+
+    Example:
+        >>> shortened("/home/ada/runs/first on node7", {"node7": "HOST"})
+        '.../first on HOST'
+    """
+    rank = found["rank"]
+    names = {socket.gethostname(): "HOST", socket.gethostname().partition(".")[0]: "HOST", getpass.getuser(): "USER"}
+    if rank is not None and rank["address"] not in ("127.0.0.1", "localhost"):
+        names[str(rank["address"])] = "HOST"
+    variables = {
+        name: "(left out: host names)" if re.search("LIST|HOSTS|_NODE$", name) else shortened(value, names)
+        for name, value in found["variables"].items()
+    }
+    return {
+        **found,
+        "why": shortened(found["why"], names),
+        "rank": rank if rank is None else {**rank, "address": shortened(str(rank["address"]), names)},
+        "variables": variables,
+    }
+
+
+def shortened(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with names replaced, as whole words, and all but the last part of each absolute path left out."""
+    text = re.sub(r"(?<![\w.])(?:/[\w.@%+~-]+)+/([\w.@%+~-]+)", r".../\1", text)
+    for name, instead in names.items():
+        text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text) if name else text
+    return text
 
 
 def _version(distribution: str) -> str | None:
