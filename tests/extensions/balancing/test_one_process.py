@@ -163,8 +163,8 @@ SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
     of_ranks.Ignores: "gives net.3.value another gradient",
     of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain another gradient",
-    OneForTwo: "the gradient that torch gives net.3.* is another tensor's, too",
-    Watched: "net.3.inner.bias has a hook that runs once its gradient is there",
+    OneForTwo: r"torch gives net.3.* a gradient that shares memory with another one",
+    Watched: "net.3.inner.bias has a hook on its accumulated gradient",
 }
 
 

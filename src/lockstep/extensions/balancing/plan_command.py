@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 
 from lockstep.cli.outputs import check_file
 from lockstep.cli.run import CommandParser, check_script, number_from, split
-from lockstep.extensions.balancing.planner.hardware import Hardware, bytes_said, described
+from lockstep.extensions.balancing.planner.hardware import Hardware, described, parse_bytes
 from lockstep.extensions.balancing.planner.plan import Plan, SavedPlan
 from lockstep.extensions.balancing.plans import choice
 from lockstep.ground.errors import MisconfigurationException
@@ -104,8 +104,8 @@ def _parser() -> CommandParser:
 
 def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
-    memory = None if given.memory is None else bytes_said("--memory", given.memory)
-    link = None if given.link is None else bytes_said("--link", given.link)
+    memory = None if given.memory is None else parse_bytes("--memory", given.memory)
+    link = None if given.link is None else parse_bytes("--link", given.link)
     named = [name for name in (given.blocks or "").split(",") if name]
 
     def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:

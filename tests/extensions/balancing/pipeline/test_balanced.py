@@ -667,7 +667,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "ends early": (EndsEarly, {}, "A step ended after 4 of the 5 blocks of the chain 'layers'"),
     "calls nothing": (CallsNothing, {}, "`training_step` did not call the chain 'layers'"),
     "outside": (CallsOutside, {}, "The chain 'layers' was called outside of a step"),
-    "shape by values": (OtherShapes, {"micro_batches": 1}, "(1, 6) before: between the stages goes what the shapes"),
+    "shape by values": (OtherShapes, {"micro_batches": 1}, "(1, 6) before: shapes between the stages must follow"),
     "manual": (Manual, {}, "Manual has automatic_optimization=False"),
     "BatchNorm": (Statistics, {}, "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch"),
     "two chains": (TwoChains, {}, "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList"),

@@ -132,7 +132,7 @@ REFUSED = [
     (
         True,
         False,
-        r"Block 0 of the chain 'blocks' was called with Tensor, Tensor, table=, memory=, and a tensor beside",
+        r"Block 0 of the chain 'blocks' was called with Tensor, Tensor, table=, memory=, and a tensor other than",
     ),
     (False, True, r"Block 1 of the chain 'blocks' was called with Tensor, Tensor, .* its first block with one tensor"),
 ]

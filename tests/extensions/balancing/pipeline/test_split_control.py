@@ -24,7 +24,7 @@ from lockstep.extensions.balancing.pipeline.layout import Layout
 from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
 from lockstep.extensions.balancing.pipeline.probe import Like, probe, states_of
 from lockstep.extensions.balancing.pipeline.stages import Stages
-from lockstep.extensions.balancing.pipeline.times import BACKWARD, BEHIND, BLOCKS, StageTimes, typical
+from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BLOCKS, StageTimes, typical
 from lockstep.extensions.balancing.planner.partition import Block, Device, partition
 from tests.extensions.balancing.balanced import Clock
 
@@ -121,7 +121,7 @@ def test_a_change_that_is_weighed_is_looked_at_again_soon() -> None:
     periods = []
     for first in (0.5, 0.5, 0.5, 0.6, 0.6, 0.54, 0.54, 0.54):
         told = [[first, 0.0, 4.0], [0.5, 0.0, 4.0]]
-        split._hear(found, rows)
+        split._read(found, rows)
         periods.append(split._period)
     assert found.counts == (9, 11)
     assert periods == [16, 32, 32, 8, 8, 16, 32, 32]
@@ -233,12 +233,12 @@ def test_a_window_is_measured_by_part(on_gpu: bool) -> None:
         clock.now += seconds
         return seconds
 
-    parts = {part: times.wrapped(part, takes) for part in (BLOCKS, BEHIND, BACKWARD)}
+    parts = {part: times.wrapped(part, takes) for part in (BLOCKS, AFTER, BACKWARD)}
     parts[BLOCKS](9.0)  # of no window
     with times.window(2):
         for _ in range(2):
             parts[BLOCKS](1.0)
-            parts[BEHIND](0.5)
+            parts[AFTER](0.5)
             clock.now += 7.0  # waits
             parts[BACKWARD](3.0)
     if on_gpu:

@@ -15,7 +15,7 @@ from lockstep.engines.owners import owners_of
 from lockstep.extensions.balancing.planner.hardware import Hardware
 from lockstep.extensions.balancing.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.extensions.balancing.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
-from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
+from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, most_in_flight, play
 from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 from lockstep.ground.comm import PIECE
 
@@ -640,7 +640,7 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     each = STAGES_OF_RANK.get(schedule, 1)
     ranks = min(hardware.world, len(profile.blocks) // each)
     actions = actions_of(schedule, ranks, count, each)
-    in_flight = [held(actions[at % ranks])[at] for at in range(each * ranks)]
+    in_flight = [most_in_flight(actions[at % ranks])[at] for at in range(each * ranks)]
     row = _row(profile, hardware, each, in_flight)
     blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
     spares = schedule not in IN_ROUNDS
