@@ -99,7 +99,7 @@ def test_activations_that_dominate_are_computed_again(devices: int) -> None:
     plan = planned(0.2, devices, 24, kept=60)
     assert plan.choice is not None
     assert plan.choice.candidate.recomputed
-    assert "most of it are its activations" in plan.reason
+    assert "(mostly for activations)" in plan.reason
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing_and_what_would_do() -> None:

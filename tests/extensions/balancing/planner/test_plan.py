@@ -197,7 +197,7 @@ def saved(tmp_path: Path, **changes: Any) -> str:
 
 
 def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"was made for Model, whose .* are others.*BoringModel"):
+    with pytest.raises(MisconfigurationException, match=r"was made for Model, whose parameters differ .*BoringModel"):
         quiet(strategy=saved(tmp_path), max_steps=1).fit(BoringModel())
 
 
@@ -214,7 +214,7 @@ def test_a_plan_for_other_devices_or_another_precision_is_refused(tmp_path: Path
 
 def test_a_plan_for_a_machine_with_more_memory_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, memory=1e18, device="H100")
-    with pytest.raises(MisconfigurationException, match=r"a device here has .*: it was made for H100"):
+    with pytest.raises(MisconfigurationException, match=r"a device here has .*: the plan was made for H100"):
         quiet(strategy=path, max_steps=1).fit(net(), [BATCH])
 
 
@@ -222,7 +222,7 @@ def test_a_plan_for_a_machine_with_more_memory_is_refused(tmp_path: Path) -> Non
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    with pytest.raises(MisconfigurationException, match="is no plan of this release"):
+    with pytest.raises(MisconfigurationException, match="is not a plan of this release"):
         quiet(strategy=str(path))
     with pytest.raises(MisconfigurationException, match=r"lockstep plan script\.py --save"):
         quiet(strategy=str(tmp_path / "there.yml"))
@@ -356,7 +356,7 @@ def test_what_cannot_be_written_is_said_before_the_work_begins(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan_command, "_plan_of", planned)
+        patch.setattr(plan_command, "_make_plan", planned)
         for word, nowhere in ((path, tmp_path / "none" / "plan.yaml"), (numbers, tmp_path / "none" / "plan.csv")):
             assert main([str(nowhere) if each == str(word) else each for each in words]) == 2
             assert f"{nowhere}: there is no folder" in capsys.readouterr().err

@@ -142,9 +142,9 @@ class Lossless(Model):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Looks, r"Looks: what `training_step` does depends on values .*`\.item\(\)`"),
-        (ByHand, "ByHand sets automatic_optimization = False.* choose the strategy by its name"),
-        (Lossless, "Lossless.training_step gave no loss"),
+        (Looks, r"Looks: `training_step` depends on values .*`\.item\(\)`"),
+        (ByHand, "ByHand sets automatic_optimization = False.* choose a strategy by its name"),
+        (Lossless, "Lossless.training_step returned no loss"),
     ],
 )
 def test_what_cannot_be_planned_is_said(kind: type[LightningModule], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The chain of blocks in a module, and steps of which different ranks run the code before and after it.
+"""The chain of blocks in a module, and steps whose code before and after it runs on different ranks.
 
 A step is a method of the user such as ``training_step``, which calls the chain once. :meth:`Chain.input_of` runs it up
 to that call. :meth:`Chain.with_output` runs it to its end; the call returns an output that was computed elsewhere.

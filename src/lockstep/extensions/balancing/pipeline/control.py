@@ -20,7 +20,7 @@ UNKNOWN_LINK = 1e9
 """Assumed bytes a second between ranks, until blocks have moved once."""
 SET_UP = 0.1
 """Seconds of a move in addition to those of its messages."""
-ALIKE = 1.5
+SIMILAR = 1.5
 """Blocks of one kind whose times differ by less than this factor are treated as equal."""
 
 
@@ -115,7 +115,7 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
 
     Args:
         seconds: of each block, by rank.
-        kinds: of the blocks; see `ALIKE`.
+        kinds: of the blocks; see `SIMILAR`.
 
     Example:
         >>> shares_of_blocks([[1.0, 3.0], [2.0, 6.0]], ["a", "b"])
@@ -128,7 +128,7 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
         members = [block for block, other in enumerate(kinds) if other == kind]
         typical = median(found[block] for block in members)
         for block in members:
-            if typical / ALIKE < found[block] < typical * ALIKE:
+            if typical / SIMILAR < found[block] < typical * SIMILAR:
                 found[block] = typical
     total = sum(found)
     return [each / total for each in found]

@@ -117,7 +117,7 @@ ALONE = (
 
 
 class BalancedStrategy(RankedStrategy):
-    """A pipeline: the blocks of a chain are split over ``stages`` ranks, each of which holds its own blocks' weights.
+    """A pipeline: the blocks of a chain are split over ``stages`` ranks, and each rank holds its own blocks' weights.
 
     The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, in which each block takes the output of the
     previous one. ``training_step`` stays as it is and calls the chain once. The first stage runs it up to that call.

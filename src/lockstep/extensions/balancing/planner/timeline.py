@@ -121,7 +121,7 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
 
     Example:
         >>> [f"{each.stage}{each.letter}{each.number}" for each in in_one_row(actions_of("1f1b", 2, 2))]
-        ['0F0', '0F1', '1F0', '1B0', '0B0', '1F1', '1B1', '0B1']
+        ['0F0', '0F1', '1F0', '1B0', '1F1', '0B0', '1B1', '0B1']
     """
     stages = 1 + max(action.stage for mine in actions for action in mine)
     return [each.action for each in sorted(play([1.0] * stages, actions), key=lambda each: each.begin)]
