@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,11 @@ from lockstep.ground.parameters import stands_in
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, rows
-from tests.extensions.balancing.balanced import Clock, made_up_clock
+from tests.extensions.balancing.balanced import Clock, draw_split, made_up_clock
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
-    cuts = [0, *sorted(draw.sample(range(1, blocks), stages - 1)), blocks]
-    return [stop - start for start, stop in pairwise(cuts)]
 
 
 class Scaled(nn.Module):
@@ -80,19 +74,17 @@ class Tied(LightningModule):
 
 
 class Jumps(Callback):
-    """Moves blocks to other ranks before each window, at random."""
+    """Moves blocks to other ranks or devices before each window, at random."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.splits: list[list[int]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches or trainer.world_size == 1:
-            return
-        strategy = trainer.strategy
-        blocks = len(pl_module.layers if hasattr(pl_module, "layers") else pl_module.net)
-        self.splits.append(draw_split(self.draw, blocks, len(strategy.split)))
-        strategy.resplit(self.splits[-1])
+        if batch_idx % trainer.accumulate_grad_batches == 0 and isinstance(trainer.strategy, BalancedStrategy):
+            blocks = len(pl_module.layers if hasattr(pl_module, "layers") else pl_module.net)
+            self.splits.append(draw_split(self.draw, blocks, len(trainer.strategy.split)))
+            trainer.strategy.resplit(self.splits[-1])
 
 
 # -- the numbers of one process ------------------------------------------------------------------------------
@@ -327,10 +319,6 @@ class Reads(Tied):
         super().__init__()
         self.seen: list[tuple[int, int]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.read = batch[2]
-        return super().training_step(batch, batch_idx)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.seen += [(self.trainer.global_step, sample) for sample in batch[2].tolist()]
 
@@ -406,16 +394,11 @@ class Wrong(Callback):
         trainer.strategy.resplit([7, 0])
 
 
-def refused() -> str:
+def refused() -> None:
     trainer = quiet(strategy="balanced", devices=2, max_epochs=1, precision="64-true", callbacks=[Wrong()])
-    with pytest.raises(
-        MisconfigurationException, match=r"split=\[7, 0\]\): give .* 2 numbers above 0, whose sum is 7"
-    ) as raised:
+    with pytest.raises(MisconfigurationException, match=r"split=\[7, 0\]\): give .* 2 numbers above 0, whose sum is 7"):
         trainer.fit(Tied(), rows(8)(4))
-    return str(raised.value)
 
 
 def test_a_stage_without_blocks_is_refused(ranks: RankPool) -> None:
-    for text in ranks(2).run(refused, timeout=40):
-        assert "split=[7, 0]): give" in text
-        assert "2 numbers above 0, whose sum is 7" in text
+    ranks(2).run(refused, timeout=40)
