@@ -353,19 +353,16 @@ class Measures(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + self.head(self.table(batch[0])).square().mean()
 
+    def on_train_end(self) -> None:
+        self.at_end = self.head.sums.device
+
 
 def test_layers_that_move_more_than_parameters_do_so() -> None:
     """A metric of torchmetrics stayed on the CPU while its model went to the device of its rank."""
-    at_end: list[torch.device] = []
-
-    class Looked(Measures):
-        def on_train_end(self) -> None:
-            at_end.append(self.head.sums.device)
-
     with MadeUpDevices(1).there():
-        module = Looked()
+        module = Measures()
         quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1).fit(module, rows(8)(4))
-        assert at_end == [made_up(1)]
+        assert module.at_end == made_up(1)
         assert module.layers[1].sums.device == CPU  # again, with its block
         assert module.layers[1].sums.any()
 
@@ -593,23 +590,16 @@ def test_a_parameter_on_two_devices_is_refused_by_its_names(module: Any, split: 
         quiet(strategy=one_process(split=split), devices=2, max_epochs=1).fit(module(), rows(4)(2))
 
 
-class TiedClose(LightningModule):
+class TiedClose(Untied):
     """Its first two blocks share a matrix, and so do its last one and a layer outside of the chain."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
         self.head = nn.Linear(6, 6)
         self.layers[1].weight, self.head.weight = self.layers[0].weight, self.layers[4].weight
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.head(self.through(batch[0])).square().mean()
 
 
 def test_a_parameter_that_stays_on_one_device_is_shared_there() -> None:

@@ -314,8 +314,7 @@ SELDOM = [(kind, "zero-bubble") for kind in (FrozenEnd, InPlace, Views, Summed)]
 
 @pytest.mark.everyday(6)
 @pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS],
+    ("kind", "schedule"), [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS]
 )
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
     if schedule == "zero-bubble" and torch.__version__ < "2.13":
@@ -636,17 +635,9 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = 
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
     "rounds": (Tied, {"micro_batches": 5, "schedule": "interleaved"}, "in rounds of equal size: give a multiple of 2"),
     "more stages than blocks": (Tied, IN_ROUNDS_OF_3, "the chain 'layers' has 5 blocks for 6 stages"),
-    "compiled": (
-        changed(lambda m: m.layers[2].compile()),
-        SPLIT_EVENLY,
-        "'layers.2' is compiled, which has one: leave",
-    ),
+    "compiled": (changed(lambda m: m.layers[2].compile()), SPLIT_EVENLY, "'layers.2' is compiled, which has one:"),
     "not to be split": (Ignores, SPLIT_EVENLY, "Choose schedule='1f1b'"),
-    "a block's weight outside of it": (
-        step(takes_a_weight),
-        {"split": "equal"},
-        "used 'layers.1.weight' outside of its",
-    ),
+    "a block's weight outside of it": (step(takes_a_weight), {"split": "equal"}, "used 'layers.1.weight' outside of"),
     "no loss": (step(no_loss), {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }

@@ -252,17 +252,26 @@ def followed(
     return report, strategy.decisions
 
 
-def test_a_slow_rank_gets_fewer_blocks_and_the_numbers_stay(ranks: RankPool) -> None:
-    slow = (0, 3.0, 12)
-    for report, decisions in ranks(2).run(followed, (1.0,) * 8, 0.0, slow, 2, {}, timeout=60):
+@pytest.mark.parametrize(
+    ("schedule", "splits", "milliseconds"),
+    [
+        ("1f1b", [(4, 4), (6, 2), (2, 6)], 6),
+        ("interleaved", [(2, 2, 2, 2), (3, 1, 3, 1), (1, 3, 1, 3)], 3),  # rank 0 has the second stage and the last
+    ],
+)
+def test_a_slow_rank_gets_fewer_blocks_and_the_numbers_stay(
+    ranks: RankPool, schedule: str, splits: list[tuple[int, ...]], milliseconds: int
+) -> None:
+    for report, decisions in ranks(2).run(followed, (1.0,) * 8, 0.0, (0, 3.0, 12), 2, {}, schedule, timeout=60):
         assert report, report
         first, second = decisions
-        assert (first.before, first.after, first.step) == ((4, 4), (6, 2), 0)
-        assert first.predicted == pytest.approx((0.006, 0.006))
-        assert (second.before, second.after) == ((6, 2), (2, 6))
+        assert [first.before, first.after, second.after] == splits
+        assert (first.step, second.before) == (0, first.after)
+        assert first.predicted == pytest.approx((milliseconds / 1000,) * len(splits[0]))
         assert 12 < second.step <= 30
         assert second.gain == pytest.approx(3.0)
-        assert "stage 0 takes 18 ms of a micro-batch, 3.00 x what was predicted" in second.reason
+        words = f"stage 0 takes {3 * milliseconds} ms of a micro-batch, 3.00 x what was predicted"
+        assert words in second.reason
 
 
 def test_what_runs_behind_the_chain_counts_for_the_last_stage(ranks: RankPool) -> None:
@@ -272,17 +281,6 @@ def test_what_runs_behind_the_chain_counts_for_the_last_stage(ranks: RankPool) -
         assert [found.after for found in decisions] == [(2, 5), (3, 4)]
         assert decisions[1].seconds == pytest.approx((0.005, 0.007))
         assert decisions[1].predicted == pytest.approx((0.006, 0.006))
-
-
-def test_a_slow_rank_gets_fewer_blocks_for_each_of_its_stages(ranks: RankPool) -> None:
-    slow = (0, 3.0, 12)
-    for report, decisions in ranks(2).run(followed, (1.0,) * 8, 0.0, slow, 2, {}, "interleaved", timeout=60):
-        assert report, report
-        first, second = decisions
-        assert (first.before, first.after) == ((2, 2, 2, 2), (3, 1, 3, 1))  # rank 0 has the second stage and the last
-        assert first.predicted == pytest.approx((0.003,) * 4)
-        assert second.after == (1, 3, 1, 3)
-        assert second.gain == pytest.approx(3.0)
 
 
 def test_replicas_take_one_split_by_their_slowest_ranks(ranks: RankPool) -> None:
