@@ -166,7 +166,7 @@ class Balance:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
         finally:
-            # a message that nobody reads would meet the next collective
+            # other ranks may still wait for this rank's row
             if self._rows is not None:
                 self._rows.leave()
 

@@ -85,7 +85,7 @@ class StepTimes:
         self._end = ExitStack()
         self._source: object = None
 
-    # -- what is measured
+    # -- measurement
 
     @contextmanager
     def attached(self, strategy: Strategy, step: Step, validation: EvaluationLoop) -> Iterator[None]:

@@ -499,7 +499,7 @@ class BalancedStrategy(RankedStrategy):
             self.precision.scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self.root_device)
         return super().step(optimizer, closure, **options)
 
-    # -- what it holds
+    # -- state
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield each parameter and gradient from a rank that has it. Collective."""

@@ -91,7 +91,7 @@ class WholeModule:
         self.free([])
 
     def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
-        """Adopt a new placement after blocks have moved: place what arrived, and free what was sent."""
+        """Adopt a new placement after blocks have moved: place received tensors, and free sent ones."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
         self.free(optimizers)

@@ -151,7 +151,7 @@ def described(
         table = next((rates for pattern, rates in CHIPS if re.search(pattern, chip.lower())), None)
         if table is None:
             raise MisconfigurationException(
-                f"--chip {chip}: not known; give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
+                f"--chip {chip}: unknown. Give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
             )
         # products of real sizes reach about half of the data sheet
         products = {_name(key): rate * TERA * 0.5 for key, rate in table.items()}
@@ -394,11 +394,11 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     kind = "cpu" if on_cpu else device_name(device)
     name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
-    known = _read(path)
-    found = known or measure_device(device)
+    cached = _read(path)
+    found = cached or measure_device(device)
     if on_cpu and devices > 1 and not found.engines:
         found = replace(found, **measure_links())
-    if found is not known:
+    if found is not cached:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(found), indent=1))
