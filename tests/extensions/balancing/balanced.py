@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 from lockstep import Callback
+from lockstep.testing import EquivalenceReport
 
 Seconds = Callable[[int, int, int], float]
 """What a micro-batch takes, given the rank, the optimizer step and the number of samples."""
@@ -52,6 +53,11 @@ class QueuedEvent:
         assert self.query()
         assert end.query()
         return float(end.at - self.at) * 1e3
+
+
+def check_reports(reports: Iterable[EquivalenceReport]) -> None:
+    for report in reports:
+        assert report, report
 
 
 def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:

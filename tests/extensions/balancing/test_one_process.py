@@ -24,7 +24,7 @@ from lockstep.strategies import BalancedStrategy
 from lockstep.testing import check_equivalence
 from tests.engines.devices import CPU, MadeUpDevices, made_up
 from tests.equivalence.models import Plain, rows
-from tests.extensions.balancing.balanced import made_up_clock
+from tests.extensions.balancing.balanced import check_reports, made_up_clock
 from tests.extensions.balancing.pipeline import test_balanced as of_ranks
 from tests.extensions.balancing.pipeline import test_resplit as of_moves
 from tests.extensions.balancing.pipeline.test_balanced import CASES, SEEDS, Chained, Tied
@@ -59,8 +59,7 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("case", CASES)
 def test_devices_of_one_process_train_as_one_device(run: int, case: str) -> None:
     (devices, options), (module, length, given) = RUNS[run], CASES[case]
-    report = check_equivalence(module, rows(length), strategy=one_process(**options), devices=devices, **given)
-    assert report, report
+    check_reports([check_equivalence(module, rows(length), strategy=one_process(**options), devices=devices, **given)])
 
 
 class Untied(Tied):
@@ -75,8 +74,7 @@ class Untied(Tied):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed: int) -> None:
-    report = of_ranks.random_case(seed, devices, one_process=True)
-    assert report, report
+    check_reports([of_ranks.random_case(seed, devices, one_process=True)])
 
 
 @pytest.mark.everyday(6)
@@ -84,8 +82,7 @@ def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed:
 def test_odd_stages_of_one_process_train_as_one_device(kind: type[LightningModule], schedule: str) -> None:
     chain = kind().layers if issubclass(kind, Tied) else kind().net
     strategy = one_process(split=[3, len(chain) - 3], schedule=schedule)  # type: ignore[arg-type]
-    report = check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)
-    assert report, report
+    check_reports([check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)])
 
 
 @pytest.mark.parametrize("kind", [of_ranks.Ignores, of_ranks.LossWithoutChain])
@@ -303,8 +300,7 @@ def test_blocks_are_on_the_device_of_their_stage(kind: type[LightningModule], ru
     given: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate": 2, "callbacks": [where]}
     with made.there():
         strategy = one_process(split="equal", **options)
-        report = check_equivalence(make, rows(23), strategy=strategy, devices=count, **given)
-    assert report, report
+        check_reports([check_equivalence(make, rows(23), strategy=strategy, devices=count, **given)])
     assert where.looks >= 5
     assert where.ends
     assert len(made.moves) > 2 * (count - 1)
@@ -323,8 +319,7 @@ class Apart(of_moves.Tied):
 @pytest.mark.parametrize("devices", [2, 3])
 def test_random_pipelines_do_nothing_on_two_devices_at_once(devices: int, seed: int) -> None:
     with MadeUpDevices(seed % 2).there():
-        report = of_ranks.random_case(seed, devices, Untied, one_process=True)
-    assert report, report
+        check_reports([of_ranks.random_case(seed, devices, Untied, one_process=True)])
 
 
 class KeepsMore(nn.Linear):
@@ -403,8 +398,7 @@ def test_blocks_that_move_at_random_between_devices_train_as_on_one(seed: int) -
     given: dict[str, Any] = {"accumulate": 1 + seed % 2, "gradient_clip_val": 0.5, "callbacks": [jumps, where]}
     with made.there():
         strategy = one_process(split="equal", schedule=schedule)
-        report = check_equivalence(Apart, rows(37), strategy=strategy, devices=count, steps=6, **given)
-    assert report, report
+        check_reports([check_equivalence(Apart, rows(37), strategy=strategy, devices=count, steps=6, **given)])
     assert len({tuple(split) for split in jumps.splits}) > 1
 
 
@@ -611,8 +605,7 @@ def test_a_parameter_that_stays_on_one_device_is_shared_there() -> None:
             assert trainer.strategy.split == (3, 2)
 
     with MadeUpDevices().there():
-        report = check_equivalence(TiedClose, rows(16), strategy=one_process(split=[2, 3]), devices=2)
-        assert report, report
+        check_reports([check_equivalence(TiedClose, rows(16), strategy=one_process(split=[2, 3]), devices=2)])
         trainer = quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1, callbacks=[Tears()])
         trainer.fit(TiedClose(), rows(8)(4))
         with pytest.raises(MisconfigurationException, match='and with split="measured" blocks move between devices'):
@@ -626,8 +619,7 @@ def test_two_gpus_of_one_process_train_as_one_device(schedule: str) -> None:
     for split in ("equal", "measured"):
         strategy = one_process(split=split, schedule=schedule)
         flags: dict[str, Any] = {"accelerator": "gpu", "devices": 2, "gradient_clip_val": 0.1, "accumulate": 2}
-        report = check_equivalence(Untied, rows(40), strategy=strategy, **flags)
-        assert report, report
+        check_reports([check_equivalence(Untied, rows(40), strategy=strategy, **flags)])
 
 
 class InStages(Validated):

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback
 from lockstep.data.weighing import Share, share_of
 from lockstep.extensions.balancing.pipeline.micro_batches import cut
 from lockstep.extensions.balancing.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
@@ -27,8 +26,8 @@ from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Blocks, Case, Plain, rows
-from tests.extensions.balancing.balanced import draw_split
-from tests.loop.pieces import quiet
+from tests.extensions.balancing.balanced import check_reports, draw_split
+from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 CASES: dict[str, Case] = {**COMMON, "outside the chain": (Blocks, 23, {})}
@@ -67,8 +66,7 @@ QUICK += [(3, "accumulation 3, clipped"), (4, "outside the chain"), (5, "unused 
     ],
 )
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, world: int, options: dict[str, Any], case: str) -> None:
-    for report in ranks(world).run(equivalence, case, options, timeout=60):
-        assert report, report
+    check_reports(ranks(world).run(equivalence, case, options, timeout=60))
 
 
 # -- random cases --------------------------------------------------------------------------------------------
@@ -128,8 +126,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool, world: int, seed: int) -> None:
-    for report in ranks(world).run(random_case, seed, world, timeout=60):
-        assert report, report
+    check_reports(ranks(world).run(random_case, seed, world, timeout=60))
 
 
 class Frozen(Plain):
@@ -319,8 +316,7 @@ SELDOM = [(kind, "zero-bubble") for kind in (FrozenEnd, InPlace, Views, Summed)]
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
     if schedule == "zero-bubble" and torch.__version__ < "2.13":
         pytest.skip("an older torch does less: what it gives is refused or right, balancing/test_one_process.py")
-    for report in ranks(2).run(odd, kind, schedule, timeout=40):
-        assert report, report
+    check_reports(ranks(2).run(odd, kind, schedule, timeout=40))
 
 
 def weights_of(kind: type[LightningModule], strategy: Any, devices: int) -> dict[str, Tensor]:
@@ -465,15 +461,6 @@ def test_a_rank_holds_the_weights_and_states_of_its_own_blocks(ranks: RankPool) 
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-class SaveAt(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 class WithAdam(Tied):
     """Under Adam, whose states are in the checkpoint."""
 
@@ -489,7 +476,7 @@ def fit(path: Path, strategy: Any, devices: int, batch_size: int, resume: bool) 
         devices=devices,
         max_epochs=2,
         precision="64-true",
-        callbacks=[] if resume else [SaveAt(2, path)],
+        callbacks=[] if resume else [SaveAt(1, path)],
     )
     trainer.fit(module, rows(23, shuffle=False)(batch_size), ckpt_path=path if resume else None)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -22,7 +22,7 @@ from lockstep.ground.parameters import stands_in
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, rows
-from tests.extensions.balancing.balanced import Clock, draw_split, made_up_clock
+from tests.extensions.balancing.balanced import Clock, check_reports, draw_split, made_up_clock
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -104,13 +104,11 @@ def jumping(
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (3, 3), (4, 2)])
 def test_blocks_that_move_at_random_train_as_one_process(ranks: RankPool, world: int, stages: int, seed: int) -> None:
     make, given = ((Plain, {}), (Tied, {"accumulate": 2, "gradient_clip_val": 0.5}))[(seed + world) % 2]
-    for report in ranks(world).run(jumping, make, stages, seed, given, timeout=60):
-        assert report, report
+    check_reports(ranks(world).run(jumping, make, stages, seed, given, timeout=60))
 
 
 def test_blocks_move_between_ranks_that_have_two_stages_each(ranks: RankPool) -> None:
-    for report in ranks(2).run(jumping, Tied, 2, 3, {"accumulate": 2}, "interleaved", timeout=60):
-        assert report, report
+    check_reports(ranks(2).run(jumping, Tied, 2, 3, {"accumulate": 2}, "interleaved", timeout=60))
 
 
 class Keeps(Callback):
