@@ -140,7 +140,8 @@ class BalancedStrategy(RankedStrategy):
             started. Layers outside the chain are on the first device.
         activation_checkpointing: recompute activations in the backward: True (of the repeated blocks), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: operations of such layers whose outputs are kept.
+        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
+            torch, or a policy function of ``torch.utils.checkpoint``.
         others: see `lockstep.engines.ranks.RankedStrategy`.
 
     Raises:
