@@ -33,7 +33,7 @@ BLOCKS, STEPS, SLOW_FROM, FACTOR = 8, 120, 50, 3
 FORWARD, BACKWARD = 0.004, 0.008
 MOST_DRAWN = 4
 """Windows that are drawn by their parts: of the first split and of the last ones."""
-OUTSIDE = "before and behind the chain"
+OUTSIDE = "before and after the chain"
 COLORS = {"blocks forward": "#4477aa", "backward": "#ee8866", OUTSIDE: "#ccbb44"}
 """Told apart by the colour-blind, too."""
 WAITING = "#e4e4e4"

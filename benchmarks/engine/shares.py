@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
+from lockstep.extensions.balancing.balance.step_times import WindowTimes
 from lockstep.extensions.balancing.shares import ShareControl
-from lockstep.extensions.balancing.window_times import WindowTimes
 from lockstep.ground.comm import RowsToCome
 
 from .language import GPT, TINY, loss_of

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule, Trainer
 from lockstep.extensions.balancing.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
 from lockstep.extensions.balancing.pipeline.measured_split import LATEST, MEASURED
-from lockstep.extensions.balancing.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
+from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BEFORE, BLOCKS, StageTimes, typical
 from lockstep.ground.comm import RowsToCome
 from lockstep.strategies import BalancedStrategy
 
@@ -207,7 +207,7 @@ def measuring(rounds: int) -> dict[str, float]:
     begin()
     size, control = dist.get_world_size(), SplitControl([BlockCost(1 / 8)] * 8, [StageCost(1.0)] * 2, (4, 4))
     times = StageTimes(torch.device("cpu"))
-    parts = [times.wrapped(part, lambda: None) for part in (BEFORE, BLOCKS, BEHIND, BACKWARD)]
+    parts = [times.wrapped(part, lambda: None) for part in (BEFORE, BLOCKS, AFTER, BACKWARD)]
     windows, looks = [], []
     for number in range(rounds):
         start = time.thread_time()

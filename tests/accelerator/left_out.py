@@ -53,7 +53,6 @@ LEFT_OUT = {
     "tests/loop/test_ready_made.py::test_a_list_of_ready_made_nests_was_taken_for_several*arrays*": THEIRS,
     "tests/extensions/balancing/test_balance.py::test_a_step_that_is_measured_has_one_frame*": CPUS,
     "tests/extensions/balancing/test_balance.py::test_a_resume_goes_on_with_the_shares*": SLOWER,
-    "tests/extensions/balancing/test_balance.py::test_a_checkpoint_of_a_balanced_run_goes_on*": SLOWER,
     "tests/extensions/balancing/test_balance.py::test_a_rank_takes_no_more_than_its_memory*": CPUS,
     "tests/loop/test_mistakes.py::*Sparse*": SPARSE,
     "tests/loop/test_closures.py::test_lbfgs_shows_what_lightning_shows": LIGHTNING,

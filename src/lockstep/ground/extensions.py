@@ -79,7 +79,7 @@ EXTENSIONS: dict[str, Extension] = {
             "data.shares": "shares",
             "engines.pipeline": "pipeline",
             "engines.planned": "planned",
-            "ground.window_times": "window_times",
+            "ground.window_times": "balance.step_times",
             "planner": "planner",
             "plans": "plans",
         },

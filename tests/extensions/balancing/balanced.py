@@ -1,13 +1,16 @@
-"""What tests of balanced runs share: a clock that ranks move on by themselves, so that nothing depends on time."""
+"""Helpers of tests of balanced runs: clocks and devices whose time is made up, and random splits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 from lockstep import Callback
+from lockstep.testing import EquivalenceReport
 
 Seconds = Callable[[int, int, int], float]
 """What a micro-batch takes, given the rank, the optimizer step and the number of samples."""
@@ -21,6 +24,45 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class QueuedWork:
+    """Work of a made-up device. Its events have their time when it is done."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+
+    def passes(self, seconds: float) -> None:
+        self.queued += seconds
+
+    def event(self) -> Any:
+        return QueuedEvent(self)
+
+
+class QueuedEvent:
+    def __init__(self, work: QueuedWork) -> None:
+        self.work, self.at = work, -1.0
+
+    def record(self) -> None:
+        self.at = self.work.queued
+
+    def query(self) -> bool:
+        return self.work.done >= self.at
+
+    def elapsed_time(self, end: Any) -> float:
+        assert self.query()
+        assert end.query()
+        return float(end.at - self.at) * 1e3
+
+
+def check_reports(reports: Iterable[EquivalenceReport]) -> None:
+    for report in reports:
+        assert report, report
+
+
+def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
+    cuts = [0, *sorted(draw.sample(range(1, blocks), stages - 1)), blocks]
+    return [stop - start for start, stop in pairwise(cuts)]
 
 
 @contextmanager

@@ -63,30 +63,24 @@ def test_a_balanced_run_is_stopped_and_goes_on_with_other_shares_and_other_ranks
     assert by_step(first["seen"]).items() <= by_step(expected["seen"]).items()
 
 
-def test_a_resume_goes_on_with_the_shares_that_there_were(ranks: RankPool, tmp_path: Path) -> None:
-    """In the middle of a window, whose first micro-batches were cut by them; on ranks of which another is slow now."""
-    make, flags = Rows(223, 4), {"max_epochs": 2, "accumulate_grad_batches": 3}
-    expected, cut = life(make, {**flags, "accumulate_grad_batches": 6}), Cut(35, tmp_path / "cut.ckpt")
-    first = play_balanced(ranks, 2, make, {**flags, "max_epochs": 2}, None, cut, 0)
-    (saved,) = torch.load(cut.path, weights_only=True)["lockstep"]["shares"]["shares"][-1:]
-    assert saved[1] == [2, 6]
-    second = play_balanced(ranks, 2, make, flags, cut.path, None, 1)
-    step = min(second["parts"])
-    assert [second["parts"][step + number] for number in (0, 1)] == [[4, 12], [6, 18]]
-    compare([first, second], expected, 223)
-
-
-def test_a_checkpoint_of_a_balanced_run_goes_on_without_balance(ranks: RankPool, tmp_path: Path) -> None:
-    """The window under way ends as it was cut; from the next one on shares are equal."""
+@pytest.mark.parametrize(("balance", "parts"), [(True, [6, 18]), (False, [12, 12])])
+def test_a_resume_goes_on_with_the_shares_that_there_were(
+    ranks: RankPool, tmp_path: Path, balance: bool, parts: list[int]
+) -> None:
+    """The window under way ends as it was cut, on ranks of which another is slow now. Without balance, the next one
+    has equal shares."""
     make, flags = Rows(223, 4), {"max_epochs": 2, "accumulate_grad_batches": 3}
     expected, cut = life(make, {**flags, "accumulate_grad_batches": 6}), Cut(35, tmp_path / "cut.ckpt")
     first = play_balanced(ranks, 2, make, flags, None, cut, 0)
-    second = play_balanced(ranks, 2, make, {**flags, "balance": False}, cut.path, None, 0)
+    (saved,) = torch.load(cut.path, weights_only=True)["lockstep"]["shares"]["shares"][-1:]
+    assert saved[1] == [2, 6]
+    second = play_balanced(ranks, 2, make, {**flags, "balance": balance}, cut.path, None, 1)
     step = min(second["parts"])
-    assert [second["parts"][step + number] for number in (0, 1)] == [[4, 12], [12, 12]]
+    assert [second["parts"][step + number] for number in (0, 1)] == [[4, 12], parts]
     compare([first, second], expected, 223)
-    alone = play(ranks, 1, make, flags, cut.path)
-    assert by_step(alone["seen"]).items() <= by_step(expected["seen"]).items()
+    if not balance:
+        alone = play(ranks, 1, make, flags, cut.path)
+        assert by_step(alone["seen"]).items() <= by_step(expected["seen"]).items()
 
 
 # -- what counts
@@ -162,29 +156,17 @@ def test_another_value_than_a_switch_is_refused() -> None:
         quiet(balance="yes")
 
 
-def refused(kind: str, **flags: Any) -> str:
-    loader: Any = numbers(16, 4)
-    if kind == "iterable":
-        loader = DataLoader(Stream(16), 4)
-    elif kind == "use_distributed_sampler=False":
-        flags["use_distributed_sampler"] = False
-    flags = {"strategy": "ddp", "devices": 2, **flags}
-    with pytest.raises(MisconfigurationException) as told:
-        quiet(max_epochs=1, balance=True, **flags).fit(Slope(), loader)
-    return str(told.value)
+def refused(is_stream: bool) -> None:
+    """A data set that is dealt out sample by sample, or a loader that is not cut."""
+    loader: Any = DataLoader(Stream(16), 4) if is_stream else numbers(16, 4)
+    words = r"Trainer\(balance=True\): train_dataloader yields whole batches.*leave `balance` out"
+    with pytest.raises(MisconfigurationException, match=words):
+        on_ranks(max_epochs=1, balance=True, use_distributed_sampler=is_stream).fit(Slope(), loader)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("iterable", "Trainer(balance=True): train_dataloader yields whole batches"),
-        ("use_distributed_sampler=False", "Trainer(balance=True): train_dataloader yields whole batches"),
-    ],
-)
-def test_what_cannot_be_shared_out_by_weight_is_refused_by_name(ranks: RankPool, kind: str, said: str) -> None:
-    for told in ranks(2).run(refused, kind):
-        assert said in told
-        assert "leave `balance` out" in told
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_what_cannot_be_shared_out_by_weight_is_refused_by_name(ranks: RankPool, is_stream: bool) -> None:
+    ranks(2).run(refused, is_stream)
 
 
 class Normed(LightningModule):
@@ -199,50 +181,38 @@ class Normed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def normed(**flags: Any) -> tuple[list[str], str]:
-    """What is warned of, and told."""
+def normed(sync_batchnorm: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with patch("lockstep.extensions.balancing.balance.balance.rank_zero_info") as told:
-            on_ranks(max_epochs=1, balance=True, **flags).fit(Normed(), numbers(16, flags.pop("batch_size", 4)))
-    said = " ".join(str(call.args[0]) for call in told.call_args_list)
-    return [str(each.message) for each in warned if "balance" in str(each.message)], said
-
-
-def synchronized() -> tuple[list[str], str]:
-    return normed(sync_batchnorm=True)
+        on_ranks(max_epochs=1, balance=True, sync_batchnorm=sync_batchnorm).fit(Normed(), numbers(16, 4))
+    return [str(each.message) for each in warned if "balance" in str(each.message)]
 
 
 def test_batch_norm_without_synchronization_is_warned_of_once(ranks: RankPool) -> None:
-    first, second = ranks(2).run(normed)
-    (told,) = first[0]
-    assert "BatchNorm1d 'net.1' takes its statistics over one rank's samples" in told
-    assert "sync_batchnorm=True" in told
-    assert second[0] == []
-    assert [warned for warned, _ in ranks(2).run(synchronized)] == [[], []]
+    (warning,), others = ranks(2).run(normed, False)
+    assert "BatchNorm1d 'net.1' takes its statistics over one rank's samples" in warning
+    assert "sync_batchnorm=True" in warning
+    assert others == []
+    assert ranks(2).run(normed, True) == [[], []]
 
 
 def single() -> str:
-    with patch("lockstep.extensions.balancing.balance.balance.rank_zero_info") as told:
+    with patch("lockstep.extensions.balancing.balance.balance.rank_zero_info") as info:
         on_ranks(max_epochs=1, balance=True).fit(Slope(), numbers(16, 1))
-    return " ".join(str(call.args[0]) for call in told.call_args_list)
+    return " ".join(str(call.args[0]) for call in info.call_args_list)
 
 
-def test_a_global_batch_without_a_sample_to_spare_is_told(ranks: RankPool) -> None:
+def test_a_global_batch_without_a_sample_to_spare_is_reported(ranks: RankPool) -> None:
     assert "a global batch has 2 samples for 2 ranks" in ranks(2).run(single)[0]
 
 
 # -- what it costs
 
 
-def path_of_a_step(**flags: Any) -> list[str]:
-    module = Looks()
-    on_ranks(max_epochs=1, **flags).fit(module, numbers(8, 2))
-    return module.path
-
-
 def balanced_path() -> list[str]:
-    return path_of_a_step(balance=True)
+    module = Looks()
+    on_ranks(max_epochs=1, balance=True).fit(module, numbers(8, 2))
+    return module.path
 
 
 def balanced_calls() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -18,17 +17,17 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
-from lockstep.extensions.balancing.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
+from lockstep.extensions.balancing.pipeline.stages import IN_ROUNDS, SCHEDULES
 from lockstep.extensions.balancing.planner.timeline import Action, actions_of, in_one_row
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import EquivalenceReport, check_equivalence
+from lockstep.testing import check_equivalence
 from tests.engines.devices import CPU, MadeUpDevices, made_up
 from tests.equivalence.models import Plain, rows
-from tests.extensions.balancing.balanced import Clock, made_up_clock
+from tests.extensions.balancing.balanced import check_reports, made_up_clock
 from tests.extensions.balancing.pipeline import test_balanced as of_ranks
 from tests.extensions.balancing.pipeline import test_resplit as of_moves
-from tests.extensions.balancing.pipeline.test_balanced import CASES, Tied, draw_split
+from tests.extensions.balancing.pipeline.test_balanced import CASES, SEEDS, Chained, Tied
 from tests.extensions.balancing.test_stage_timeline import check_file, trained
 from tests.loop.pieces import Validated, numbers, quiet
 from tests.tools.pool import RankPool
@@ -60,30 +59,7 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("case", CASES)
 def test_devices_of_one_process_train_as_one_device(run: int, case: str) -> None:
     (devices, options), (module, length, given) = RUNS[run], CASES[case]
-    report = check_equivalence(module, rows(length), strategy=one_process(**options), devices=devices, **given)
-    assert report, report
-
-
-def random_case(seed: int, devices: int, tied: bool = True) -> EquivalenceReport:
-    draw = random.Random(seed)
-    schedule = draw.choice(SCHEDULES)
-    each = draw.choice([1, 2, 3]) if schedule in IN_ROUNDS else 1
-    blocks, parts = draw.randint(devices * each, devices * each + 4), draw.choice([None, 1, 2, 3, 5])
-    if parts and schedule in IN_ROUNDS and not goes_in_rounds(parts, devices):
-        parts = None
-    split = draw_split(draw, blocks, devices * each)
-    clip = draw.choice(
-        [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
-    )
-    return check_equivalence(
-        partial(Tied if tied else Untied, blocks, draw.randint(2, 9)),
-        rows(draw.randint(10, 40)),
-        strategy=one_process("all", parts, schedule, split, stages_per_rank=each),
-        devices=devices,
-        accumulate=draw.randint(1, 3),
-        batch_size=draw.randint(1, 7),
-        **clip,
-    )
+    check_reports([check_equivalence(module, rows(length), strategy=one_process(**options), devices=devices, **given)])
 
 
 class Untied(Tied):
@@ -95,11 +71,10 @@ class Untied(Tied):
         self.layers[blocks // 2].requires_grad_(False)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed: int) -> None:
-    report = random_case(seed, devices)
-    assert report, report
+    check_reports([of_ranks.random_case(seed, devices, one_process=True)])
 
 
 @pytest.mark.everyday(6)
@@ -107,8 +82,7 @@ def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed:
 def test_odd_stages_of_one_process_train_as_one_device(kind: type[LightningModule], schedule: str) -> None:
     chain = kind().layers if issubclass(kind, Tied) else kind().net
     strategy = one_process(split=[3, len(chain) - 3], schedule=schedule)  # type: ignore[arg-type]
-    report = check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)
-    assert report, report
+    check_reports([check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)])
 
 
 @pytest.mark.parametrize("kind", [of_ranks.Ignores, of_ranks.LossWithoutChain])
@@ -132,12 +106,10 @@ class Seen(nn.Module):
         return torch.tanh(self.inner(x))
 
 
-class Watched(of_ranks.Plain):
-    """Somebody waits for gradients of its last stage."""
+class Watched(Chained):
+    """A hook waits for gradients of its last stage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Seen(), nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Seen(), nn.Linear(8, 1)])
 
 
 class Twins(nn.Module):
@@ -151,20 +123,18 @@ class Twins(nn.Module):
         return torch.tanh(x) + self.one + self.other
 
 
-class OneForTwo(of_ranks.Plain):
+class OneForTwo(Chained):
     """Its micro-batches have two samples, as many as a parameter has rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Twins(), nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Twins(), nn.Linear(8, 1)])
 
 
 SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
     of_ranks.Ignores: "gives net.3.value another gradient",
     of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain another gradient",
-    OneForTwo: "the gradient that torch gives net.3.* is another tensor's, too",
-    Watched: "net.3.inner.bias has a hook that runs once its gradient is there",
+    OneForTwo: r"torch gives net.3.* a gradient that shares memory with another one",
+    Watched: "net.3.inner.bias has a hook on its accumulated gradient",
 }
 
 
@@ -193,12 +163,8 @@ def right_or_refused(kind: type[LightningModule], strategy: BalancedStrategy, pl
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_what_is_logged_and_predicted_is_that_of_one_device(schedule: str) -> None:
-    expected = of_ranks.seen("auto", 1, 6)
     found = of_ranks.seen(one_process(micro_batches=4, schedule=schedule), 2, 6)
-    assert found["fitted"] == pytest.approx(expected["fitted"], rel=1e-12)
-    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-11, atol=1e-13)
-    assert found["validated"][0]["val"] == pytest.approx(expected["validated"][0]["val"], rel=1e-11)
+    of_ranks.check_seen(found, of_ranks.seen("auto", 1, 6))
 
 
 class LogsBefore(Tied):
@@ -210,9 +176,7 @@ class LogsBefore(Tied):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("seen", float(len(batch[0])), reduce_fx="sum", batch_size=1)
-        x = self.table(batch[0])
-        for layer in self.layers:
-            x = layer(x)
+        self.through(self.table(batch[0]))
 
 
 def sums(strategy: Any, devices: int) -> dict[str, float]:
@@ -336,8 +300,7 @@ def test_blocks_are_on_the_device_of_their_stage(kind: type[LightningModule], ru
     given: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate": 2, "callbacks": [where]}
     with made.there():
         strategy = one_process(split="equal", **options)
-        report = check_equivalence(make, rows(23), strategy=strategy, devices=count, **given)
-    assert report, report
+        check_reports([check_equivalence(make, rows(23), strategy=strategy, devices=count, **given)])
     assert where.looks >= 5
     assert where.ends
     assert len(made.moves) > 2 * (count - 1)
@@ -356,8 +319,7 @@ class Apart(of_moves.Tied):
 @pytest.mark.parametrize("devices", [2, 3])
 def test_random_pipelines_do_nothing_on_two_devices_at_once(devices: int, seed: int) -> None:
     with MadeUpDevices(seed % 2).there():
-        report = random_case(seed, devices, tied=False)
-    assert report, report
+        check_reports([of_ranks.random_case(seed, devices, Untied, one_process=True)])
 
 
 class KeepsMore(nn.Linear):
@@ -386,19 +348,16 @@ class Measures(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + self.head(self.table(batch[0])).square().mean()
 
+    def on_train_end(self) -> None:
+        self.at_end = self.head.sums.device
+
 
 def test_layers_that_move_more_than_parameters_do_so() -> None:
     """A metric of torchmetrics stayed on the CPU while its model went to the device of its rank."""
-    at_end: list[torch.device] = []
-
-    class Looked(Measures):
-        def on_train_end(self) -> None:
-            at_end.append(self.head.sums.device)
-
     with MadeUpDevices(1).there():
-        module = Looked()
+        module = Measures()
         quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1).fit(module, rows(8)(4))
-        assert at_end == [made_up(1)]
+        assert module.at_end == made_up(1)
         assert module.layers[1].sums.device == CPU  # again, with its block
         assert module.layers[1].sums.any()
 
@@ -409,20 +368,9 @@ def test_evaluation_and_prediction_go_from_device_to_device() -> None:
             super().__init__()
             self.layers[-1].weight = nn.Parameter(torch.eye(6))
 
-    def seen(strategy: Any, devices: int) -> Any:
-        torch.manual_seed(3)
-        trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, precision="64-true")
-        module = Looks()
-        validated = trainer.validate(module, rows(9, shuffle=False)(2), verbose=False)
-        trainer.fit(module, rows(13, shuffle=False)(6), rows(9, shuffle=False)(2))
-        predictions = trainer.predict(module, rows(9, shuffle=False)(3))
-        return validated, [each.to("cpu") for each in predictions]
-
     with MadeUpDevices(1).there():
-        validated, predictions = seen(one_process(split="equal"), 2)
-    expected = seen("auto", 1)
-    assert validated[0] == pytest.approx(expected[0][0], rel=1e-12)
-    torch.testing.assert_close(predictions, expected[1], rtol=1e-11, atol=1e-13)
+        found = of_ranks.seen(one_process(split="equal"), 2, 6, Looks)
+    of_ranks.check_seen(found, of_ranks.seen("auto", 1, 6, Looks))
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -434,9 +382,6 @@ def test_sixteen_bits_and_clipping_know_several_devices(algorithm: str) -> None:
         trainer.fit(module, rows(16, shuffle=False)(4))
         return [p.sum().item() for p in module.parameters()]
 
-    class Single(Untied):
-        pass
-
     with MadeUpDevices().there():
         found = fit(one_process(split="equal", chain="layers"), 2)
     assert found == pytest.approx(fit("auto", 1), rel=1e-2, abs=1e-3)
@@ -445,45 +390,22 @@ def test_sixteen_bits_and_clipping_know_several_devices(algorithm: str) -> None:
 # -- blocks that move ------------------------------------------------------------------------------------------
 
 
-class Jumps(of_moves.Jumps):
-    """Moves blocks to other devices before each window, at random."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0 and isinstance(trainer.strategy, BalancedStrategy):
-            blocks = len(pl_module.layers if hasattr(pl_module, "layers") else pl_module.net)
-            self.splits.append(draw_split(self.draw, blocks, len(trainer.strategy.split)))
-            trainer.strategy.resplit(self.splits[-1])
-
-
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 12)))])
 def test_blocks_that_move_at_random_between_devices_train_as_on_one(seed: int) -> None:
-    count, made, jumps = 2 + seed % 3, MadeUpDevices(seed % 2), Jumps(seed)
+    count, made, jumps = 2 + seed % 3, MadeUpDevices(seed % 2), of_moves.Jumps(seed)
     where = Where(made, count, "layers")
     schedule = SCHEDULES[seed % 4] if count < 4 else "1f1b"
     given: dict[str, Any] = {"accumulate": 1 + seed % 2, "gradient_clip_val": 0.5, "callbacks": [jumps, where]}
     with made.there():
         strategy = one_process(split="equal", schedule=schedule)
-        report = check_equivalence(Apart, rows(37), strategy=strategy, devices=count, steps=6, **given)
-    assert report, report
+        check_reports([check_equivalence(Apart, rows(37), strategy=strategy, devices=count, steps=6, **given)])
     assert len({tuple(split) for split in jumps.splits}) > 1
 
 
-def states(strategy: Any, devices: int, seed: int | None) -> list[tuple[Any, Any]]:
-    """The whole state of the run after each step."""
-    torch.manual_seed(4)
-    keeps = of_moves.Keeps()
-    callbacks = [keeps] if seed is None else [Jumps(seed), keeps]
-    trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, precision="64-true", callbacks=callbacks)
-    trainer.fit(of_moves.Tied(), rows(24, shuffle=False)(4))
-    return keeps.states
-
-
 def test_adams_states_move_with_their_blocks() -> None:
-    for moved, alone in zip(states(one_process(split="equal"), 3, 1), states("auto", 1, None), strict=True):
+    found = of_moves.states_of(one_process(split="equal"), 3, 1)
+    for moved, alone in zip(found, of_moves.states_of("auto", 1, None), strict=True):
         torch.testing.assert_close(moved, alone, rtol=1e-10, atol=1e-12)
-
-
-CLOCK = Clock()
 
 
 class SlowPlace(Callback):
@@ -600,7 +522,7 @@ def test_one_process_saves_alone_what_several_ranks_cannot(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_timeline_has_the_rows_of_each_device(tmp_path: Path) -> None:
     path = tmp_path / "stages.csv"
-    # blocks and backward of each; what is before the chain and behind it runs where the last stage is
+    # blocks and backward of each; the code before and after the chain runs where the last stage is
     assert trained(path, 3, split=[3, 1, 1], one_process=True) == [False] * 3
     check_file(path, 3, [6, 6, 12])
 
@@ -662,23 +584,16 @@ def test_a_parameter_on_two_devices_is_refused_by_its_names(module: Any, split: 
         quiet(strategy=one_process(split=split), devices=2, max_epochs=1).fit(module(), rows(4)(2))
 
 
-class TiedClose(LightningModule):
+class TiedClose(Untied):
     """Its first two blocks share a matrix, and so do its last one and a layer outside of the chain."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
         self.head = nn.Linear(6, 6)
         self.layers[1].weight, self.head.weight = self.layers[0].weight, self.layers[4].weight
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.head(self.through(batch[0])).square().mean()
 
 
 def test_a_parameter_that_stays_on_one_device_is_shared_there() -> None:
@@ -690,8 +605,7 @@ def test_a_parameter_that_stays_on_one_device_is_shared_there() -> None:
             assert trainer.strategy.split == (3, 2)
 
     with MadeUpDevices().there():
-        report = check_equivalence(TiedClose, rows(16), strategy=one_process(split=[2, 3]), devices=2)
-        assert report, report
+        check_reports([check_equivalence(TiedClose, rows(16), strategy=one_process(split=[2, 3]), devices=2)])
         trainer = quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1, callbacks=[Tears()])
         trainer.fit(TiedClose(), rows(8)(4))
         with pytest.raises(MisconfigurationException, match='and with split="measured" blocks move between devices'):
@@ -705,8 +619,7 @@ def test_two_gpus_of_one_process_train_as_one_device(schedule: str) -> None:
     for split in ("equal", "measured"):
         strategy = one_process(split=split, schedule=schedule)
         flags: dict[str, Any] = {"accelerator": "gpu", "devices": 2, "gradient_clip_val": 0.1, "accumulate": 2}
-        report = check_equivalence(Untied, rows(40), strategy=strategy, **flags)
-        assert report, report
+        check_reports([check_equivalence(Untied, rows(40), strategy=strategy, **flags)])
 
 
 class InStages(Validated):
@@ -737,8 +650,7 @@ class InStages(Validated):
     ],
 )
 def test_a_window_that_is_played_in_one_piece_is_validated_once(flags: dict[str, Any], times: list[int]) -> None:
-    """It was validated behind each of its micro-batches, or not at all where it stepped over the one at which it was
-    due."""
+    """It was validated after each of its micro-batches, or not at all if it passed the one at which it was due."""
     module = InStages()
     strategy = one_process(split="equal")
     trainer = quiet(

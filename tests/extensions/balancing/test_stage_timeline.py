@@ -50,10 +50,10 @@ def check_file(path: Path, stages: int, parts: list[int]) -> None:
 def test_a_fit_of_a_pipeline_leaves_a_file(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "new" / "stages.csv"  # whose folder is made
     assert ranks(2).run(partial(trained, split=[4, 1]), path, 2, timeout=40) == [[False], [False]]
-    check_file(path, 2, [9, 9])  # before the chain, blocks, backward; blocks, behind it, backward
+    check_file(path, 2, [9, 9])  # before the chain, blocks, backward; blocks, after it, backward
     text = path.read_text()
     assert "9,0,4 1,before the chain," in text
-    assert "9,1,4 1,behind the chain," in text
+    assert "9,1,4 1,after the chain," in text
 
 
 def test_another_strategy_has_no_stages(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from lockstep.extensions.balancing.balance.step_times import (
     DeviceTimes,
     StepTimes,
 )
-from lockstep.ground.device import TimedEvent
 from lockstep.supervise.collective_trace import WAITS, wrapped
-from tests.extensions.balancing.balanced import Clock
+from tests.extensions.balancing.balanced import Clock, QueuedWork
 from tests.tools.pool import RankPool
 
 
@@ -97,38 +96,8 @@ def test_what_other_threads_do_is_no_part_of_a_step() -> None:
 # -- a device
 
 
-class Device:
-    """Work that is queued; its events have their time when it is done."""
-
-    def __init__(self) -> None:
-        self.queued = 0.0
-        self.done = 0.0
-
-    def passes(self, seconds: float) -> None:
-        self.queued += seconds
-
-    def event(self) -> TimedEvent:
-        return FakeEvent(self)
-
-
-class FakeEvent:
-    def __init__(self, device: Device) -> None:
-        self.device, self.at = device, -1.0
-
-    def record(self) -> None:
-        self.at = self.device.queued
-
-    def query(self) -> bool:
-        return self.device.done >= self.at
-
-    def elapsed_time(self, end: Any) -> float:
-        assert self.query()
-        assert end.query()
-        return float(end.at - self.at) * 1e3
-
-
-def test_a_devices_windows_are_told_when_it_is_through_with_them() -> None:
-    device, clock = Device(), Clock()
+def test_a_devices_windows_are_taken_when_it_has_finished_them() -> None:
+    device, clock = QueuedWork(), Clock()
     times = DeviceTimes(clock, device.event, lambda: "stream")
     work = Worker(times, device.passes)
     times.begin()
@@ -147,7 +116,7 @@ def test_a_devices_windows_are_told_when_it_is_through_with_them() -> None:
 
 
 def test_data_counts_on_a_device_as_far_as_it_has_nothing_to_do() -> None:
-    device, clock = Device(), Clock()
+    device, clock = QueuedWork(), Clock()
     times = DeviceTimes(clock, device.event, lambda: "stream")
     fetch = times.timed(DATA, lambda: setattr(clock, "now", clock.now + 3))
     times.begin()
@@ -157,15 +126,12 @@ def test_data_counts_on_a_device_as_far_as_it_has_nothing_to_do() -> None:
         Worker(times, device.passes).backward(0)
         times.end_window(1, 0)
     device.done = device.queued
-    assert [(window.data, window.backward, window.other) for window in times.take(0)[0]] == [
-        (0, 1, 0),
-        (1, 1, 0),
-        (3, 1, 2),
-    ]
+    found = [(window.data, window.backward, window.other) for window in times.take(0)[0]]
+    assert found == [(0, 1, 0), (1, 1, 0), (3, 1, 2)]
 
 
 def test_work_of_another_stream_is_no_part_of_a_step() -> None:
-    device, streams = Device(), ["own", "another"]
+    device, streams = QueuedWork(), ["own", "another"]
     times = DeviceTimes(Clock(), device.event, lambda: streams[0])
     work = Worker(times, device.passes)
     streams.reverse()

@@ -1,4 +1,4 @@
-"""``lockstep plan``: what each way to train a script's model would need and take, on these devices or on others."""
+"""``lockstep plan``: memory and time of each way to train a script's model, on these devices or on others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
 from lockstep.cli.run import CommandParser, check_file, check_script, number_from, split
-from lockstep.extensions.balancing.planner.hardware import Hardware, bytes_said, described
+from lockstep.extensions.balancing.planner.hardware import Hardware, described, hardware_of, parse_bytes
 from lockstep.extensions.balancing.planner.plan import Plan, SavedPlan
 from lockstep.extensions.balancing.plans import choice
 from lockstep.ground.errors import MisconfigurationException
@@ -28,12 +28,12 @@ from lockstep.trainer import Trainer
 
 USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
 ABOUT = """\
-Run a script up to its trainer.fit(), and print memory and seconds of a step under each way to train its model: what
-fits, what does not and why, the choice and its reason. Nothing is trained.
+Run a script up to its trainer.fit(), and print memory and seconds of a step under each way to train its model, the
+missing memory of those that do not fit, and the choice with its reason. Nothing is trained.
 
-Without --memory, --link, --nodes and --chip the devices are those of this machine: some steps are measured. With one
-of them they are elsewhere: the model is made without memory, and seconds come from a cost model.
-Options may stand before the script and directly behind it; what follows is the script's own.
+Without --memory, --link, --nodes and --chip the plan is for this machine, and some steps are measured. With one of
+them it is for another machine: the model is created without memory, and seconds come from a cost model.
+Options are given before the script or directly after it; later arguments are passed to the script.
 """
 EXAMPLES = """\
 examples:
@@ -50,20 +50,20 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """The script has come to its fit, and its plan is made; no ``except Exception`` of a script is in the way."""
+    """Raised when the plan is made; a BaseException, so that a script's ``except Exception`` does not catch it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
 
 def plan(words: Sequence[str]) -> int:
-    """The command; gives its exit code: 0 where something fits, 1 where nothing does.
+    """Run the command, and return its exit code: 0 if something fits, 1 if nothing does.
 
     Args:
-        words: behind ``lockstep plan``.
+        words: the words after ``lockstep plan``.
 
     Raises:
-        MisconfigurationException: for what cannot be planned, with the way out.
+        MisconfigurationException: an argument is wrong, or the script cannot be planned.
     """
     given, script = split(list(words), _parser())
     check_script("lockstep plan", None, script)
@@ -71,9 +71,10 @@ def plan(words: Sequence[str]) -> int:
         if not given.save.endswith((".yaml", ".yml")):
             raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
         check_file("--save", given.save)
+    # files are checked before the work, which takes a while
     if given.csv is not None:
         check_file("--csv", given.csv)
-    found = _plan_of(given, script)
+    found = _make_plan(given, script)
     print("\n".join(found.lines(everything=given.all)))
     if given.save is not None and found.choice is not None:
         found.save(given.save)
@@ -88,31 +89,35 @@ def plan(words: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("lockstep plan", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
-    add("--devices", type=number_from(1), metavar="N", help="of each node; default: as the script's Trainer says")
-    add("--nodes", type=number_from(1), metavar="M", help="machines; default: 1")
-    add("--memory", metavar="BYTES", help="of each device: 80GB, 24GiB")
-    add("--link", metavar="BYTES/S", help="of the slowest link: 25GB/s; between nodes, where there are several")
-    add("--chip", metavar="NAME", help="GPU for whose arithmetic the seconds are: H100, A100, RTX 3090")
-    add("--goal", default="speed", choices=("speed", "memory"), help="what the choice is to be best in; default: speed")
-    add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
+    add("--devices", type=number_from(1), metavar="N", help="devices of each node; default: those of the Trainer")
+    add("--nodes", type=number_from(1), metavar="M", help="number of machines; default: 1")
+    add("--memory", metavar="BYTES", help="memory of each device: 80GB, 24GiB")
+    add(
+        "--link",
+        metavar="BYTES/S",
+        help="speed of the slowest link (between nodes, if there are several): 25GB/s",
+    )
+    add("--chip", metavar="NAME", help="GPU whose arithmetic speed is assumed: H100, A100, RTX 3090")
+    add("--goal", default="speed", choices=("speed", "memory"), help="goal of the choice; default: speed")
+    add("--blocks", metavar="NAMES", help="names of the submodules that are blocks, separated by commas")
     add("--all", action="store_true", help="also show pipelines, and variants of a way, that gain nothing")
     add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
     add("--csv", metavar="FILE", help="write seconds of a step and bytes of a device under each way")
     return parser
 
 
-def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
+def _make_plan(given: argparse.Namespace, script: list[str]) -> Plan:
     elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
-    memory = None if given.memory is None else bytes_said("--memory", given.memory)
-    link = None if given.link is None else bytes_said("--link", given.link)
+    memory = None if given.memory is None else parse_bytes("--memory", given.memory)
+    link = None if given.link is None else parse_bytes("--link", given.link)
     named = [name for name in (given.blocks or "").split(",") if name]
 
     def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:
-        hardware: Hardware | None
+        hardware: Hardware | None = None  # those of the Trainer
         if elsewhere:
             hardware = described(given.devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
-        else:
-            hardware = _here(trainer, given.devices)
+        elif given.devices not in (None, trainer.world_size):
+            hardware = hardware_of(trainer.strategy.root_device, given.devices)
         loader, data = args[0] if args else kwargs.get("train_dataloaders"), kwargs.get("datamodule")
         trainer._attach(TrainerFn.FITTING, model, {"train": loader}, data)
         batch = choice.first_batch(trainer)
@@ -124,17 +129,8 @@ def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     return _run(script, fit, elsewhere)
 
 
-def _here(trainer: Trainer, devices: int | None) -> Hardware | None:
-    """So many devices of this machine; None where they are those of the trainer."""
-    if devices is None or devices == trainer.world_size:
-        return None
-    from lockstep.extensions.balancing.planner.hardware import hardware_of
-
-    return hardware_of(trainer.strategy.root_device, devices)
-
-
 def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
-    """The script as ``python script.py`` runs it, up to its fit."""
+    """Run the script like ``python script.py``, up to its fit."""
     before, words, path = Trainer.fit, sys.argv, list(sys.path)
     Trainer.fit = fit  # type: ignore[method-assign]
     sys.argv = list(script)
@@ -146,19 +142,21 @@ def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
         return planned.plan
     except SystemExit as ended:
         if ended.code:
-            raise MisconfigurationException(f"{script[0]} ended with {ended.code!r} before its trainer.fit()") from None
+            raise MisconfigurationException(
+                f"{script[0]} ended with {ended.code!r} before its trainer.fit(): a plan needs the call."
+            ) from None
     finally:
         Trainer.fit = before  # type: ignore[method-assign]
         sys.argv, sys.path[:] = words, path
     raise MisconfigurationException(
-        f"{script[0]} has ended without a trainer.fit(model): a plan needs the call. If the script asks for arguments, "
-        "give them behind it."
+        f"{script[0]} has ended without a trainer.fit(model): a plan needs the call. Arguments of the script are given "
+        "after its name."
     )
 
 
 @contextmanager
 def _without_memory(elsewhere: bool) -> Iterator[None]:
-    """Let parameters have no memory as soon as a module has them: a model may be larger than this machine."""
+    """Move each parameter to the meta device when it is registered, since a model may be larger than this machine."""
 
     def place(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
         if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
@@ -168,7 +166,7 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
     if not elsewhere:
         yield
         return
-    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
+    hook: Any = place  # torch's annotation lacks hooks that replace a parameter
     with PLANNED_PARAMETERS.inside():
         handle = register_module_parameter_registration_hook(hook)
         try:
@@ -181,7 +179,7 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
 
 
 def write_csv(found: Plan, path: str) -> None:
-    """Write what each way would take, a row for each.
+    """Write a row for each way to train.
 
     Args:
         found: the plan.

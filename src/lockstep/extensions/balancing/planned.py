@@ -1,4 +1,4 @@
-"""The strategy that a plan has chosen, and the one of a saved plan's file."""
+"""Strategies of a plan's choice, and of a saved plan's file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MODES = {"fsdp": "FULL_SHARD", "fsdp_grads": "SHARD_GRAD_OP", "fsdp_offload": "F
 
 
 def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
-    """What a candidate is in a Trainer.
+    """Create the strategy of a candidate.
 
     Args:
         candidate: of a plan, one that can be run.
-        start_method: of its ranks, as of `DDPStrategy`; DeepSpeed's are started by the script.
+        start_method: of its ranks, see `DDPStrategy`. DeepSpeed's are always started by the script.
     """
     again = candidate.recomputed
     if candidate.kind == "single":
@@ -61,22 +61,22 @@ def drives_all_devices(path: str) -> bool:
 
 
 def strategy_by(path: str, world_size: int, interactive: bool) -> Strategy:
-    """The strategy of a saved plan.
+    """Create the strategy of a saved plan.
 
     Args:
         path: its file.
         world_size: number of ranks of the run.
-        interactive: whether there is no script that could be started once for each rank.
+        interactive: True in a session without a script that could be started once for each rank.
 
     Raises:
-        MisconfigurationException: the file is no plan, or the plan is for other devices.
+        MisconfigurationException: the file is not a plan, or the plan is for other devices.
     """
     saved, where = SavedPlan.read(path), f'Trainer(strategy="{path}")'
     ranks = 1 if saved.strategy == "dp" else saved.devices * saved.nodes
     if ranks != world_size:
         raise MisconfigurationException(
             f"{where}: the plan was made for devices={saved.devices} and num_nodes={saved.nodes}, and this Trainer has "
-            f"{world_size} rank(s): give it those devices and nodes, or make a plan for these."
+            f"{world_size} rank(s): use the plan's devices and nodes, or make a plan for these."
         )
     made = strategy_of(saved.candidate, "spawn" if interactive else "popen")
     made.planned = saved, where

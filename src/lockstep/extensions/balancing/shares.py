@@ -1,6 +1,6 @@
-"""Shares of a global batch for ranks of unequal speed: what a window costs on each, the best cut, when to change it.
+"""Shares of a global batch for ranks of unequal speed: cost of a window, best cut, time of a change.
 
-Pure: the same numbers give the same shares on every rank.
+All functions are pure: the same numbers give the same shares on every rank.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LARGE = 0.2
-"""A change that shortens a window by this part is made at once."""
+"""A change that shortens a window by this fraction is made at once."""
 SMALL = 0.05
-"""One that shortens it by less than this part is never made: so much differs from one look to the next."""
+"""A change that shortens a window by less is never made: times vary as much from one measurement to the next."""
 MOST_VOTES = 16
-"""Looks in a row, at most, that have to ask for a small change before it is made."""
+"""Upper limit of the measurements in a row that must favor a small change before it is made."""
 APART = 0.2
-"""Samples of a rank have to differ by this part before two times tell what of them is fixed."""
+"""Fraction by which a rank's samples must differ before its fixed seconds are estimated from two times."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a window costs a rank: ``fixed`` seconds, and as many a sample as it takes to have cost ``seconds``.
+    """Cost of a window on a rank: ``fixed`` seconds, and seconds proportional to its samples.
 
     Example:
         >>> Cost(samples=16, seconds=3.0, fixed=1.0).at(8)
@@ -29,20 +29,20 @@ class Cost:
     """
 
     samples: int
-    """How many the rank had, at least 1."""
+    """Measured number of samples, at least 1."""
     seconds: float
-    """How long they took."""
+    """Measured seconds for these samples."""
     fixed: float = 0.0
     """Seconds that do not depend on the number of samples."""
     most: int = 2**62
-    """Samples that the rank's memory allows."""
+    """Largest number of samples that the rank's memory allows."""
 
     def at(self, samples: int) -> float:
-        """Seconds for so many samples."""
+        """Return the seconds for a number of samples."""
         return self.fixed + (self.seconds - self.fixed) * samples / self.samples
 
     def within(self, seconds: float) -> int:
-        """How many samples the rank can do in so many seconds, within its memory; at least 1."""
+        """Return how many samples the rank can process in some seconds and in its memory; at least 1."""
         each = (self.seconds - self.fixed) / self.samples
         if each <= 0:
             return self.most
@@ -50,17 +50,17 @@ class Cost:
 
 
 def bottleneck(costs: Sequence[Cost], parts: Sequence[int]) -> float:
-    """Seconds of the slowest rank, for which all others wait."""
+    """Return the seconds of the slowest rank, for which all others wait."""
     return max(cost.at(part) for cost, part in zip(costs, parts, strict=True))
 
 
 def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
-    """How many of ``total`` samples each rank is to take so that the slowest is through as early as can be.
+    """Divide ``total`` samples between ranks so that the slowest rank finishes as early as possible.
 
-    Exact; each takes at least one, and none more than its memory allows.
+    The solution is exact. Each rank takes at least one sample, and not more than its memory allows.
 
     Args:
-        costs: of the ranks; their memory has room for ``total`` together.
+        costs: of the ranks, whose memory allows at least ``total`` samples together.
         total: at least the number of ranks.
 
     Example:
@@ -68,7 +68,8 @@ def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
         (24, 8)
     """
     low, high = 0.0, max(cost.at(min(total, cost.most)) for cost in costs)
-    for _ in range(16):  # what is left between is dealt out one by one
+    # 16 halvings get close to the best time; the loops below deal out the last samples one by one
+    for _ in range(16):
         middle = (low + high) / 2
         if sum(cost.within(middle) for cost in costs) >= total:
             high = middle
@@ -76,22 +77,16 @@ def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
             low = middle
     parts = [min(cost.within(low), total) for cost in costs]
     spare = total - sum(parts)
-    while spare > 0:  # each to whoever is through first with it
+    while spare > 0:  # each to the rank that would finish it first
         room = [rank for rank, part in enumerate(parts) if part < costs[rank].most]
         first = min(room or range(len(parts)), key=lambda rank: (costs[rank].at(parts[rank] + 1), rank))
         parts[first] += 1
         spare -= 1
-    while spare < 0:  # ranks whose floor of one sample is above it
+    while spare < 0:  # slow ranks that take at least one sample were given more than the time allows
         last = max((rank for rank, part in enumerate(parts) if part > 1), key=lambda rank: costs[rank].at(parts[rank]))
         parts[last] -= 1
         spare += 1
     return tuple(parts)
-
-
-def _bound(costs: Sequence[Cost], total: int) -> float:
-    """Seconds that no cut is below: those of one into parts of samples, too. Takes a tenth of the time."""
-    rates = [cost.samples / (cost.seconds - cost.fixed) for cost in costs]
-    return (total + sum(cost.fixed * rate for cost, rate in zip(costs, rates, strict=True))) / sum(rates)
 
 
 @dataclass(frozen=True)
@@ -101,16 +96,16 @@ class Move:
     before: tuple[int, ...]
     after: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Of each rank's window before."""
+    """Seconds of a window on each rank before the change."""
     gain: float
-    """By how much the model says that windows become faster: 2.0 is twice as fast."""
+    """Predicted speedup of a window: 2.0 is twice as fast."""
 
 
 @dataclass
 class Votes:
-    """Whether a change is due: at once where it gains much, after several looks in a row where it gains little.
+    """Count of measurements that favor a change: a large one is due at once, a small one after several in a row.
 
-    Where small changes go to and fro between ranks, ever more looks are asked for.
+    Each time that a small change is followed by one in another rank's favor, the required number doubles.
 
     Example:
         >>> votes = Votes()
@@ -120,14 +115,14 @@ class Votes:
 
     _count: int = 0
     _wanted: int = 2
-    _giver: int = -1  # who gave most in the newest look
-    _last_giver: int = -1  # the same of the last small change that was made
+    _giver: int = -1  # in the newest measurement
+    _last_giver: int = -1  # in the last small change that was made
 
     def are_enough(self, saved: float, giver: int) -> bool:
-        """Count a look.
+        """Count a measurement, and return True if the change is due.
 
         Args:
-            saved: the part by which the change shortens a window.
+            saved: fraction by which the change shortens a window.
             giver: the rank that the change would take most from.
         """
         if saved >= LARGE:
@@ -140,24 +135,25 @@ class Votes:
         self._giver = giver
         if self._count < self._wanted:
             return False
-        if self._last_giver not in (-1, giver):  # to and fro
+        # changes that alternate between ranks follow noise
+        if self._last_giver not in (-1, giver):
             self._wanted = min(2 * self._wanted, MOST_VOTES)
         self._last_giver = giver
         return True
 
     def reset(self) -> None:
-        """A change was made, or a look asked for none."""
+        """Restart the count after a change, or after a measurement that favors none."""
         self._count = 0
 
 
 @dataclass
 class ShareControl:
-    """Decides, look by look, by how much each rank's share is to change.
+    """Decisions about the ranks' shares, from one measurement after another.
 
-    A look is the seconds that a window took each rank, the median of some windows. From two looks at different shares
-    it learns which part of a rank's seconds is fixed. A change that gains much is made at once. One that gains little
-    is made when several looks in a row ask for it, and never below `SMALL`; where such changes go to and fro, ever
-    more looks are asked for. So shares follow a rank that has become slow, and stay where nobody is slow.
+    A measurement is the median of the seconds that windows took each rank. Two at different shares show which part of
+    a rank's seconds is fixed. A change that saves at least `LARGE` of a window is made at once, and one that saves at
+    least `SMALL` when several measurements in a row favor it (`Votes`). Shares follow a rank that has become slow, and
+    stay if no rank is slow.
 
     Example:
         >>> control = ShareControl(2)
@@ -167,34 +163,38 @@ class ShareControl:
 
     size: int
     """Number of ranks."""
-    _free: list[float] = field(init=False)  # of each rank, the samples that would take as long as what is fixed
-    _before: tuple[tuple[int, ...], tuple[float, ...]] | None = None  # the look that led to the last change
+    _free: list[float] = field(init=False)  # fixed seconds by rank, as the number of samples that take as long
+    _before: tuple[tuple[int, ...], tuple[float, ...]] | None = None  # measurement that led to the last change
     _votes: Votes = field(default_factory=Votes)
 
     def __post_init__(self) -> None:
         self._free = [0.0] * self.size
 
     def look(self, seconds: Sequence[float], parts: Sequence[int], most: Sequence[int] | None = None) -> Move | None:
-        """The change to make after a look; None: none.
+        """Return the change to make after a measurement, or None.
 
         Args:
             seconds: of a window on each rank.
-            parts: of a window's samples, what each rank had then.
-            most: the samples that each rank's memory allows; what it had is allowed in any case.
+            parts: samples of each rank in that window.
+            most: samples that each rank's memory allows; its present number is always allowed.
         """
-        if min(seconds) <= 0:  # a clock too coarse for such windows tells nothing of speeds
+        if min(seconds) <= 0:  # the clock is too coarse for such windows
             return None
         parts, total = tuple(parts), sum(parts)
-        self._learn(seconds, parts)
+        self._estimate_fixed(seconds, parts)
         now = max(seconds)
-        if min(seconds) > (1 - SMALL) * now:  # no cut brings the slowest below the fastest of now
+        # no cut makes the slowest rank faster than the fastest one is now
+        if min(seconds) > (1 - SMALL) * now:
             self._votes.reset()
             return None
         costs = [
             Cost(part, time, time * free / (free + part), max(part, room))
             for time, part, free, room in zip(seconds, parts, self._free, most or [2**62] * self.size, strict=True)
         ]
-        if _bound(costs, total) > (1 - SMALL) * now:
+        # a lower bound, as if samples could be divided, takes a tenth of the time of the exact cut
+        rates = [cost.samples / (cost.seconds - cost.fixed) for cost in costs]
+        bound = (total + sum(cost.fixed * rate for cost, rate in zip(costs, rates, strict=True))) / sum(rates)
+        if bound > (1 - SMALL) * now:
             self._votes.reset()
             return None
         after = best_parts(costs, total)
@@ -206,8 +206,8 @@ class ShareControl:
         self._before = parts, tuple(seconds)
         return Move(parts, after, tuple(seconds), now / then)
 
-    def _learn(self, seconds: Sequence[float], parts: tuple[int, ...]) -> None:
-        """What of each rank's seconds is fixed, from this look and the one before the change."""
+    def _estimate_fixed(self, seconds: Sequence[float], parts: tuple[int, ...]) -> None:
+        """Estimate the fixed seconds of each rank from this measurement and the one before the last change."""
         if self._before is None or self._before[0] == parts:
             return
         before, self._before = self._before, None
@@ -216,7 +216,8 @@ class ShareControl:
             if abs(part - earlier) < APART * earlier:
                 continue
             each = (time - then) / (part - earlier)
-            if each <= 0:  # its speed has changed meanwhile
+            if each <= 0:  # its speed has changed in between
                 continue
+            # a bound and a mean keep one noisy pair of measurements from moving all samples
             found = min(max(time / each - part, 0.0), fair)
             self._free[rank] = found if not self._free[rank] else (found + self._free[rank]) / 2

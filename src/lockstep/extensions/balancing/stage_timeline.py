@@ -1,4 +1,4 @@
-"""StageTimeline: what the stages of a pipeline compute over a fit, and when, as CSV."""
+"""StageTimeline: a callback that writes the times of a pipeline's stages to a CSV file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 MOST_WINDOWS = 4096
-"""Windows whose seconds are kept; where there are more, every other one is."""
+"""Upper limit of the windows whose seconds are kept; beyond it, every other one is dropped."""
 COLUMNS = ("step", "stages", "split", "part", "begin", "seconds")
 Row = tuple[int, str, str, float | str, float]
 """Step, split, part, begin and seconds."""
 
 
 @dataclass
-class _Seen:
-    """What a place in the pipeline has measured: a rank, or a device of one process.
+class _PlaceTimes:
+    """Measured times of a place in the pipeline: a rank, or a device of one process.
 
     Attributes:
-        seconds: a micro-batch's, of one window each.
-        parts: of the last window before each change of the split, and of the last of all; by the number of decisions.
-        every: steps from one of ``seconds`` to the next.
+        seconds: rows with a micro-batch's seconds, one for a window.
+        parts: rows of the last window for each split, by the number of decisions.
+        every: number of steps between two of ``seconds``.
     """
 
     seconds: list[Row] = field(default_factory=list)
@@ -41,19 +41,19 @@ class _Seen:
 
 
 class StageTimeline(Callback):
-    """Writes what the stages of ``strategy="balanced"`` compute into a CSV file when a fit ends.
+    """A callback that writes the times of the stages of ``strategy="balanced"`` to a CSV file when a fit ends.
 
-    A row has the columns ``step``, ``stages`` (of a rank: one, or several with spaces), ``split`` (blocks of each
-    stage), ``part``, ``begin`` and ``seconds``. Rows with the part "a micro-batch" have what one takes the stages of a
-    rank, without waiting, step by step. The others have single windows, the last one before each change of the split
-    and the last of all: when a rank computes what, by its host's clock. In between it waits. Of several replicas the
-    first is there. A rank measures all its windows meanwhile, a microsecond for each part of a micro-batch.
+    A row has the columns ``step``, ``stages`` (of a rank, separated by spaces), ``split`` (blocks of each stage),
+    ``part``, ``begin`` and ``seconds``. Rows with the part "a micro-batch" contain its seconds on a rank, without
+    waiting, step by step. The other rows contain all parts of single windows (the last one before each change of the
+    split, and the last of all) by the clock of the rank's host. Between parts the rank waits. Of several replicas the
+    first is written. Measuring takes about a microsecond for each part of a micro-batch.
 
     Args:
         path: of the file.
 
     Raises:
-        MisconfigurationException: when a fit begins with another strategy, or the file cannot be written.
+        MisconfigurationException: when a fit starts, if it has another strategy or the file cannot be written.
 
     Example::
 
@@ -62,51 +62,54 @@ class StageTimeline(Callback):
 
     def __init__(self, path: str | os.PathLike[str] = "stages.csv") -> None:
         self.path = os.fspath(path)
-        self._places: dict[int, _Seen] = {}
+        self._places: dict[int, _PlaceTimes] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask the strategy for the times of all windows."""
+        """Start to measure all windows."""
         times = self._times(trainer)
         if not times:
             raise MisconfigurationException(
-                f"StageTimeline shows the stages of a pipeline, and {type(trainer.strategy).__name__} has none: use "
+                f"StageTimeline writes the stages of a pipeline, and {type(trainer.strategy).__name__} has none: use "
                 'strategy="balanced", or leave it out.'
             )
+        # a path that cannot be written to is reported now, not after the fit
         if trainer.is_global_zero:
-            self._writing("a").close()
-        self._places = {place: _Seen() for place in times}
+            self._open("a").close()
+        self._places = {place: _PlaceTimes() for place in times}
         for place, each in times.items():
-            each.listener, each.keeps_spans = partial(self._take, trainer, self._places[place]), True
+            each.listener, each.keeps_spans = partial(self._add, trainer, self._places[place]), True
 
     @staticmethod
     def _times(trainer: Trainer) -> Mapping[int, StageTimes]:
         return getattr(trainer.strategy, "times", {})
 
-    def _take(self, trainer: Trainer, seen: _Seen, window: WindowOfStage) -> None:
-        """A window has been measured."""
+    def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
+        """Add the rows of a measured window."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
-        if step % seen.every == 0:
-            seen.seconds.append((step, split, "a micro-batch", "", sum(window.seconds) / window.micro_batches))
-        if len(seen.seconds) > MOST_WINDOWS:
-            seen.every *= 2
-            seen.seconds = [row for row in seen.seconds if row[0] % seen.every == 0]
-        seen.parts[len(strategy.decisions)] = [
+        if step % place.every == 0:
+            place.seconds.append((step, split, "a micro-batch", "", sum(window.seconds) / window.micro_batches))
+        if len(place.seconds) > MOST_WINDOWS:
+            place.every *= 2
+            place.seconds = [row for row in place.seconds if row[0] % place.every == 0]
+        # replaced by the next window until the split changes
+        place.parts[len(strategy.decisions)] = [
             (step, split, NAMES[span.part], window.begin + span.begin, span.end - span.begin) for span in window.spans
         ]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring all ranks' times together, and write them."""
+        """Gather the times of all ranks, and write them."""
         times = self._times(trainer)
         if not times:
             return
         for each in times.values():
             each.listener, each.keeps_spans = None, False
-        mine = {place: [*seen.seconds, *chain(*seen.parts.values())] for place, seen in self._places.items()}
+        mine = {place: [*times.seconds, *chain(*times.parts.values())] for place, times in self._places.items()}
         by_rank = trainer.strategy.gather_objects(mine)
         if trainer.is_global_zero:
-            first = {place: rows for of_rank in reversed(by_rank) for place, rows in of_rank.items()}  # of replicas
-            with self._writing("w") as file:
+            # reversed, so that the first replica's rows are kept
+            first = {place: rows for of_rank in reversed(by_rank) for place, rows in of_rank.items()}
+            with self._open("w") as file:
                 table = csv.writer(file)
                 table.writerow(COLUMNS)
                 for number, place in enumerate(sorted(first, reverse=True)):
@@ -114,7 +117,7 @@ class StageTimeline(Callback):
                         stages = range(number, len(split.split()), len(first))
                         table.writerow((step, " ".join(map(str, stages)), split, *others))
 
-    def _writing(self, mode: str) -> IO[str]:
+    def _open(self, mode: str) -> IO[str]:
         try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
             return open(self.path, mode, newline="")

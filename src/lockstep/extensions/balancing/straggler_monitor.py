@@ -1,4 +1,4 @@
-"""StragglerMonitor: names a rank that keeps the others waiting, and the part of its steps that is slow."""
+"""StragglerMonitor: a callback that names a slow rank and the slow part of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lockstep.callbacks.base import Callback
-from lockstep.extensions.balancing.window_times import PARTS, WindowTimes
+from lockstep.extensions.balancing.balance.step_times import PARTS, WindowTimes
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ BUSY = tuple(name for name in PARTS if name != "waiting")
 
 @dataclass(frozen=True)
 class RankScore:
-    """How fast a rank is.
+    """Speed of a rank.
 
     Attributes:
         rank: its number.
-        host: where it runs.
-        times: of its typical step: seconds by part, and its samples.
-        score: its seconds a sample, waiting apart, by those of the fastest rank: 1.0 is the fastest, 2.0 half as fast.
-        past: the same by its own best so far.
-        part: of its step, what is most slower than on the other ranks, or on one rank, than at its best: "data",
-            "forward", "backward" or "other" (the update, hooks).
+        host: name of its host.
+        times: seconds by part, and samples, of its typical step.
+        score: its seconds a sample without waiting, divided by those of the fastest rank: 2.0 is half as fast.
+        past: the same relative to its own best so far.
+        part: the part of its step with the largest excess over the other ranks (on one device, over its own best):
+            "data", "forward", "backward" or "other" (the update, hooks).
     """
 
     rank: int
@@ -52,27 +52,28 @@ class RankScore:
 
 
 class StragglerMonitor(Callback):
-    """Measures on each rank what a training step goes to, and names a rank that is slower than the others.
+    """A callback that measures the parts of each rank's training steps, and names ranks that are slower than others.
 
-    Every eight steps the ranks tell one another their medians: seconds of fetching data, forward, backward, waiting for
-    other ranks, and the rest. A rank whose time for a sample, waiting apart, is ``threshold`` times the fastest one's
-    ``patience`` times in a row is named in a warning: rank, host, part of the step, its score against the fastest rank
-    and against its own best. On one device, it is its own best alone. With ``Trainer(balance=True)`` or without.
+    Every eight steps the ranks exchange the medians of their steps: seconds of fetching data, forward, backward,
+    waiting for other ranks, and the rest. A warning names a rank if its time for a sample, waiting excluded, was
+    ``threshold`` times the fastest rank's ``patience`` times in a row. It contains rank, host, slowest part of the
+    step, and the score relative to the fastest rank and to the rank's own best. On one device, only its own best
+    counts.
 
     Loggers get ``straggler/rank``, ``straggler/score`` and ``straggler/past`` of the slowest rank, and
-    ``straggler/waiting``, the part of a step that ranks wait on average.
+    ``straggler/waiting``, the fraction of a step that ranks wait on average.
 
     Args:
-        threshold: what is slow, above 1.
-        patience: how often in a row, at least 1.
+        threshold: a score from which a rank is slow, above 1.
+        patience: times in a row that a rank must be slow, at least 1.
 
     Attributes:
-        scores: the newest `RankScore` of each rank, by rank; empty before the first.
-        named: those that were named so far.
+        scores: the newest `RankScore` of each rank, by rank; empty before the first exchange.
+        named: scores of the ranks that were named so far.
 
     Raises:
-        MisconfigurationException: for other values; when a fit begins, under a strategy whose steps cannot be told
-            apart (dp, deepspeed).
+        MisconfigurationException: when a fit starts, under a strategy whose steps cannot be measured by part (``dp``
+            and pipelines).
 
     Example::
 
@@ -90,19 +91,20 @@ class StragglerMonitor(Callback):
         self.named: list[RankScore] = []
         self._hosts: list[str] = []
         self._best: list[WindowTimes] = []
-        self._slow: list[int] = []  # by rank, how often in a row
+        self._slow: list[int] = []  # exchanges in a row, by rank
         self._named_now: set[int] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All ranks tell where they run."""
+        """Gather the names of the hosts."""
         self._hosts = trainer.strategy.gather_objects(socket.gethostname())
         self.scores, self._best, self._named_now = [], [], set()
         self._slow = [0] * trainer.world_size
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[WindowTimes]) -> None:
-        if any(math.isnan(_pace(times)) for times in by_rank):  # a device is not through with any step
+        # a device that has not finished a single step yet
+        if any(math.isnan(_pace(times)) for times in by_rank):
             return
-        self.scores = self._judged(by_rank)
+        self.scores = self._make_scores(by_rank)
         slowest = max(self.scores, key=lambda each: (each.score, each.past))
         for each in self.scores:
             is_slow = (each.score if len(by_rank) > 1 else each.past) >= self.threshold
@@ -122,7 +124,7 @@ class StragglerMonitor(Callback):
                 logger.log_metrics(named, step=trainer.fit_loop.progress.windows)
                 logger.save()
 
-    def _judged(self, by_rank: Sequence[WindowTimes]) -> list[RankScore]:
+    def _make_scores(self, by_rank: Sequence[WindowTimes]) -> list[RankScore]:
         paces = [_pace(times) for times in by_rank]
         before = self._best or by_rank
         self._best = [min(each, key=_pace) for each in zip(by_rank, before, strict=True)]
@@ -138,10 +140,10 @@ class StragglerMonitor(Callback):
 
 
 def _each(times: WindowTimes, part: str) -> float:
-    """Seconds of a part for a sample."""
+    """Return the seconds of a part for a sample."""
     return float(getattr(times, part)) / (times.samples or 1.0)
 
 
 def _pace(times: WindowTimes) -> float:
-    """Seconds for a sample, waiting apart."""
+    """Return the seconds for a sample, without waiting."""
     return times.busy / (times.samples or 1.0)

@@ -16,20 +16,20 @@ PARTS = (
     Part(
         "torch._ops.OpOverload._schema",
         f"{_HERE}planner/trace.py",
-        "what an operation changes",
+        "the name of an operation",
         PLAN,
     ),
     Part(
         f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
         f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
         f"{_HERE}pipeline/stages.py",
-        "who sends what, with the last stage on the first rank",
+        "messages between stages, with the last stage on the first rank",
         PIPELINES,
     ),
     Part(
         "torch.Tensor._post_accumulate_grad_hooks",
         f"{_HERE}pipeline/split_check.py",
-        "whether somebody waits for a gradient",
+        "hooks on accumulated gradients",
         PIPELINES,
     ),
     Part(
@@ -44,7 +44,7 @@ PARTS = (
     Part(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         f"{_HERE}plans/planning.py",
-        "models that look at values",
+        "models that depend on values",
         PLAN,
     ),
     Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", f"{_HERE}plans/planning.py", "as above", PLAN),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback
 from lockstep.data.window import Share, share_of
 from lockstep.extensions.balancing.pipeline.micro_batches import cut
 from lockstep.extensions.balancing.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
@@ -27,7 +26,8 @@ from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Blocks, Case, Plain, rows
-from tests.loop.pieces import quiet
+from tests.extensions.balancing.balanced import check_reports, draw_split
+from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 CASES: dict[str, Case] = {**COMMON, "outside the chain": (Blocks, 23, {})}
@@ -66,8 +66,7 @@ QUICK += [(3, "accumulation 3, clipped"), (4, "outside the chain"), (5, "unused 
     ],
 )
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, world: int, options: dict[str, Any], case: str) -> None:
-    for report in ranks(world).run(equivalence, case, options, timeout=60):
-        assert report, report
+    check_reports(ranks(world).run(equivalence, case, options, timeout=60))
 
 
 # -- random cases --------------------------------------------------------------------------------------------
@@ -83,11 +82,15 @@ class Tied(LightningModule):
         self.layers[-1].weight = self.layers[0].weight
         self.scale = nn.Parameter(torch.tensor(0.7))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = y = self.table(batch[0]) * self.scale
+    def through(self, x: Tensor) -> Tensor:
+        """The output of the chain."""
         for layer in self.layers:
             x = layer(x)
-        loss = ((x - self.scale * y).square().sum(1) - batch[1]).square().mean()
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.table(batch[0]) * self.scale
+        loss = ((self.through(y) - self.scale * y).square().sum(1) - batch[1]).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -95,37 +98,35 @@ class Tied(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-def random_case(seed: int) -> EquivalenceReport:
-    draw, world = random.Random(seed), dist.get_world_size()
-    sizes = [n for n in range(2, world + 1) if world % n == 0]
-    ranks, schedule = draw.choice(sizes), draw.choice(SCHEDULES)
+def random_case(seed: int, devices: int, kind: type[Tied] = Tied, one_process: bool = False) -> EquivalenceReport:
+    draw = random.Random(seed)
+    stages = devices if one_process else draw.choice([n for n in range(2, devices + 1) if devices % n == 0])
+    schedule = draw.choice(SCHEDULES)
     each = draw.choice([1, 2, 3]) if schedule in IN_ROUNDS else 1
-    blocks, parts = draw.randint(ranks * each, ranks * each + 4), draw.choice([None, 1, 2, 3, 5])
-    if parts and schedule in IN_ROUNDS and not goes_in_rounds(parts, ranks):
+    blocks, parts = draw.randint(stages * each, stages * each + 4), draw.choice([None, 1, 2, 3, 5])
+    if parts and schedule in IN_ROUNDS and not goes_in_rounds(parts, stages):
         parts = None
-    strategy = BalancedStrategy(ranks, parts, schedule, draw_split(draw, blocks, ranks * each), stages_per_rank=each)
+    split = draw_split(draw, blocks, stages * each)
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     return check_equivalence(
-        partial(Tied, blocks, draw.randint(2, 9)),
+        partial(kind, blocks, draw.randint(2, 9)),
         rows(draw.randint(10, 40)),
-        strategy=strategy,
-        devices=world,
+        strategy=BalancedStrategy(stages, parts, schedule, split, stages_per_rank=each, one_process=one_process),
+        devices=devices,
         accumulate=draw.randint(1, 3),
         batch_size=draw.randint(1, 7),
-        gradient_clip_val=draw.choice([None, 0.1]),
+        **draw.choice([{}, {"gradient_clip_val": 0.1}, clip]),
     )
 
 
-def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
-    cuts = [0, *sorted(draw.sample(range(1, blocks), stages - 1)), blocks]
-    return [stop - start for start, stop in pairwise(cuts)]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))]
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool, world: int, seed: int) -> None:
-    for report in ranks(world).run(random_case, seed, timeout=60):
-        assert report, report
+    check_reports(ranks(world).run(random_case, seed, world, timeout=60))
 
 
 class Frozen(Plain):
@@ -144,6 +145,16 @@ class FrozenEnd(Plain):
         self.net[3:].requires_grad_(False)
 
 
+class Chained(Plain):
+    """A chain of other layers."""
+
+    layers: Callable[[], list[nn.Module]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*self.layers())
+
+
 class Turned(nn.Module):
     """Gives a tensor that does not lie in memory as it is read."""
 
@@ -151,14 +162,12 @@ class Turned(nn.Module):
         return x.t().contiguous().t()
 
 
-class InPlace(Plain):
-    """The second stage begins with a block that changes its input; the first one gives a strided tensor."""
+class InPlace(Chained):
+    """The second stage starts with a block that changes its input; the first one sends a strided tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(6, 8), nn.Tanh(), Turned(), nn.LeakyReLU(0.1, inplace=True), Turned(), nn.Linear(8, 1)
-        )
+    layers = staticmethod(
+        lambda: [nn.Linear(6, 8), nn.Tanh(), Turned(), nn.LeakyReLU(0.1, True), Turned(), nn.Linear(8, 1)]
+    )
 
 
 class Unfreezes(Frozen):
@@ -180,22 +189,18 @@ class Constant(nn.Module):
         return self.value.expand(len(x), 8)
 
 
-class Ignores(Plain):
-    """The first block of the second stage does not look at what it is given."""
+class Ignores(Chained):
+    """The first block of the second stage ignores its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Constant(), nn.Tanh(), nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Constant(), nn.Tanh(), nn.Linear(8, 1)])
 
 
-class Views(Plain):
-    """The stages end with a view, and with what they were given."""
+class Views(Chained):
+    """The stages end with a view, and with their input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(6, 8), nn.Tanh(), nn.Flatten(0), nn.Identity(), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 1)
-        )
+    layers = staticmethod(
+        lambda: [nn.Linear(6, 8), nn.Tanh(), nn.Flatten(0), nn.Identity(), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 1)]
+    )
 
 
 class Recomputes(nn.Module):
@@ -209,13 +214,14 @@ class Recomputes(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class Recomputed(Plain):
+def wrapped() -> nn.Module:
+    return checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))  # type: ignore[no-any-return]
+
+
+class Recomputed(Chained):
     """Keeps no activations of its blocks, by a function of torch's and by its wrapper."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        wrapped = [checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))) for _ in range(2)]
-        self.net = nn.Sequential(nn.Linear(6, 8), Recomputes(), wrapped[0], Recomputes(), wrapped[1], nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), Recomputes(), wrapped(), Recomputes(), wrapped(), nn.Linear(8, 1)])
 
 
 class Hooks(nn.Module):
@@ -234,12 +240,10 @@ class Hooks(nn.Module):
         return torch.tanh(self.second(torch.tanh(y)))
 
 
-class Hooked(Plain):
+class Hooked(Chained):
     """Its gradients are changed on their way."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), *(Hooks() for _ in range(4)), nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), *(Hooks() for _ in range(4)), nn.Linear(8, 1)])
 
 
 class Sums(nn.Module):
@@ -253,16 +257,14 @@ class Sums(nn.Module):
         return torch.tanh(x) * self.one + (self.one + self.other)
 
 
-class Summed(Plain):
+class Summed(Chained):
     """Has parameters with one gradient for two."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), *(Sums() for _ in range(4)), nn.Linear(8, 1))
+    layers = staticmethod(lambda: [nn.Linear(6, 8), *(Sums() for _ in range(4)), nn.Linear(8, 1)])
 
 
 class TiedEnd(Tied):
-    """What is behind the chain shares matrices with a block of the first stage and one of the last."""
+    """Layers after the chain share matrices with a block of the first stage and one of the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,9 +272,7 @@ class TiedEnd(Tied):
         self.one.weight, self.other.weight = self.layers[1].weight, self.layers[3].weight
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.table(batch[0])
-        for layer in self.layers:
-            x = layer(x)
+        x = self.through(self.table(batch[0]))
         return ((self.one(x) + self.other(x)).sum(1) - batch[1]).square().mean()
 
 
@@ -311,14 +311,12 @@ SELDOM = [(kind, "zero-bubble") for kind in (FrozenEnd, InPlace, Views, Summed)]
 
 @pytest.mark.everyday(6)
 @pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS],
+    ("kind", "schedule"), [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS]
 )
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
     if schedule == "zero-bubble" and torch.__version__ < "2.13":
         pytest.skip("an older torch does less: what it gives is refused or right, balancing/test_one_process.py")
-    for report in ranks(2).run(odd, kind, schedule, timeout=40):
-        assert report, report
+    check_reports(ranks(2).run(odd, kind, schedule, timeout=40))
 
 
 def weights_of(kind: type[LightningModule], strategy: Any, devices: int) -> dict[str, Tensor]:
@@ -343,40 +341,38 @@ def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(
 class Looks(Tied):
     """Logs in all steps; predicts one number a sample."""
 
-    def forward_all(self, x: Tensor) -> Tensor:
-        x = self.table(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.forward_all(batch[0]).square().mean())
+        self.log("val", self.through(self.table(batch[0])).square().mean())
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.forward_all(batch[0]).sum(1)
+        return self.through(self.table(batch[0])).sum(1)
 
 
-def seen(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
+def seen(strategy: Any, devices: int, batch_size: int, kind: type[Looks] = Looks) -> dict[str, Any]:
     torch.manual_seed(3)
-    module = Looks().double()
+    module = kind().double()
     trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, precision="64-true", log_every_n_steps=1)
     train = rows(13, shuffle=False)(batch_size)
     trainer.fit(module, train, rows(9, shuffle=False)(2))
     fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    predictions = trainer.predict(module, rows(9, shuffle=False)(3))
+    predictions = [each.cpu() for each in trainer.predict(module, rows(9, shuffle=False)(3))]
     validated = trainer.validate(module, rows(9, shuffle=False)(2), verbose=False)
     return {"fitted": fitted, "weights": weights, "predictions": predictions, "validated": validated}
+
+
+def check_seen(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["fitted"] == pytest.approx(expected["fitted"], rel=1e-12)
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-11, atol=1e-13)
+    assert found["validated"][0]["val"] == pytest.approx(expected["validated"][0]["val"], rel=1e-11)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_what_is_logged_and_predicted_is_that_of_one_process(ranks: RankPool, schedule: str) -> None:
     expected = seen("auto", 1, 6)
     for found in ranks(2).run(seen, BalancedStrategy(micro_batches=4, schedule=schedule), 2, 6, timeout=60):
-        assert found["fitted"] == pytest.approx(expected["fitted"], rel=1e-12)
-        torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-11, atol=1e-13)
-        assert found["validated"][0]["val"] == pytest.approx(expected["validated"][0]["val"], rel=1e-11)
+        check_seen(found, expected)
 
 
 def test_replicas_log_each_sample_once(ranks: RankPool) -> None:
@@ -465,15 +461,6 @@ def test_a_rank_holds_the_weights_and_states_of_its_own_blocks(ranks: RankPool) 
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-class SaveAt(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 class WithAdam(Tied):
     """Under Adam, whose states are in the checkpoint."""
 
@@ -489,7 +476,7 @@ def fit(path: Path, strategy: Any, devices: int, batch_size: int, resume: bool) 
         devices=devices,
         max_epochs=2,
         precision="64-true",
-        callbacks=[] if resume else [SaveAt(2, path)],
+        callbacks=[] if resume else [SaveAt(1, path)],
     )
     trainer.fit(module, rows(23, shuffle=False)(batch_size), ckpt_path=path if resume else None)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -517,101 +504,56 @@ def test_a_checkpoint_in_mid_epoch_goes_on_with_other_stages_and_on_one_process(
 # -- what cannot be ------------------------------------------------------------------------------------------
 
 
-class Between(Tied):
-    """Adds something between two blocks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.table(batch[0])
-        for layer in self.layers:
-            x = layer(x) + 1.0
-        return x.mean()
+def step(method: Callable[[Any, Any, int], Any], name: str = "training_step") -> Callable[[], Tied]:
+    """Tied blocks with another method."""
+    kind: Callable[[], Tied] = type("Case", (Tied,), {name: method})
+    return kind
 
 
-class Twice(Tied):
-    """Calls the chain for two inputs."""
+def changed(change: Callable[[Any], object]) -> Callable[[], Tied]:
+    """Tied blocks that are changed after they were made."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+    def make() -> Tied:
+        module = Tied()
+        change(module)
+        return module
 
-
-class EndsEarly(Tied):
-    """Leaves out the last block where the data is so."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.table(batch[0])
-        for layer in self.layers[:4]:
-            x = layer(x)
-        return x.mean()
+    return make
 
 
-class CallsNothing(Tied):
-    """Does without the chain."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.table(batch[0]).mean()
-
-
-class CallsOutside(Tied):
-    """Calls a block in a hook."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.layers[0](self.table(batch[0]))
+def between(self: Tied, batch: Any, batch_idx: int) -> Tensor:
+    x = self.table(batch[0])
+    for layer in self.layers:
+        x = layer(x) + 1.0
+    return x.mean()
 
 
-class OtherShapes(Tied):
-    """What goes through the chain depends on the values of the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.table(batch[0][: 1 + batch_idx])
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
+def twice(self: Tied, batch: Any, batch_idx: int) -> Any:
+    return Tied.training_step(self, batch, batch_idx) + Tied.training_step(self, batch, batch_idx)
 
 
-class Manual(Tied):
-    """Steps itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+def ends_early(self: Tied, batch: Any, batch_idx: int) -> Any:
+    return self.layers[1](self.layers[0](self.table(batch[0]))).mean()
 
 
-class Statistics(Tied):
-    """Has a BatchNorm in a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2] = nn.BatchNorm1d(6)
+def calls_nothing(self: Tied, batch: Any, batch_idx: int) -> Any:
+    return self.table(batch[0]).mean()
 
 
-class TwoChains(Tied):
-    """Has two lists of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+def calls_outside(self: Tied, batch: Any, batch_idx: int) -> None:
+    self.layers[0](self.table(batch[0]))
 
 
-class OneBlock(Tied):
-    """Has a chain of one block."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=1)
+def shape_by_values(self: Tied, batch: Any, batch_idx: int) -> Any:
+    return self.through(self.table(batch[0][: 1 + batch_idx])).mean()
 
 
-class Compiled(Tied):
-    """One of its blocks is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].compile()
+def takes_a_weight(self: Tied, batch: Any, batch_idx: int) -> Any:
+    return Tied.training_step(self, batch, batch_idx) + self.layers[1].weight.square().sum()
 
 
-class TakesWeights(Tied):
-    """Behind the chain it takes a weight out of a block of another rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + self.layers[1].weight.square().sum()
+def no_loss(self: Tied, batch: Any, batch_idx: int) -> None:
+    Tied.training_step(self, batch, batch_idx)
 
 
 class DrawsInOneStage(Tied):
@@ -646,13 +588,6 @@ def test_stages_whose_loader_draws_other_samples_are_refused(ranks: RankPool) ->
         ranks(2).run(samples_of_stages, False, timeout=40)
 
 
-class NoLoss(Tied):
-    """Returns no loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
-
-
 class Fails(Tied):
     """Raises in its step."""
 
@@ -661,38 +596,36 @@ class Fails(Tied):
         raise KeyError("of the user's")
 
 
-REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
-    "between": (Between, {}, "Block 1 of the chain 'layers' was given another tensor than the output of block 0"),
-    "twice": (Twice, {}, "The chain 'layers' was called twice in one step"),
-    "ends early": (EndsEarly, {}, "A step ended after 4 of the 5 blocks of the chain 'layers'"),
-    "calls nothing": (CallsNothing, {}, "`training_step` did not call the chain 'layers'"),
-    "outside": (CallsOutside, {}, "The chain 'layers' was called outside of a step"),
-    "shape by values": (OtherShapes, {"micro_batches": 1}, "(1, 6) before: between the stages goes what the shapes"),
-    "manual": (Manual, {}, "Manual has automatic_optimization=False"),
-    "BatchNorm": (Statistics, {}, "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch"),
-    "two chains": (TwoChains, {}, "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList"),
+IN_ROUNDS_OF_3 = {"schedule": "interleaved", "stages_per_rank": 3}
+SPLIT_EVENLY = {"schedule": "zero-bubble", "split": "equal"}
+REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
+    "between": (step(between), {}, "Block 1 of the chain 'layers' was given another tensor than the output of block 0"),
+    "twice": (step(twice), {}, "The chain 'layers' was called twice in one step"),
+    "ends early": (step(ends_early), {}, "A step ended after 2 of the 5 blocks of the chain 'layers'"),
+    "calls nothing": (step(calls_nothing), {}, "`training_step` did not call the chain 'layers'"),
+    "outside": (step(calls_outside, "on_train_batch_start"), {}, "The chain 'layers' was called outside of a step"),
+    "shape by values": (step(shape_by_values), {"micro_batches": 1}, "(1, 6) before: shapes between the stages must"),
+    "manual": (changed(lambda m: setattr(m, "automatic_optimization", False)), {}, "has automatic_optimization=False"),
+    "BatchNorm": (
+        changed(lambda m: m.layers.__setitem__(2, nn.BatchNorm1d(6))),
+        {},
+        "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch",
+    ),
+    "two chains": (
+        changed(lambda m: setattr(m, "others", nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))),
+        {},
+        "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList",
+    ),
     "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): there is none of this name"),
     "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "measured", "equal", or'),
-    "one block": (OneBlock, {"chain": "layers"}, "it has 1 block(s)"),
+    "one block": (partial(Tied, blocks=1), {"chain": "layers"}, "it has 1 block(s)"),
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
     "rounds": (Tied, {"micro_batches": 5, "schedule": "interleaved"}, "in rounds of equal size: give a multiple of 2"),
-    "more stages than blocks": (
-        Tied,
-        {"schedule": "interleaved", "stages_per_rank": 3},
-        "the chain 'layers' has 5 blocks for 6 stages",
-    ),
-    "compiled": (
-        Compiled,
-        {"schedule": "zero-bubble"},
-        "'layers.2' is compiled, which has one: leave torch.compile out",
-    ),
-    "not to be split": (
-        Ignores,
-        {"schedule": "zero-bubble", "split": "equal"},
-        "Choose schedule='1f1b'",
-    ),
-    "a block's weight outside of it": (TakesWeights, {"split": "equal"}, "used 'layers.1.weight' outside of its block"),
-    "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
+    "more stages than blocks": (Tied, IN_ROUNDS_OF_3, "the chain 'layers' has 5 blocks for 6 stages"),
+    "compiled": (changed(lambda m: m.layers[2].compile()), SPLIT_EVENLY, "'layers.2' is compiled, which has one:"),
+    "not to be split": (Ignores, SPLIT_EVENLY, "Choose schedule='1f1b'"),
+    "a block's weight outside of it": (step(takes_a_weight), {"split": "equal"}, "used 'layers.1.weight' outside of"),
+    "no loss": (step(no_loss), {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }
 AT_THE_START = ("manual", "BatchNorm", "two chains", "no such chain", "another split", "one block", "stages", "rounds")

@@ -68,19 +68,17 @@ def check_same(found: dict[str, Tensor]) -> None:
         assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
 
 
+@pytest.mark.parametrize("recomputes", [None, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_loss_that_is_a_mean_over_tokens_says_their_number(ranks: RankPool, schedule: str) -> None:
-    check_same(ranks(2).run(trained, {"micro_batches": 4, "schedule": schedule, "split": "equal"})[0])
+def test_a_loss_that_is_a_mean_over_tokens_has_their_number_as_weight(
+    ranks: RankPool, schedule: str, recomputes: bool | None
+) -> None:
+    options = {"micro_batches": 4, "schedule": schedule, "split": "equal", "activation_checkpointing": recomputes}
+    check_same(ranks(2).run(trained, options)[0])
 
 
 def test_the_same_in_one_process(ranks: RankPool) -> None:
     check_same(ranks(1).run(trained, {"micro_batches": 4, "one_process": True, "split": "equal"})[0])
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_recomputation_is_an_argument_here_too(ranks: RankPool, schedule: str) -> None:
-    options = {"micro_batches": 4, "schedule": schedule, "split": "equal", "activation_checkpointing": True}
-    check_same(ranks(2).run(trained, options)[0])
 
 
 class Order(Callback):

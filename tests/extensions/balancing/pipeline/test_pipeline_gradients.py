@@ -38,9 +38,9 @@ def summed(complete: bool) -> list[Tensor | None]:
     if complete:  # who has a gradient is not asked for then: a GPU would wait for the backward
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Tensor, "tolist", None)
-            found = gradients._summed(parameters, None, 0.5)
+            found = gradients._sum(parameters, None, 0.5)
     else:
-        found = gradients._summed(parameters, None, 0.5)
+        found = gradients._sum(parameters, None, 0.5)
     assert all(own is None or own is one for own, one in zip(before, found, strict=True))
     return found
 
@@ -70,5 +70,5 @@ def test_gradients_are_not_held_several_times(shape: tuple[int, int], monkeypatc
         parameter.grad = torch.ones(shape)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     with Peak(grads) as peak:
-        gradients._summed(parameters, None, 0.5)
+        gradients._sum(parameters, None, 0.5)
     assert peak.most <= 1.3 * sum(grad.nbytes for grad in grads)

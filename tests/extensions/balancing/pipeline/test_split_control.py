@@ -24,9 +24,9 @@ from lockstep.extensions.balancing.pipeline.layout import Layout
 from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
 from lockstep.extensions.balancing.pipeline.probe import Like, probe, states_of
 from lockstep.extensions.balancing.pipeline.stages import Stages
-from lockstep.extensions.balancing.pipeline.times import BACKWARD, BEHIND, BLOCKS, StageTimes, typical
+from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BLOCKS, StageTimes, typical
 from lockstep.extensions.balancing.planner.partition import Block, Device, partition
-from tests.extensions.balancing.balanced import Clock
+from tests.extensions.balancing.balanced import Clock, QueuedWork
 
 
 def splits(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -103,28 +103,17 @@ def test_a_stage_that_becomes_slow_gives_blocks_at_once_and_takes_them_back() ->
     assert back.after == (4, 4)
 
 
-def test_a_small_gain_is_taken_when_two_looks_ask_for_it() -> None:
-    found = control([1.0] * 20, [1.0, 1.0], (10, 10))
-    assert found.look([StageLook(0.6), StageLook(0.5)], 4) is None
-    moved = found.look([StageLook(0.6), StageLook(0.5)], 4)
-    assert moved is not None
-    assert moved.after == (9, 11)
-
-
-def test_a_change_that_is_weighed_is_looked_at_again_soon() -> None:
+def test_a_small_gain_needs_two_measurements_that_follow_soon() -> None:
     """Votes were 32 windows apart: a slowdown that had moved was settled after 130 steps."""
     times = SimpleNamespace(take=list, listens=False)
     split = MeasuredSplit({0: times}, ranks=2, ranks_of_host=2)  # type: ignore[dict-item]
     found = split.control = control([1.0] * 20, [1.0, 1.0], (10, 10))
-    told = [[0.5, 0.0, 4.0]] * 2
-    rows: Any = SimpleNamespace(read=lambda: told)
     periods = []
     for first in (0.5, 0.5, 0.5, 0.6, 0.6, 0.54, 0.54, 0.54):
-        told = [[first, 0.0, 4.0], [0.5, 0.0, 4.0]]
-        split._hear(found, rows)
-        periods.append(split._period)
-    assert found.counts == (9, 11)
-    assert periods == [16, 32, 32, 8, 8, 16, 32, 32]
+        rows: Any = SimpleNamespace(read=lambda first=first: [[first, 0.0, 4.0], [0.5, 0.0, 4.0]])
+        split._read(found, rows)
+        periods.append((split._period, found.counts[0]))
+    assert periods == [(16, 10), (32, 10), (32, 10), (8, 10), (8, 9), (16, 9), (32, 9), (32, 9)]
 
 
 def test_blocks_stay_where_moving_costs_more_than_it_saves() -> None:
@@ -206,44 +195,22 @@ def test_states_of_an_optimizer_are_told_before_its_first_step() -> None:
     assert states_of([adam]) == pytest.approx(2.0, rel=0.1)
 
 
-class Event:
-    """A point in the work of a made-up device."""
-
-    clock = Clock()
-    done = False
-
-    def record(self) -> None:
-        self.at = self.clock.now
-
-    def query(self) -> bool:
-        return self.done
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1e3 * (end.at - self.at)
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_window_is_measured_by_part(on_gpu: bool) -> None:
-    clock = Event.clock = Clock()
-    Event.done = False
-    times = StageTimes(torch.device("cpu"), Event if on_gpu else None)
-    times.clock = clock
-
-    def takes(seconds: float) -> float:
-        clock.now += seconds
-        return seconds
-
-    parts = {part: times.wrapped(part, takes) for part in (BLOCKS, BEHIND, BACKWARD)}
+    work = QueuedWork()
+    times = StageTimes(torch.device("cpu"), work.event if on_gpu else None)
+    times.clock = lambda: work.queued
+    parts = {part: times.wrapped(part, work.passes) for part in (BLOCKS, AFTER, BACKWARD)}
     parts[BLOCKS](9.0)  # of no window
     with times.window(2):
         for _ in range(2):
             parts[BLOCKS](1.0)
-            parts[BEHIND](0.5)
-            clock.now += 7.0  # waits
+            parts[AFTER](0.5)
+            work.passes(7.0)  # waits
             parts[BACKWARD](3.0)
     if on_gpu:
         assert times.take() == []
-        Event.done = True
+        work.done = work.queued
     (window,) = times.take()
     assert window.seconds == pytest.approx((0.0, 2.0, 1.0, 6.0))
     assert typical([window]) == pytest.approx((3.0, 1.5, 2.0))

@@ -112,71 +112,51 @@ def _gpt() -> tuple[LightningModule, Tensor, Tensor, int]:
     return LanguageModel(layers=4, heads=4, width=128, block=128), words, words, 8
 
 
-def _wide() -> Any:
-    inner = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())]
-    return Model(nn.Sequential(nn.Linear(64, 512), *inner, nn.Linear(512, 16))), torch.ones(64), torch.ones(16), 64
+def chain(*layers: nn.Module) -> Model:
+    return Model(nn.Sequential(*layers))
 
 
-def _activations() -> Any:
-    inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())]
-    return Model(nn.Sequential(*inner)), torch.ones(128), torch.ones(128), 2048
+def _wide() -> Model:
+    return chain(nn.Linear(64, 512), *pairs(4, 512, nn.ReLU), nn.Linear(512, 16))
 
 
-def _cnn() -> Any:
+def _cnn() -> Model:
     layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
-    net = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return Model(net), torch.ones(3, 32, 32), torch.ones(10), 32
+    return chain(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def _resnet() -> Any:
-    net = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.Sequential(*[Residual(32) for _ in range(4)]),
-        nn.Flatten(),
-        nn.Linear(32 * 256, 10),
-    )
-    return Model(net), torch.ones(3, 16, 16), torch.ones(10), 32
+def _resnet() -> Model:
+    blocks = nn.Sequential(*[Residual(32) for _ in range(4)])
+    return chain(nn.Conv2d(3, 32, 3, padding=1), blocks, nn.Flatten(), nn.Linear(32 * 256, 10))
 
 
-def _encoder() -> Any:
+def _encoder() -> Model:
     layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-    return (
-        Model(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)),
-        torch.ones(64, 128),
-        torch.ones(64, 128),
-        16,
-    )
+    return Model(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
 
 
-def _tied() -> Any:
+def _tied() -> tuple[LightningModule, Tensor, Tensor, int]:
     words = torch.randint(0, VOCABULARY, (64,), generator=torch.Generator().manual_seed(0))
     return Model(Tied(128, 2), classes=True), words, words, 16
 
 
-def _lstm() -> Any:
-    return Model(Recurrent(nn.LSTM, 128, 2)), torch.ones(64, 64), torch.ones(64, 16), 32
-
-
-def _gru() -> Any:
-    return Model(Recurrent(nn.GRU, 128, 1)), torch.ones(32, 64), torch.ones(32, 16), 32
-
-
-def _mixer() -> Any:
-    return Model(nn.Sequential(*[Mixer(64, 128) for _ in range(4)])), torch.ones(64, 128), torch.ones(64, 128), 16
+def pairs(count: int, width: int, kind: type[nn.Module]) -> list[nn.Module]:
+    return [layer for _ in range(count) for layer in (nn.Linear(width, width), kind())]
 
 
 MODELS: dict[str, Any] = {
     "gpt": _gpt,
-    "wide": _wide,
-    "activations": _activations,
-    "cnn": _cnn,
-    "resnet": _resnet,
-    "encoder": _encoder,
+    "wide": lambda: (_wide(), torch.ones(64), torch.ones(16), 64),
+    "activations": lambda: (chain(*pairs(6, 128, nn.Tanh)), torch.ones(128), torch.ones(128), 2048),
+    "cnn": lambda: (_cnn(), torch.ones(3, 32, 32), torch.ones(10), 32),
+    "resnet": lambda: (_resnet(), torch.ones(3, 16, 16), torch.ones(10), 32),
+    "encoder": lambda: (_encoder(), torch.ones(64, 128), torch.ones(64, 128), 16),
     "tied": _tied,
-    "lstm": _lstm,
-    "gru": _gru,
-    "mixer": _mixer,
+    "lstm": lambda: (Model(Recurrent(nn.LSTM, 128, 2)), torch.ones(64, 64), torch.ones(64, 16), 32),
+    "gru": lambda: (Model(Recurrent(nn.GRU, 128, 1)), torch.ones(32, 64), torch.ones(32, 16), 32),
+    "mixer": lambda: (chain(*[Mixer(64, 128) for _ in range(4)]), torch.ones(64, 128), torch.ones(64, 128), 16),
 }
+"""By name, a function that makes a model, one sample of inputs and targets, and the size of its batches."""
 
 
 def made(name: str, batches: int = 4) -> tuple[LightningModule, Any, Any]:

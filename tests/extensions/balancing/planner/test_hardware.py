@@ -14,13 +14,13 @@ import torch
 
 from lockstep.extensions.balancing.planner import hardware
 from lockstep.extensions.balancing.planner.cost import Candidate, predict
-from lockstep.extensions.balancing.planner.engines import NETS, EngineCost, _solved
+from lockstep.extensions.balancing.planner.engines import NETS, EngineCost, _solve
 from lockstep.extensions.balancing.planner.hardware import (
     Hardware,
-    bytes_said,
     described,
     hardware_of,
     measure_links,
+    parse_bytes,
     usable_memory,
 )
 from lockstep.extensions.balancing.plans.planning import profile_module
@@ -37,13 +37,13 @@ CPU = torch.device("cpu")
     [("80GB", 80e9), ("24 GiB", 24 * 2**30), ("25GB/s", 25e9), ("1.5tb", 1.5e12), ("1000", 1000.0), ("7B", 7.0)],
 )
 def test_bytes_as_people_write_them(text: str, value: float) -> None:
-    assert bytes_said("--memory", text) == value
+    assert parse_bytes("--memory", text) == value
 
 
 @pytest.mark.parametrize("text", ["", "GB", "80XB", "-1GB", "0", "1.2.3GB", "80 GB each"])
 def test_what_are_no_bytes_names_the_flag(text: str) -> None:
     with pytest.raises(MisconfigurationException, match=r"--memory .*80GB"):
-        bytes_said("--memory", text)
+        parse_bytes("--memory", text)
 
 
 def test_devices_elsewhere() -> None:
@@ -105,7 +105,7 @@ def test_what_engines_add_is_told_apart() -> None:
         name: cost.seconds(groups, groups * layers, 4.0 * groups * layers * width**2, ranks=2)
         for name, (groups, layers, width) in NETS.items()
     }
-    found = _solved(added)
+    found = _solve(added)
     for name in ("step", "group", "parameter", "byte"):
         assert getattr(found, name) == pytest.approx(getattr(cost, name), rel=1e-2)
 

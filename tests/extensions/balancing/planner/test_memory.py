@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,33 +24,23 @@ from tests.extensions.balancing.planner.models import MODELS, counted, made
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
-TCP: dict[str, Any] = {"shared_memory": False}  # what ranks share is no memory of torch's allocator
+TCP: dict[str, Any] = {"shared_memory": False}  # shared memory is not of torch's allocator
+AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 WAYS: dict[str, tuple[Candidate, Any]] = {
     "single": (Candidate("single"), SingleDeviceStrategy),
-    "single, recomputed": (
-        Candidate("single", recomputed=True),
-        lambda: SingleDeviceStrategy(activation_checkpointing=True),
-    ),
+    "single, recomputed": (Candidate("single", recomputed=True), lambda: SingleDeviceStrategy(**AGAIN)),
     "ddp": (Candidate("ddp"), lambda: DDPStrategy(**TCP)),
-    "ddp, recomputed": (
-        Candidate("ddp", recomputed=True),
-        lambda: DDPStrategy(**TCP, activation_checkpointing=True),
-    ),
+    "ddp, recomputed": (Candidate("ddp", recomputed=True), lambda: DDPStrategy(**TCP, **AGAIN)),
     "sharded": (Candidate("sharded"), lambda: DDPStrategy(**TCP, shard_optimizer=True)),
     "fsdp": (Candidate("fsdp"), FSDPStrategy),
     "fsdp_grads": (Candidate("fsdp_grads"), lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
-    "fsdp, recomputed": (Candidate("fsdp", recomputed=True), lambda: FSDPStrategy(activation_checkpointing=True)),
+    "fsdp, recomputed": (Candidate("fsdp", recomputed=True), lambda: FSDPStrategy(**AGAIN)),
     "deepspeed 1": (Candidate("deepspeed", stage=1), lambda: strategies.DeepSpeedStrategy(stage=1)),
     "deepspeed 2": (Candidate("deepspeed", stage=2), lambda: strategies.DeepSpeedStrategy(stage=2)),
 }
 STATES = ("parameters", "gradients", "optimizer_states", "buckets")
-EVERY_DAY = {
-    ("lstm", "single"),
-    ("mixer", "single, recomputed"),
-    ("lstm", "ddp"),
-    ("mixer", "fsdp"),
-    ("wide", "sharded"),
-}
+EVERY_DAY = {("lstm", "single"), ("mixer", "single, recomputed"), ("lstm", "ddp"), ("mixer", "fsdp")}
+EVERY_DAY |= {("wide", "sharded")}
 
 
 def on_this_rank(model: str, way: str, world: int) -> dict[str, float]:
@@ -61,39 +53,41 @@ def profiled(model: str) -> ModelProfile:
     return profile_module(module, batch, make_precision("32-true"), trainer=quiet())
 
 
-def predicted(model: str, way: str) -> Prediction | None:
+def predicted(model: str, way: str) -> Prediction:
     candidate, profile = WAYS[way][0], profiled(model)
     if candidate.recomputed and "recomputed" not in profile.steps:
-        return None
+        pytest.skip("no repeated blocks")
     return predict(profile, candidate, described(1 if candidate.kind == "single" else 2))
 
 
-def highest(expected: Prediction, measure: Callable[[], list[dict[str, float]]]) -> dict[str, float]:
-    """Of the ranks the one with the highest peak; a peak above the prediction is measured up to three times.
+def compare(
+    expected: Prediction,
+    measure: Callable[[], list[dict[str, float]]],
+    kinds: tuple[str, ...] = STATES,
+    is_bound: bool = False,
+) -> None:
+    """Compare the highest rank with a prediction; a peak above the prediction is measured up to three times.
 
-    gloo's threads let go of what they have sent a moment after the ranks have gone on: on a loaded machine it is there
-    for longer, beside what comes next. A prediction that is too low is too low each time.
+    gloo's threads free sent memory a moment after the ranks have continued: on a loaded machine it exists for longer,
+    together with later memory. A prediction that is too low is too low each time.
+
+    Args:
+        expected: for the rank with the most.
+        measure: runs the model on all ranks.
+        kinds: of model states, to the byte.
+        is_bound: True if the peak may be lower than predicted.
     """
-    most: dict[str, float] = {}
+    peak = math.inf
     for _ in range(3):
-        most = max(measure(), key=lambda one: one["peak"])
-        if most["peak"] * 0.9 <= expected.memory:
-            break
-    return most
-
-
-def compare(expected: Prediction, measure: Callable[[], list[dict[str, float]]]) -> None:
-    states: dict[str, float] = {}
-
-    def measured() -> list[dict[str, float]]:
         found = measure()
-        states.update({kind: max(one[kind] for one in found) for kind in STATES})
-        return found
-
-    peak = highest(expected, measured)["peak"]
-    for kind in STATES:
-        assert expected.parts[kind.replace("_", " ")] == states[kind], kind
-    assert expected.memory == pytest.approx(peak, rel=0.1), f"{expected.memory / peak - 1:+.1%}"
+        peak = max(one["peak"] for one in found)
+        if peak * 0.9 <= expected.memory:
+            break
+    for kind in kinds:
+        assert expected.parts[kind.replace("_", " ")] == max(one[kind] for one in found), kind
+    deviation = expected.memory / peak - 1
+    assert deviation >= -0.1, f"{deviation:+.1%}"
+    assert is_bound or deviation <= 0.1, f"{deviation:+.1%}"
 
 
 def cases(alone: bool) -> list[Any]:
@@ -109,19 +103,13 @@ def cases(alone: bool) -> list[Any]:
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(("model", "way"), cases(alone=True))
 def test_memory_of_one_process(model: str, way: str) -> None:
-    expected = predicted(model, way)
-    if expected is None:
-        pytest.skip("no repeated blocks")
-    compare(expected, lambda: [on_this_rank(model, way, 1)])
+    compare(predicted(model, way), lambda: [on_this_rank(model, way, 1)])
 
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(("model", "way"), cases(alone=False))
 def test_memory_of_two_ranks(ranks: RankPool, model: str, way: str) -> None:
-    expected = predicted(model, way)
-    if expected is None:
-        pytest.skip("no repeated blocks")
-    compare(expected, lambda: ranks(2).run(on_this_rank, model, way, 2))
+    compare(predicted(model, way), lambda: ranks(2).run(on_this_rank, model, way, 2))
 
 
 CHAINS: dict[str, list[str]] = {
@@ -151,13 +139,10 @@ def test_memory_of_a_pipeline(ranks: RankPool, model: str, schedule: str) -> Non
     expected = predict(profile, Candidate("pipeline", micro_batches=4, schedule=schedule), described(2))
     assert expected.split is not None
     split = [stage.stop - stage.start for stage in expected.split.stages]
-    most = highest(expected, lambda: ranks(2).run(in_stages, model, schedule, split))
-    for kind in ("gradients", "optimizer_states"):  # parameters are whole again when a fit has ended
-        assert expected.parts[kind.replace("_", " ")] == most[kind], kind
-    if schedule == "zero-bubble":  # which of its micro-batches are there at a time hangs on when messages come
-        assert expected.memory > 0.9 * most["peak"]
-    else:
-        assert expected.memory == pytest.approx(most["peak"], rel=0.1), f"{expected.memory / most['peak'] - 1:+.1%}"
+    kinds = "gradients", "optimizer_states"  # parameters are whole again when a fit has ended
+    # under zero-bubble, the micro-batches that exist at the same time depend on the arrival of messages
+    run = partial(ranks(2).run, in_stages, model, schedule, split)
+    compare(expected, lambda: [max(run(), key=lambda one: one["peak"])], kinds, schedule == "zero-bubble")
 
 
 @pytest.mark.parametrize("sizes", [(64, 32, 128), (1, 1, 1), (32, 8, 100), (10, 4, 128), (13, 5, 37), (7, 3, 256)])
@@ -165,20 +150,6 @@ def test_the_workspace_of_an_lstm_is_that_of_a_real_one(sizes: tuple[int, int, i
     length, batch, hidden = sizes
     cell = nn.LSTM(8, hidden)
     weights = [weight.detach() for weight in cell._flat_weights]
-    state = torch.zeros(batch, hidden)
-    found = torch.ops.aten.mkldnn_rnn_layer(
-        torch.zeros(length, batch, 8),
-        *weights,
-        state,
-        state,
-        False,
-        [],
-        2,
-        hidden,
-        1,
-        True,
-        False,
-        False,
-        True,
-    )
+    x, state, flags = torch.zeros(length, batch, 8), torch.zeros(batch, hidden), (True, False, False, True)
+    found = torch.ops.aten.mkldnn_rnn_layer(x, *weights, state, state, False, [], 2, hidden, 1, *flags)
     assert found[3].numel() == workspace_of_lstm(length, batch, hidden)

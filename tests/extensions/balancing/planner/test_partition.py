@@ -81,14 +81,10 @@ def best_stage(blocks: list[Block], device: Device, start: int, stop: int) -> fl
 def greedy_stage(blocks: list[Block], device: Device, start: int, stop: int) -> float:
     """Seconds of a stage whose cheapest bytes are computed again, kind by kind, until it fits."""
     mine = blocks[start:stop]
-    kinds = sorted({(b.again / b.saves, -b.saves, b.working) for b in mine if b.saves})
+    kinds = [(b.again / b.saves, -b.saves, b.working) if b.saves else None for b in mine]
     again: frozenset[int] = frozenset()
-    for ratio, size, working in kinds:
-        alike = [
-            at
-            for at, b in enumerate(mine)
-            if b.saves and (b.again / b.saves, -b.saves, b.working) == (ratio, size, working)
-        ]
+    for kind in sorted({kind for kind in kinds if kind}):
+        alike = [at for at, other in enumerate(kinds) if other == kind]
         before = again
         for number in range(len(alike) + 1):
             if memory_of(mine, device, again) <= device.memory * (1 + 1e-12):

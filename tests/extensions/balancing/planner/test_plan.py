@@ -72,11 +72,6 @@ def test_nine_pipelines_were_shown_for_a_small_model() -> None:
     assert "recomputation" in large
 
 
-def test_a_plan_is_a_function_of_what_it_is_given() -> None:
-    given = [transformer(1.5)], described(4, 1, 24 * GB)
-    assert str(make_plan(*given)) == str(make_plan(*given))
-
-
 def test_other_numbers_and_missing_packages_are_shown_and_not_chosen() -> None:
     plan = make_plan([transformer(3)], described(2, 1, 24 * GB))
     for row in plan.rows:
@@ -197,24 +192,20 @@ def saved(tmp_path: Path, **changes: Any) -> str:
 
 
 def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"was made for Model, whose .* are others.*BoringModel"):
+    with pytest.raises(MisconfigurationException, match=r"was made for Model, whose parameters differ .*BoringModel"):
         quiet(strategy=saved(tmp_path), max_steps=1).fit(BoringModel())
 
 
 def test_a_plan_for_other_devices_or_another_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="made for devices=4 and num_nodes=2, and this"):
         quiet(strategy=saved(tmp_path, strategy="ddp", devices=4, nodes=2))
-    model, loader, _ = made("wide")
-    plan = quiet().plan(model, loader)
-    path = str(tmp_path / "plan.yaml")
-    plan.save(path)
     with pytest.raises(MisconfigurationException, match='made for precision="32-true", and this Trainer has'):
-        quiet(strategy=path, precision="bf16-mixed", max_steps=1).fit(model, loader)
+        quiet(strategy=saved(tmp_path), precision="bf16-mixed", max_steps=1).fit(net(), [BATCH])
 
 
 def test_a_plan_for_a_machine_with_more_memory_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, memory=1e18, device="H100")
-    with pytest.raises(MisconfigurationException, match=r"a device here has .*: it was made for H100"):
+    with pytest.raises(MisconfigurationException, match=r"a device here has .*: the plan was made for H100"):
         quiet(strategy=path, max_steps=1).fit(net(), [BATCH])
 
 
@@ -222,7 +213,7 @@ def test_a_plan_for_a_machine_with_more_memory_is_refused(tmp_path: Path) -> Non
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    with pytest.raises(MisconfigurationException, match="is no plan of this release"):
+    with pytest.raises(MisconfigurationException, match="is not a plan of this release"):
         quiet(strategy=str(path))
     with pytest.raises(MisconfigurationException, match=r"lockstep plan script\.py --save"):
         quiet(strategy=str(tmp_path / "there.yml"))
@@ -356,7 +347,7 @@ def test_what_cannot_be_written_is_said_before_the_work_begins(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan_command, "_plan_of", planned)
+        patch.setattr(plan_command, "_make_plan", planned)
         for word, nowhere in ((path, tmp_path / "none" / "plan.yaml"), (numbers, tmp_path / "none" / "plan.csv")):
             assert main([str(nowhere) if each == str(word) else each for each in words]) == 2
             assert f"{nowhere}: there is no folder" in capsys.readouterr().err
@@ -377,7 +368,6 @@ def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.
         (["there.py"], "there.py does not exist"),
         (["SCRIPT", "--devices", "two", "8"], "--devices: 'two': give a number from 1"),
         (["SCRIPT", "--memory", "much", "8"], "--memory much: give bytes above 0 with a unit: 80GB"),
-        (["SCRIPT", "--chip", "abacus", "8"], "--chip abacus: not known"),
         (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: give a name that ends with .yaml"),
         (["SCRIPT", "--blocks", "middle", "8"], "has no submodule 'middle'"),
         (["--device", "2", "SCRIPT"], "--device is not an option"),

@@ -18,6 +18,7 @@ from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
 from lockstep.precision.formats import make_precision
+from tests.extensions.balancing.balanced import QueuedWork
 from tests.extensions.balancing.planner.models import Model, Residual, Tied, made
 from tests.loop.pieces import quiet
 
@@ -142,9 +143,9 @@ class Lossless(Model):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Looks, r"Looks: what `training_step` does depends on values .*`\.item\(\)`"),
-        (ByHand, "ByHand sets automatic_optimization = False.* choose the strategy by its name"),
-        (Lossless, "Lossless.training_step gave no loss"),
+        (Looks, r"Looks: `training_step` depends on values .*`\.item\(\)`"),
+        (ByHand, "ByHand sets automatic_optimization = False.* choose a strategy by its name"),
+        (Lossless, "Lossless.training_step returned no loss"),
     ],
 )
 def test_what_cannot_be_planned_is_said(kind: type[LightningModule], said: str) -> None:
@@ -168,22 +169,19 @@ def test_a_step_of_a_loop_of_ones_own() -> None:
 
 def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device was waited for at each block's edge, so that each block's launches counted as its time."""
-    waits, now = [], iter((0.0, 3.0, 10.0))
+    work, waits = QueuedWork(), list[torch.device]()
 
-    class Event:
-        def record(self) -> None:
-            self.at = next(now)
-
-        def elapsed_time(self, end: Any) -> float:
-            return float(end.at - self.at)
+    def synchronize(device: torch.device) -> None:
+        work.done = work.queued
+        waits.append(device)
 
     monkeypatch.setattr(profile, "has_timed_events", lambda device: True)
-    monkeypatch.setattr(profile, "timed_event", lambda device: Event())
-    monkeypatch.setattr(profile, "synchronize", waits.append)
+    monkeypatch.setattr(profile, "timed_event", lambda device: work.event())
+    monkeypatch.setattr(profile, "synchronize", synchronize)
     clock = profile._Clock([], torch.device("cuda", 0))
-    clock.note("forward", 0)
-    clock.note("forward", 1)
-    clock.note("backward", 1)
+    for phase, unit, seconds in (("forward", 0, 3.0), ("forward", 1, 7.0), ("backward", 1, 0.0)):
+        clock.note(phase, unit)
+        work.passes(seconds)
     assert waits == []
-    assert clock.seconds() == {("forward", 0): 3e-3, ("forward", 1): 7e-3}
+    assert clock.seconds() == {("forward", 0): 3.0, ("forward", 1): 7.0}
     assert waits == [torch.device("cuda", 0)]

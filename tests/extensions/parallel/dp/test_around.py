@@ -49,7 +49,7 @@ def test_unequal_shares_are_refused_at_once() -> None:
 
 @pytest.mark.extension("balancing")
 def test_a_monitor_that_cannot_tell_its_steps_apart_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"StragglerMonitor: DataParallelStrategy plays.*ddp"):
+    with pytest.raises(MisconfigurationException, match=r"StragglerMonitor: DataParallelStrategy runs.*ddp"):
         quiet(strategy="dp", devices=2, callbacks=[callbacks.StragglerMonitor()]).fit(Slope(), numbers(8))
 
 

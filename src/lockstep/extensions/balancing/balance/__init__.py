@@ -1,1 +1,1 @@
-"""Shares of the ranks that follow their speed: how long steps take, and what is made of it."""
+"""Shares of the ranks that follow their speed, and the measured times of steps."""

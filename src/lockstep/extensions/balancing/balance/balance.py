@@ -1,4 +1,4 @@
-"""Ranks tell one another how long their steps take; with ``Trainer(balance=True)`` their shares follow."""
+"""Exchange of step times between ranks; with ``Trainer(balance=True)`` their shares follow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from lockstep.data.cut import apportion
 from lockstep.data.feed import Feed
 from lockstep.data.window import Window
 from lockstep.engines.strategy import Strategy
-from lockstep.extensions.balancing.balance.step_times import DeviceTimes, StepTimes
+from lockstep.extensions.balancing.balance.step_times import DeviceTimes, StepTimes, WindowTimes, typical
 from lockstep.extensions.balancing.shares import Move, ShareControl
-from lockstep.extensions.balancing.window_times import WindowTimes, typical
 from lockstep.ground.comm import RowsToCome
 from lockstep.ground.device import has_timed_events
 from lockstep.ground.errors import MisconfigurationException
@@ -28,54 +27,50 @@ from lockstep.loop.session import Session
 from lockstep.loop.step import Step
 
 PERIOD = 8
-"""Windows from one look at the ranks' times to the next."""
+"""Windows between two exchanges of the ranks' times."""
 LEAST = 4
-"""Windows of equal parts, at least, by which a look judges a rank."""
+"""Minimum number of windows with equal shares from which a rank's speed is judged."""
 WARM_UP = 2
-"""Windows at the start of a fit that no look takes in: memory is being allocated."""
-UNTOLD = WindowTimes(*[math.nan] * len(WindowTimes._fields))
-"""In the place of times that nobody listens for, or that a device is not through with."""
+"""Windows at the start of a fit that are not measured, because memory is being allocated."""
+NO_TIMES = WindowTimes(*[math.nan] * len(WindowTimes._fields))
+"""Sent where no callback listens, or where the device has not finished a window yet."""
 LOOKS_AT_MEMORY = 32
-"""Looks from one at the free memory to the next: it takes half a millisecond."""
+"""Exchanges between two queries of the free memory. A query takes half a millisecond."""
 ROOM = 0.8
-"""The part of the free memory that a larger share may fill."""
+"""Fraction of the free memory that a larger share may fill."""
 
-LOCAL_STEPS = ", since it takes local steps and averages the nodes' weights evenly"
+LOCAL_STEPS = ", since it takes local steps and averages the weights of the nodes evenly"
 ALONE = (
-    "Trainer(balance=True) has no effect on one device: shares of a global batch are balanced among several "
-    "(devices=2, say)."
+    "Trainer(balance=True) has no effect on one device: it divides a global batch between several. Use more devices, "
+    "or leave `balance` out."
 )
 NO_SAMPLES = (
-    "Trainer(balance=True): a global batch has {total} samples for {size} ranks, so that no share can become smaller "
-    "and another larger; give a larger batch_size."
+    "Trainer(balance=True): a global batch has {total} samples for {size} ranks, so shares cannot change. Use a larger "
+    "batch_size."
 )
 BATCH_NORM = (
     "Trainer(balance=True): {name} takes its statistics over one rank's samples, and ranks have different numbers of "
-    "them. Trainer(sync_batchnorm=True) takes them over the samples of all."
+    "samples. Use Trainer(sync_batchnorm=True) for statistics over the samples of all ranks."
 )
 
 
-# -- what balance asks of a run -------------------------------------------------------------------------------
-
-
-def _warn_of_batch_norm(session: Session) -> None:
-    if session.strategy.sync_batchnorm:
-        return
-    for name, layer in session.module.named_modules():
-        is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        if is_norm and "SyncBatchNorm" not in type(layer).__name__ and layer.training:
-            rank_zero_warn(BATCH_NORM.format(name=f"{type(layer).__name__} {name!r}"))
-            return
+# -- conditions -----------------------------------------------------------------------------------------------
 
 
 def check(strategy: Strategy, why: str = "") -> None:
-    """Refuse ``Trainer(balance=True)`` where ranks cannot take unequal shares; one device alone has nothing to share.
+    """Refuse ``Trainer(balance=True)`` under a strategy whose ranks cannot take unequal shares.
+
+    One device alone is accepted.
+
+    Args:
+        strategy: of the run.
+        why: a reason to refuse it in any case, as a clause for the message.
 
     Raises:
-        MisconfigurationException: with the way out.
+        MisconfigurationException: the strategy is refused.
     """
     several = strategy.world.size > 1 or strategy.drives_all_devices
-    # each rank sees samples of its own, and the loop weighs the losses that the engine goes back from
+    # shares need ranks with samples of their own, and losses that the loop weights before the backward
     takes = strategy.replicas.count == strategy.world.size and not strategy.drives_all_devices
     takes = takes and not strategy.steps_itself and strategy.window is None
     if why or (several and not takes):
@@ -86,48 +81,53 @@ def check(strategy: Strategy, why: str = "") -> None:
 
 
 def measure(session: Session, step: Step, validation: EvaluationLoop, listeners: Sequence[Callback]) -> Balance | None:
-    """What measures the steps of this fit; None where nobody listens and there is nothing to balance.
+    """Create the measurement of a fit's steps, or return None if no callback listens and shares are not balanced.
 
     Args:
         session: of the fit.
         step: of the fit.
         validation: of the fit.
-        listeners: callbacks that are told of times.
+        listeners: callbacks that receive the times.
 
     Raises:
-        MisconfigurationException: the times of the strategy's steps cannot be told apart.
+        MisconfigurationException: the parts of the strategy's steps cannot be timed separately.
     """
+    strategy = session.strategy
     shares = session.config.balance and session.world_size > 1
     if session.config.balance and not shares:
         rank_zero_info(ALONE)
     if shares:
-        check(session.strategy, LOCAL_STEPS if session.strategy.copies.local_steps is not None else "")
-        _warn_of_batch_norm(session)
+        check(strategy, LOCAL_STEPS if strategy.copies.local_steps is not None else "")
+        for name, layer in () if strategy.sync_batchnorm else session.module.named_modules():
+            is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            # layers of torch and of others that synchronize derive from it, too
+            if is_norm and "SyncBatchNorm" not in type(layer).__name__ and layer.training:
+                rank_zero_warn(BATCH_NORM.format(name=f"{type(layer).__name__} {name!r}"))
+                break
     if not listeners and not shares:
         return None
-    name = type(session.strategy).__name__
-    if session.strategy.window is not None or session.strategy.drives_all_devices:
+    if strategy.window is not None or strategy.drives_all_devices:
         raise MisconfigurationException(
-            f"{type(listeners[0]).__name__}: {name} plays forward and backward of all ranks or of whole windows by "
-            'itself, so that their times cannot be told apart; use strategy="ddp" or "fsdp", or leave it out.'
+            f"{type(listeners[0]).__name__}: {type(strategy).__name__} runs the forward and backward of whole windows "
+            'or of all devices itself, so their times cannot be measured separately. Use strategy="ddp" or "fsdp", or '
+            "leave the callback out."
         )
     return Balance(session, step, validation, listeners, shares)
 
 
-# -- the looks ------------------------------------------------------------------------------------------------
+# -- exchanges ------------------------------------------------------------------------------------------------
 
 
 class Balance:
-    """Looks at the ranks' times every `PERIOD` windows, tells callbacks of them, and changes shares.
+    """Exchange of the ranks' times every `PERIOD` windows, which callbacks receive and shares follow.
 
-    What ranks tell at one boundary is read at the next, so that nobody waits for it. All ranks read the same numbers
-    and decide alike.
+    All ranks read the same numbers and make the same decision.
 
     Args:
         session: of the fit.
         step: of the fit.
         validation: of the fit.
-        listeners: callbacks that are told of each look.
+        listeners: callbacks that receive the times.
         shares: whether shares change.
     """
 
@@ -144,35 +144,40 @@ class Balance:
         device = session.strategy.root_device
         by_events = has_timed_events(device)
         self._times = DeviceTimes.of(device, perf_counter) if by_events else StepTimes(perf_counter)
-        self._rows: RowsToCome | None = None  # told, and not yet read
-        self._most = (0, math.inf)  # the look at which memory was looked at last, and what it has room for
+        # an exchange that is under way: it is read one window later, so that no rank waits for it
+        self._rows: RowsToCome | None = None
+        self._most = (0, math.inf)  # exchange at which memory is queried next, and the samples that fit
         self._windows = -WARM_UP
-        self._cut = 0  # counts changes of shares, so that windows that the newest cut are told apart
+        # counts changes of shares: only windows with the newest shares are compared
+        self._cut = 0
         self._control = ShareControl(session.strategy.replicas.count)
         self._total, self._often, self._micro = 0, 1, 1
-        self._parts: tuple[int, ...] = ()  # of what is shared out at once, by the newest shares
-        self._expected: list[int] = []  # and of a full window
+        self._parts: tuple[int, ...] = ()  # samples by rank that are divided at once, by the newest shares
+        self._expected: list[int] = []  # and those of a full window
         self._largest = 0.0  # micro-batch of this rank so far
         self._index = session.strategy.replicas.index
-        self._counts: Sequence[float] = []  # the ranks' samples of a window that was found to be as expected
+        # full windows share one list, so that the next one is recognized by identity
+        self._counts: Sequence[float] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Inside, steps are measured."""
+        """Measure steps within the block."""
         try:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
         finally:
+            # other ranks may still wait for this rank's row
             if self._rows is not None:
                 self._rows.leave()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """An epoch is about to be opened, or what is left of one."""
+        """Prepare for an epoch, or for the rest of one, before its loaders are opened."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(*feed.sources)
         self._times.begin()
-        if self._rows is not None:  # what they say of micro-batches that were drawn is of the epoch before
-            self._hear(self._rows, feed, between_epochs=True)
+        # their numbers of drawn micro-batches belong to the previous epoch
+        if self._rows is not None:
+            self._read(self._rows, feed, between_epochs=True)
         total, often = feed.shared_at_once()
         if (total, often) != (self._total, self._often):
             if total <= self._control.size and self._changes:
@@ -188,36 +193,34 @@ class Balance:
         self._parts, self._expected, self._counts = tuple(parts), expected, []
 
     def window_ended(self, window: Window) -> None:
-        """At a boundary."""
+        """Record a window at its boundary; start or read an exchange where one is due."""
         of_rank = window.of_rank
         samples = of_rank[self._index]
-        counts = of_rank is self._counts or list(of_rank) == self._expected  # full windows share a list
+        counts = of_rank is self._counts or list(of_rank) == self._expected
+        # an incomplete window at an epoch's end does not count for these shares
         self._times.end_window(samples, self._cut if counts else -1)
         self._windows += 1
         if counts and of_rank is not self._counts:
             self._counts, self._largest = of_rank, max(self._largest, samples / self._micro)
         if self._rows is not None:
-            self._hear(self._rows, self._session.fit.loaded)
+            self._read(self._rows, self._session.fit.loaded)
         elif self._windows % PERIOD == 0:
-            self._look()
+            if self._windows > 0:
+                self._send()
+            else:
+                self._times.take(-1)
 
-    def _look(self) -> None:
-        """After every few windows, those of the start of a fit left out."""
-        if self._windows > 0:
-            self._tell()
-        else:
-            self._times.take(-1)
-
-    def _tell(self) -> None:
-        """Begin a look: this rank's medians, how far it has drawn, and how many samples it has room for."""
+    def _send(self) -> None:
+        """Start an exchange: this rank's medians, how far it has drawn, and how many samples it has memory for."""
         windows, busy = self._times.take(self._cut)
-        parts = typical(windows) if windows and self._listeners else UNTOLD
+        parts = typical(windows) if windows and self._listeners else NO_TIMES
         mine = median(busy) if len(busy) >= LEAST else math.nan
-        told = [mine, float(self._session.fit.loaded.drawn), self._room(), *parts]
-        self._rows = RowsToCome(told, alone=self._session.world_size == 1)
+        entry = [mine, float(self._session.fit.loaded.drawn), self._room(), *parts]
+        self._rows = RowsToCome(entry, alone=self._session.world_size == 1)
 
-    def _hear(self, told: RowsToCome, feed: Feed, between_epochs: bool = False) -> None:
-        rows, self._rows = told.read(), None
+    def _read(self, sent: RowsToCome, feed: Feed, between_epochs: bool = False) -> None:
+        """Finish an exchange: pass its times to callbacks, and change shares if that is worth it."""
+        rows, self._rows = sent.read(), None
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])
         move = self._decide(rows) if self._changes else None
@@ -225,13 +228,16 @@ class Balance:
             return
         progress, number = self._session.fit.progress, None
         if not between_epochs:
-            # what was told is of one window before; in that, each rank has drawn as many more, and may have gone past
-            # the last window, where it has no part of that
+            # the exchange was started one window ago: each rank has drawn as many more since, and may already have
+            # drawn beyond the next window
             number = max(int(row[1]) for row in rows) + 2 * self._micro
-        held = feed.reshare(move.after, number)
+        changes_at = feed.reshare(move.after, number)
         self._expect(move.after)
-        where = "now" if between_epochs else "the next epoch" if held is None else f"batch {held}"
-        rank_zero_info(said(move, progress.global_step, where))
+        if between_epochs:
+            where = "now"
+        else:
+            where = "the next epoch" if changes_at is None else f"batch {changes_at}"
+        rank_zero_info(message_of(move, progress.global_step, where))
 
     def _decide(self, rows: Sequence[Sequence[float]]) -> Move | None:
         busy = [row[0] for row in rows]
@@ -241,7 +247,7 @@ class Balance:
         return self._control.look(busy, self._parts, most)
 
     def _room(self) -> float:
-        """How many of the samples that are shared out at once this rank's memory has room for; infinite: unknown."""
+        """Return how many of the samples that are divided at once fit this rank's memory; infinite if unknown."""
         looks = self._windows // PERIOD
         if self._changes and self._largest and looks >= self._most[0]:
             free = _samples_in_free_memory(self._session, self._largest)
@@ -250,11 +256,11 @@ class Balance:
 
 
 def _samples_in_free_memory(session: Session, largest: float) -> float:
-    """How many samples of a micro-batch there is memory for, where that can be told; else infinite.
+    """Return how many samples of a micro-batch fit the free memory; infinite if that is unknown.
 
     Args:
-        session: between two windows, so that all that a micro-batch needs is free.
-        largest: samples of the largest one so far.
+        session: between two windows, so that all memory of a micro-batch is free.
+        largest: samples of the largest micro-batch so far.
     """
     strategy, activations = session.strategy, session.activations
     device = strategy.root_device
@@ -262,15 +268,15 @@ def _samples_in_free_memory(session: Session, largest: float) -> float:
     if most is not None:
         each = (most - (memory_held(device) or 0)) / largest
     elif activations is not None and activations.samples:
-        each = 2 * activations.total / activations.samples  # a backward makes gradients of them
+        each = 2 * activations.total / activations.samples  # the backward allocates their gradients
     else:
         return math.inf
     free = free_memory(device, strategy.world.local_size)
     return math.inf if free is None or each <= 0 else ROOM * free / each
 
 
-def said(move: Move, step: int, where: str) -> str:
-    """What the user is told of a change of shares."""
+def message_of(move: Move, step: int, where: str) -> str:
+    """Describe a change of shares for the log."""
     after, before = (", ".join(map(str, parts)) for parts in (move.after, move.before))
     took = ", ".join(f"{seconds * 1e3:.3g}" for seconds in move.seconds)
     return (

@@ -1,67 +1,102 @@
-"""Where the time of a step goes on this rank: fetching data, forward, backward, waiting for other ranks, the rest."""
+"""Time of a step on this rank by part: fetching data, forward, backward, waiting for other ranks, the rest."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from lockstep.data.source import LoaderSource
 from lockstep.engines.strategy import Strategy
-from lockstep.extensions.balancing.window_times import WindowTimes
 from lockstep.ground.device import TimedEvent, current_stream, has_streams, timed_event
 from lockstep.ground.methods import replace_until
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.step import Step
 from lockstep.supervise.collective_trace import WAITS, wrapped
 
+PARTS = ("data", "forward", "backward", "waiting", "other")
+"""Parts of a window's time, in the order of `WindowTimes`."""
+
+
+class WindowTimes(NamedTuple):
+    """Seconds of one window on one rank, or of a typical window.
+
+    Attributes:
+        samples: number of this rank's samples in the window.
+        data: waiting for batches.
+        forward: ``training_step``, without its waits for other ranks.
+        backward: until the last gradients are being sent.
+        waiting: in collectives, and for gradients from other ranks.
+        other: the update, hooks, and the loop itself.
+    """
+
+    samples: float
+    data: float
+    forward: float
+    backward: float
+    waiting: float
+    other: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds without waiting."""
+        return self.data + self.forward + self.backward + self.other
+
+
+def typical(windows: Sequence[WindowTimes]) -> WindowTimes:
+    """Return the upper median of each part over at least one window."""
+    # statistics.median would take three times as long
+    half = len(windows) // 2
+    return WindowTimes(*[sorted(column)[half] for column in zip(*windows, strict=True)])
+
+
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)
-"""Parts of a window's time; a pause (a validation) is no part of it."""
+"""Parts of a window's time; a pause (a validation) does not count."""
 NEWEST = 64
-"""Windows that are kept until they are looked at."""
+"""Windows that are kept until they are taken."""
 
 _END = object()
 _Tape = list[tuple[int, int, TimedEvent, TimedEvent]]
-"""Part, depth, begin, end; inner ones come first."""
+"""Part, depth, start, end; inner calls precede the outer one."""
 
 
 class StepTimes:
-    """Measures the windows of a fit, by the clock of the host.
+    """Measurement of a fit's windows by the clock of the host.
 
-    The methods that take the time are replaced by timed ones, as a profiler does it, so that a run that measures
-    nothing pays nothing. Time counts for the innermost part: what a backward waits is no part of it.
+    Time counts for the innermost part: a wait within a backward counts as waiting only.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._windows: deque[tuple[WindowTimes, int]] = deque(maxlen=NEWEST)
         self._seconds = [0.0] * 5
-        self._inner = [0.0]  # seconds of the timed calls inside the one that runs
+        self._inner = [0.0]  # seconds of the timed calls within the current one
         self._since = clock()
         self._end = ExitStack()
         self._source: object = None
 
-    # -- what is measured
+    # -- measurement
 
     @contextmanager
     def attached(self, strategy: Strategy, step: Step, validation: EvaluationLoop) -> Iterator[None]:
-        """Inside, windows are measured.
+        """Measure windows within the block.
 
         Args:
             strategy: of the fit, set up.
             step: of the fit.
-            validation: of the fit; it is no part of a window.
+            validation: of the fit; it does not count for a window.
         """
+        # methods are replaced, as a profiler does, so that a run that measures nothing pays nothing
         self._replace(step, "training_step", FORWARD)
         self._replace(strategy, "backward", BACKWARD)
         self._replace(validation, "evaluate", PAUSE)
@@ -71,7 +106,7 @@ class StepTimes:
             yield
 
     def attach_source(self, source: LoaderSource) -> None:
-        """Measure how long batches of these loaders are waited for; once for each."""
+        """Measure how long this rank waits for batches of these loaders. A second call does nothing."""
         if source is self._source:
             return
         self._source = source
@@ -79,12 +114,13 @@ class StepTimes:
             setattr(source, name, self._timed_opening(getattr(source, name)))
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn``, whose time counts for a part of the window."""
+        """Return ``fn`` wrapped so that its time counts for a part of the window."""
         seconds, inner, clock, mine = self._seconds, self._inner, self.clock, get_ident()
-        anywhere = part == WAITING  # torch's collectives; the others are called by the loop alone
+        anywhere = part == WAITING  # torch's collectives; only the loop calls the others
 
         @functools.wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            # other threads wait while this one computes, and a clock would break the graph of torch.compile
             if anywhere and (get_ident() != mine or is_compiling()):
                 return fn(*args, **kwargs)
             around, inner[0] = inner[0], 0.0
@@ -110,16 +146,17 @@ class StepTimes:
     # -- windows
 
     def begin(self) -> None:
-        """What comes from here on is of the window to come: an epoch begins."""
+        """Start the first window of an epoch."""
         self._since = self.clock()
+        # in place: timed calls refer to this list
         self._seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def end_window(self, samples: float, kind: int) -> None:
-        """A window is over.
+        """Record a window.
 
         Args:
-            samples: of this rank in it.
-            kind: for :meth:`take`, which tells windows of one kind apart.
+            samples: this rank's number in it.
+            kind: by which :meth:`take` selects windows.
         """
         now, seconds = self.clock(), self._seconds
         data, forward, backward, waiting, pause = seconds
@@ -129,7 +166,7 @@ class StepTimes:
         seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """The windows since this was asked last, and the seconds of those of a kind, without waiting."""
+        """Return the windows since the last call, and the seconds of those of a kind without waiting."""
         found = list(self._windows)
         self._windows.clear()
         return [window for window, _ in found], [window.busy for window, of in found if of == kind]
@@ -139,15 +176,14 @@ class StepTimes:
 
 
 class DeviceTimes(StepTimes):
-    """The same by events in a device's work, which the host is ahead of; nobody waits for the device.
+    """Measurement of a fit's windows by events on a device, without synchronization.
 
-    Forward, backward and waiting are what they take the device. Fetching data counts as far as the device has nothing
-    to do meanwhile.
+    Forward, backward and waiting are times of the device. Fetching data counts as far as the device is idle meanwhile.
 
     Args:
         clock: of the host.
-        make_event: an event that knows its time.
-        stream: tells the stream that is current; what another does is not the step's work.
+        make_event: creates an event that records its time.
+        stream: returns the current stream; work on other streams does not count for the step.
     """
 
     def __init__(
@@ -155,14 +191,15 @@ class DeviceTimes(StepTimes):
     ) -> None:
         super().__init__(clock)
         self._make, self._stream, self._own_stream = make_event, stream, stream()
-        self._tape: _Tape = []  # part, depth, begin, end; inner ones come first
+        self._tape: _Tape = []
         self._depth = 0
         self._last = self._now()
         self._pending: deque[tuple[float, int, float, _Tape, TimedEvent, TimedEvent]] = deque()
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
-        """Of a device that notes the time at which it comes to an event; it is the current one of its kind."""
+        """Create one for the current device of its kind, which must have timed events."""
+        # without streams, all work is on one: str() equals itself
         stream = functools.partial(current_stream, device) if has_streams(device) else str
         return cls(clock, functools.partial(timed_event, device), stream)
 
@@ -172,7 +209,8 @@ class DeviceTimes(StepTimes):
         return event
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn``, whose time counts for a part of the window; fetching data by the host's clock."""
+        """Return ``fn`` wrapped so that its time counts for a part of the window."""
+        # loading is the host's work
         if part == DATA:
             return super().timed(part, fn)
         mine = get_ident()
@@ -192,12 +230,12 @@ class DeviceTimes(StepTimes):
         return timed
 
     def begin(self) -> None:
-        """What comes from here on is of the window to come: an epoch begins."""
+        """Start the first window of an epoch."""
         super().begin()
         self._tape, self._last = [], self._now()
 
     def end_window(self, samples: float, kind: int) -> None:
-        """A window is over on the host; the device may be behind."""
+        """Record a window whose work the host has launched; the device may not have finished it."""
         end = self._now()
         self._pending.append((samples, kind, self._seconds[DATA], self._tape, self._last, end))
         self._seconds[DATA] = 0.0
@@ -206,24 +244,20 @@ class DeviceTimes(StepTimes):
             self._pending.popleft()
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """The windows since this was asked last that the device is through with."""
+        """Return the windows since the last call that the device has finished."""
         while self._pending and self._pending[0][-1].query():
             samples, of, data, tape, begin, end = self._pending.popleft()
-            seconds = _own_seconds(tape)
+            seconds, inside = [0.0] * 5, [0.0]
+            # inner calls come first, so that their seconds are known when the outer call's are taken
+            for part, depth, called, returned in tape:
+                inside += [0.0] * (depth + 2 - len(inside))
+                elapsed = called.elapsed_time(returned) / 1e3
+                seconds[part] += elapsed - inside[depth + 1]
+                inside[depth + 1] = 0.0
+                inside[depth] += elapsed
             idle = begin.elapsed_time(end) / 1e3 - sum(seconds)
+            # the host loads ahead of the device: only what the device waited for counts
             data = max(0.0, min(data, idle))
             _, forward, backward, waiting, _ = seconds
             self._windows.append((WindowTimes(samples, data, forward, backward, waiting, max(0.0, idle - data)), of))
         return super().take(kind)
-
-
-def _own_seconds(tape: _Tape) -> list[float]:
-    """Seconds of each part, without those of the calls inside; what is inside comes first."""
-    seconds, inside = [0.0] * 5, [0.0]
-    for part, depth, begin, end in tape:
-        inside += [0.0] * (depth + 2 - len(inside))
-        elapsed = begin.elapsed_time(end) / 1e3
-        seconds[part] += elapsed - inside[depth + 1]
-        inside[depth + 1] = 0.0
-        inside[depth] += elapsed
-    return seconds

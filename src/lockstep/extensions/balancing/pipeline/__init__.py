@@ -1,1 +1,1 @@
-"""A chain of blocks in stages, one stage a rank: what torch's pipeline schedules lack for a user's own step."""
+"""Pipelines: a chain of blocks in stages on several ranks, for an unchanged training_step."""

@@ -1,8 +1,4 @@
-"""Random numbers of a pipeline's blocks, which each place draws for itself: dropout of one is not that of another.
-
-What the step draws outside of the chain stays with the process' own generators: the first stage and the last one run
-the same code, and have to draw the same.
-"""
+"""Random numbers of a pipeline's blocks, such as dropout: different at each place of the pipeline."""
 
 from __future__ import annotations
 
@@ -19,26 +15,28 @@ CPU = torch.device("cpu")
 
 
 class BlockRandom:
-    """The states of the generators that blocks draw from, by place and device.
+    """States of the generators of blocks, by place and device.
 
-    They follow from the state of torch's generator where this is made, which they leave as it is.
+    Code outside the chain uses the process's own generators: the first and the last stage run the same code, and must
+    get the same numbers.
 
     Args:
         devices: of this process, by their places in the pipeline.
     """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        begun = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
+        # seeds follow from the state of torch's generator, which is not advanced
+        start = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
         self._devices = {place: sorted({CPU, device}, key=str) for place, device in devices.items()}
         self._states: dict[int, list[Tensor]] = {}
         for place, drawn_on in self._devices.items():
-            seed = hashlib.blake2b(begun, digest_size=8, salt=place.to_bytes(8, "little")).digest()
+            seed = hashlib.blake2b(start, digest_size=8, salt=place.to_bytes(8, "little")).digest()
             number = int.from_bytes(seed, "little") >> 1  # a generator takes 63 bits
             self._states[place] = [torch.Generator(device).manual_seed(number).get_state() for device in drawn_on]
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """Inside, what is drawn is drawn by the place."""
+        """Use the generators of a place within the block."""
         devices = self._devices[place]
         outside = [_state(device) for device in devices]
         _set(devices, self._states[place])
@@ -49,11 +47,11 @@ class BlockRandom:
             _set(devices, outside)
 
     def state_dict(self) -> dict[int, list[Tensor]]:
-        """The states, for a checkpoint."""
+        """Return the states for a checkpoint."""
         return dict(self._states)
 
     def load_state_dict(self, states: Mapping[int, list[Tensor]]) -> None:
-        """Go on with the states of :meth:`state_dict`, if they are of the same places and kinds of devices."""
+        """Continue with the states of :meth:`state_dict`, if they are of the same places and kinds of devices."""
         sizes = {place: [state.numel() for state in mine] for place, mine in self._states.items()}
         if {place: [state.numel() for state in saved] for place, saved in states.items()} == sizes:
             self._states = dict(states)

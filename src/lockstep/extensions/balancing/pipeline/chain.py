@@ -1,8 +1,8 @@
-"""The chain of blocks inside a module: a step's code before it and after it runs on different ranks.
+"""The chain of blocks in a module, and steps whose code before and after it runs on different ranks.
 
-A step is the user's own method, ``training_step`` say, which calls the chain once. :meth:`Chain.input_of` runs it up to
-that call; :meth:`Chain.with_output` runs it all, with an output that was computed elsewhere in the place of the call.
-What blocks are called with besides, masks and tables of positions say, each rank computes by the same code.
+A step is a method of the user such as ``training_step``, which calls the chain once. :meth:`Chain.input_of` runs it up
+to that call. :meth:`Chain.with_output` runs it to its end; the call returns an output that was computed elsewhere.
+Other arguments of blocks, such as masks, are computed by each rank with the same code.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
-CONTRACT = "each block of the chain takes one tensor first, the output of the block before it, and gives one tensor"
+CONTRACT = "the first argument of a block is one tensor, the output of the previous block, and it returns one tensor"
 NOT_A_CHAIN = (
     "BalancedStrategy(chain={name!r}): {what}. Give the name of an nn.Sequential or nn.ModuleList of the module with "
     "two or more blocks{known}."
 )
 OUTSIDE = (
-    "The chain {chain!r} was called outside of a step. Its blocks are split over the ranks while the Trainer runs: "
-    "call it in `training_step`, `validation_step`, `test_step` or `predict_step`, or after the call of the Trainer."
+    "The chain {chain!r} was called outside of a step, while its blocks are split over the ranks. Call it in "
+    "`training_step`, `validation_step`, `test_step` or `predict_step`, or after the call of the Trainer."
 )
 BETWEEN = (
     "Block {place} of the chain {chain!r} was given another tensor than the output of block {before}: "
-    f"{CONTRACT}. Move what happens between them into one of them."
+    f"{CONTRACT}. Move the code between them into one of them."
 )
 ARGUMENTS = "Block {place} of the chain {chain!r} was called with {given}: " + CONTRACT + "."
 LEARNED = (
-    "Block {place} of the chain {chain!r} was called with {given}, and a tensor beside the first one needs a gradient, "
-    "which would have to go back past the block: compute it inside of the block, or detach it."
+    "Block {place} of the chain {chain!r} was called with {given}, and a tensor other than the first needs a gradient, "
+    "which cannot be sent to another rank: compute the tensor inside the block, or detach it."
 )
 NOT_AT_FIRST = (
-    "Block {place} of the chain {chain!r} was called with {given}, and its first block with one tensor alone: call "
-    "each block with the same arguments, or none of them."
+    "Block {place} of the chain {chain!r} was called with {given}, and its first block with one tensor alone: call all "
+    "blocks with the same arguments."
 )
 TWICE = (
     "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and pass each micro-batch "
     "once. Put both inputs into one batch."
 )
 ENDED_EARLY = (
-    "A step ended after {count} of the {blocks} blocks of the chain {chain!r}: every step that calls the chain has to "
-    "call all blocks, in their order, whatever the data is."
+    "A step ended after {count} of the {blocks} blocks of the chain {chain!r}: a step that calls the chain must call "
+    "all blocks, in their order, for any data."
 )
-NOT_FIRST = "A step began the chain {chain!r} with block {place}: it has to begin with its first block."
+NOT_FIRST = "A step called block {place} of the chain {chain!r} first: start with the first block."
 
 
 class _Reached(BaseException):
-    """The step has come to the chain; no code of the user's shall catch it."""
+    """Raised when a step reaches the chain; a BaseException, so that user code does not catch it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class Extra:
-    """What a block is called with beside the output of the block before it."""
+    """Arguments of a block other than the output of the previous block."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Extra:
 
 
 Extras = Sequence[Extra]
-"""By block; empty: each takes one tensor alone."""
+"""Other arguments by block; empty: each block takes one tensor only."""
 
 
 class _Mode(Enum):
@@ -83,8 +83,7 @@ class _Mode(Enum):
 
 
 class _BlockCall:
-    """Stands in the place of a block's ``forward``, and of ``_call_impl``, which runs the hooks around it: these are to
-    see what the block computes, where it does, and not what the chain gives."""
+    """Replacement of a block's ``forward``, and of ``_call_impl`` with its hooks."""
 
     def __init__(self, chain: Chain, place: int, own: Callable[..., Any]) -> None:
         self.chain, self.place, self.own = chain, place, own
@@ -100,10 +99,10 @@ class Chain:
 
     Args:
         module: the user's.
-        name: of the container in it; None: it has only one that is not inside of another.
+        name: of the container; None: the only one that is not inside another.
 
     Raises:
-        MisconfigurationException: there is no such container, or several.
+        MisconfigurationException: there is no such container, or there are several.
 
     Attributes:
         name: of the container.
@@ -134,7 +133,7 @@ class Chain:
         self._takes_more = False
 
     def block_of(self, name: str) -> int | None:
-        """The place of the block that has what is called so in the module's state dict; None: it is outside."""
+        """Return the place of the block with an entry of the module's state dict; None if it is outside the chain."""
         return next((place for place, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
 
     @staticmethod
@@ -145,22 +144,23 @@ class Chain:
             raise MisconfigurationException(NOT_A_CHAIN.format(name=None, what=what, known=_known(module)))
         return found[0]
 
-    # -- in the place of the blocks' forward
+    # -- calls of the blocks
 
     def attach(self) -> None:
-        """Let calls of the blocks come here."""
+        """Replace the blocks' calls."""
         for place, block in enumerate(self.blocks):
             vars(block)["forward"] = _BlockCall(self, place, block.forward)
+            # hooks run where the block computes, not where the step calls it
             vars(block)["_call_impl"] = _BlockCall(self, place, block._call_impl)
 
     def detach(self) -> None:
-        """Let the blocks be what they were."""
+        """Restore the blocks' calls."""
         for block in self.blocks:
             vars(block).pop("_call_impl", None)
             patched = vars(block).pop("forward", None)
             own = getattr(patched, "own", None)
             if own is not None and getattr(own, "__func__", None) is not type(block).forward:
-                vars(block)["forward"] = own  # somebody else's, which was there before
+                vars(block)["forward"] = own  # replaced by other code before attach()
 
     @contextmanager
     def _in(self, mode: _Mode) -> Iterator[None]:
@@ -171,47 +171,45 @@ class Chain:
             self.mode = before
 
     def running(self) -> AbstractContextManager[None]:
-        """A context in which blocks compute."""
+        """Return a context in which blocks compute."""
         return self._in(_Mode.RUNS)
 
     def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A step of the user's has called a block."""
+        """Answer a call of a block by a step: end the step, or return the output of the chain."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if not args or not isinstance(args[0], Tensor):
             raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=_shown(args, kwargs)))
         value: Tensor = args[0]
         extra = Extra(args[1:], kwargs)
-        self._check_place(place, value)
+        if self._count == 0 and place != 0:
+            raise MisconfigurationException(NOT_FIRST.format(chain=self.name, place=place))
+        if place == 0 and self._count:
+            raise MisconfigurationException(TWICE.format(chain=self.name))
+        # each block must receive the tensor that the previous call returned, or code in between would be lost
+        if place != self._count or (place and value is not self._output):
+            before = self._count - 1
+            raise MisconfigurationException(BETWEEN.format(place=place, chain=self.name, before=before))
         self._takes_more = bool(extra) if place == 0 else self._takes_more
         if extra and not self._takes_more:
             raise MisconfigurationException(
                 NOT_AT_FIRST.format(place=place, chain=self.name, given=_shown(args, kwargs))
             )
         if self.mode is _Mode.TAKES:
-            return self._taken(place, value, extra)
+            return self._collect(place, value, extra)
         self._count += 1
         assert self._output is not None
         return self._output
 
-    def _check_place(self, place: int, value: Tensor) -> None:
-        """Blocks are called one after the other, each with what the one before gave."""
-        if self._count == 0 and place != 0:
-            raise MisconfigurationException(NOT_FIRST.format(chain=self.name, place=place))
-        if place == 0 and self._count:
-            raise MisconfigurationException(TWICE.format(chain=self.name))
-        if place != self._count or (place and value is not self._output):
-            before = self._count - 1
-            raise MisconfigurationException(BETWEEN.format(place=place, chain=self.name, before=before))
-
-    def _taken(self, place: int, value: Tensor, extra: Extra) -> Tensor:
-        """End the step where all is known that blocks are called with; until then each gives what it was given."""
-        given = _shown((value, *extra.args), dict(extra.kwargs))
+    def _collect(self, place: int, value: Tensor, extra: Extra) -> Tensor:
+        """Record a block's arguments, and end the step after the last; until then return the input of the block."""
         if place == 0:
             self._first, self._extras = value, []
-            if not extra:  # nor does a later block
+            # later blocks take no other arguments either: the step can end here
+            if not extra:
                 raise _Reached(value)
         if any(tensor.requires_grad for tensor in tree_leaves((extra.args, extra.kwargs), Tensor)):
+            given = _shown((value, *extra.args), dict(extra.kwargs))
             raise MisconfigurationException(LEARNED.format(place=place, chain=self.name, given=given))
         self._extras.append(extra)
         self._count, self._output = place + 1, value
@@ -223,7 +221,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """What a step calls the chain with, and nothing of it after that; None where it calls none."""
+        """Run a step up to the chain, and return the chain's arguments; None if the step does not call the chain."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):
@@ -237,10 +235,10 @@ class Chain:
         return None, ()
 
     def with_output(self, step: Callable[[], Any], output: Tensor) -> Any:
-        """What a step returns whose call of the chain gives ``output``.
+        """Run a step in which the call of the chain returns ``output``, and return its result.
 
         Raises:
-            MisconfigurationException: the step keeps not to the contract.
+            MisconfigurationException: the step does not call all blocks once, in their order.
         """
         self._count, self._output = 0, output
         try:
@@ -257,7 +255,7 @@ class Chain:
 
 
 def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Arguments of a call: those by place by their classes, the others by name."""
+    """Describe the arguments of a call: positional ones by class, others by name."""
     return ", ".join([*(type(each).__name__ for each in args), *(f"{key}=" for key in kwargs)]) or "nothing"
 
 

@@ -1,6 +1,6 @@
-"""Which blocks each stage of a pipeline takes: what a micro-batch costs a stage, the best split, and when to change it.
+"""The split of a pipeline's chain: cost of a micro-batch on a stage, best split, time of a change.
 
-Pure: the same numbers give the same split on every rank.
+All functions are pure: the same numbers give the same split on every rank.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from lockstep.extensions.balancing.planner.partition import Block, Device, DoesN
 from lockstep.extensions.balancing.shares import LARGE, SMALL, Votes
 
 PAYS_WITHIN = 200
-"""Windows within which a move of blocks has to save the time that it takes."""
+"""Windows within which a move of blocks must save the time that it takes."""
 UNKNOWN_LINK = 1e9
-"""Bytes a second between ranks, until blocks have moved once."""
+"""Assumed bytes a second between ranks, until blocks have moved once."""
 SET_UP = 0.1
-"""Seconds, beside those of the messages, until stages run again after blocks have moved."""
-ALIKE = 1.5
-"""Blocks of one kind whose times differ by less than this factor are taken to cost the same."""
+"""Seconds of a move in addition to those of its messages."""
+SIMILAR = 1.5
+"""Blocks of one kind whose times differ by less than this factor are treated as equal."""
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What a block of the chain costs.
+    """Cost of a block of the chain.
 
     Attributes:
-        share: of the seconds of the whole chain.
-        moves: bytes that go to another rank with it: parameters, optimizer states, buffers.
-        stays: bytes that it takes on its rank for the whole of a step: these and the gradients.
+        share: fraction of the seconds of the whole chain.
+        moves: bytes that move to another rank with it: parameters, optimizer states, buffers.
+        stays: bytes that it takes on its rank during a step: these and the gradients.
         keeps: bytes that its forward of a micro-batch keeps for the backward.
     """
 
@@ -43,14 +43,14 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage's ranks do with a micro-batch.
+    """Cost of a micro-batch on a stage's rank.
 
     Attributes:
-        chain: seconds in which they would run all blocks of the chain, forward and backward.
-        outside: seconds of what runs there beside the blocks: the step before the chain, or behind it.
+        chain: seconds of a forward and backward of all blocks of the chain.
+        outside: seconds outside the blocks: the step before the chain, or after it.
         memory: bytes that a rank has for the blocks of a stage.
         in_flight: micro-batches whose activations it holds at the same time.
-        place: of its rank in the pipeline; None: each stage has a rank of its own, in the order of the looks.
+        place: of its rank in the pipeline; None: each stage has its own rank, in the order of the measurements.
     """
 
     chain: float
@@ -62,14 +62,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageLook:
-    """Measured seconds of a micro-batch on a rank, without waiting: of its blocks, and of what is outside of them."""
+    """Measured seconds of a micro-batch on a rank, without waiting: in its blocks, and outside of them."""
 
     blocks: float
     outside: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """Sum of both."""
         return self.blocks + self.outside
 
 
@@ -78,11 +78,12 @@ class Resplit:
     """A change of the split.
 
     Attributes:
-        before, after: the numbers of blocks, by stage.
-        seconds: of a micro-batch on each stage before, as measured.
-        predicted: the same behind it.
+        before: number of blocks by stage before the change.
+        after: number of blocks by stage after it.
+        seconds: measured seconds of a micro-batch on each stage before the change.
+        predicted: predicted seconds after it.
         reason: in words.
-        step: optimizer steps before it, where somebody has counted them.
+        step: number of optimizer steps before the change.
     """
 
     before: tuple[int, ...]
@@ -94,11 +95,11 @@ class Resplit:
 
     @property
     def gain(self) -> float:
-        """By how much a micro-batch passes the slowest stage faster: 2.0 is twice as fast."""
+        """Predicted speedup of the slowest stage: 2.0 is twice as fast."""
         return max(self.seconds) / max(self.predicted)
 
     def __str__(self) -> str:
-        """One line of the log."""
+        """Describe the change in one line for the log."""
         after, before = (", ".join(map(str, counts)) for counts in (self.after, self.before))
         took, takes = (", ".join(f"{s * 1e3:.3g}" for s in seconds) for seconds in (self.seconds, self.predicted))
         if self.before == self.after:
@@ -110,11 +111,11 @@ class Resplit:
 
 
 def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -> list[float]:
-    """The share of each block in the seconds of the chain, by the measurements of several ranks.
+    """Return the share of each block in the seconds of the chain, from the measurements of several ranks.
 
     Args:
         seconds: of each block, by rank.
-        kinds: of the blocks; see `ALIKE`.
+        kinds: of the blocks; see `SIMILAR`.
 
     Example:
         >>> shares_of_blocks([[1.0, 3.0], [2.0, 6.0]], ["a", "b"])
@@ -122,11 +123,12 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
     """
     parts = [[each / sum(of_rank) for each in of_rank] for of_rank in seconds]
     found = [median(of_block) for of_block in zip(*parts, strict=True)]
+    # blocks of one class differ by noise mostly: without this, equal blocks would not be split evenly
     for kind in set(kinds):
         members = [block for block, other in enumerate(kinds) if other == kind]
         typical = median(found[block] for block in members)
         for block in members:
-            if typical / ALIKE < found[block] < typical * ALIKE:
+            if typical / SIMILAR < found[block] < typical * SIMILAR:
                 found[block] = typical
     total = sum(found)
     return [each / total for each in found]
@@ -134,20 +136,20 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
 
 @dataclass
 class SplitControl:
-    """Decides, look by look, which blocks each stage takes.
+    """Decisions about the split, from one measurement after another.
 
-    A look is what a micro-batch took each rank, without waiting. How fast a stage's ranks run blocks is taken from the
-    newest look; which part of them each block is, from a measurement of all blocks. A split that makes the slowest
-    stage much faster is taken at once, one that makes it a little faster when several looks ask for it, and none whose
-    move costs more time than it saves.
+    A measurement is the seconds of a micro-batch on each rank, without waiting. The speed of a rank follows from the
+    newest one, and the share of each block from the measurement of all blocks at the start. A change that saves at
+    least `LARGE` of a window is made at once, and one that saves at least `SMALL` when several measurements in a row
+    favor it (`Votes`). A move that takes longer than it saves within `PAYS_WITHIN` windows is not made.
 
     Args:
         blocks: of the chain.
         stages: their ranks.
-        counts: blocks of each stage now.
+        counts: present number of blocks of each stage.
 
     Attributes:
-        warning: why memory is left out of account; "" where it is not.
+        warning: the reason why memory is ignored; "" if it is not.
         link: bytes a second at which blocks move.
 
     Example:
@@ -163,22 +165,22 @@ class SplitControl:
     link: float = UNKNOWN_LINK
     _votes: Votes = field(default_factory=Votes)
     _expected: tuple[float, ...] = ()
-    _settled: tuple[float, ...] = ()  # seconds of each stage for which no other split was better
+    _settled: tuple[float, ...] = ()  # seconds of each stage at which no other split was better
 
     def __post_init__(self) -> None:
         self.adopt(self.counts)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether another split was better in the newest look, and more looks have to ask for it."""
+        """True if another split was better in the newest measurement, and more of them must favor it."""
         return not self._settled
 
     def adopt(self, counts: tuple[int, ...]) -> None:
-        """These are the blocks of each stage from here on."""
+        """Take over a split that was changed."""
         self.counts, self._expected, self._settled = counts, self.predict(counts), ()
 
     def predict(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Seconds of a micro-batch on each stage."""
+        """Return the seconds of a micro-batch on each stage."""
         ends = list(accumulate(counts, initial=0))
         return tuple(
             stage.outside + stage.chain * sum(block.share for block in self.blocks[start:stop])
@@ -186,26 +188,26 @@ class SplitControl:
         )
 
     def best(self) -> tuple[int, ...]:
-        """The split whose slowest stage is the fastest, within the memory of all."""
+        """Return the split with the fastest slowest stage, within the memory of all ranks."""
         chain = [Block(b.share, states=b.stays, kept=b.keeps, working=b.keeps) for b in self.blocks]
-        first, last = self.stages[0], self.stages[-1]  # these alone have something outside of their blocks
+        # only the first and the last stage run code outside the blocks: it counts as part of their first and last block
+        first, last = self.stages[0], self.stages[-1]
         chain[0] = replace(chain[0], seconds=chain[0].seconds + first.outside / first.chain)
         chain[-1] = replace(chain[-1], seconds=chain[-1].seconds + last.outside / last.chain)
         row = [Device(1.0 / stage.chain, stage.memory, in_flight=stage.in_flight) for stage in self.stages]
         try:
             found = partition(chain, row, spare=False)
         except DoesNotFit as error:
+            # measured bytes are an estimate: the run is not stopped by it
             self.warning = str(error)
             found = partition(chain, [replace(device, memory=math.inf) for device in row], spare=False)
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """The split to begin with, right after the blocks were measured; it may be the one of now.
-
-        What is measured in a moment has to show a large gain; a smaller one is taken when windows ask for it.
-        """
+        """Return the first split after the blocks were measured, which may be the present one."""
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
+        # a measurement of one moment must show a large gain; smaller ones follow from measured windows
         if max(then) > (1 - LARGE) * max(now) or not self._pays(max(now) - max(then), after, micro_batches):
             after, then = self.counts, now
         found = Resplit(self.counts, after, now, then, reason)
@@ -213,16 +215,18 @@ class SplitControl:
         return found
 
     def look(self, looks: Sequence[StageLook], micro_batches: int) -> Resplit | None:
-        """The change to make after a look; None: none.
+        """Return the change to make after a measurement, or None.
 
         Args:
-            looks: what a micro-batch took each rank of a pipeline.
-            micro_batches: of a window.
+            looks: seconds of a micro-batch on each rank of a pipeline.
+            micro_batches: number in a window.
         """
+        # the clock is too coarse for such stages, or a device has not finished a window
         if any(not look.blocks > 0 or not math.isfinite(look.total) for look in looks):
-            return None  # a clock too coarse for such stages tells nothing of them
-        self._learn(looks)
+            return None
+        self._update_speeds(looks)
         now = self.predict(self.counts)
+        # the search takes milliseconds: it is skipped while times stay the same
         if self._settled and all(abs(a - b) <= SMALL * b for a, b in zip(now, self._settled, strict=True)):
             return None
         after = self.best()
@@ -240,8 +244,8 @@ class SplitControl:
         self.adopt(after)
         return found
 
-    def _learn(self, looks: Sequence[StageLook]) -> None:
-        """How fast the ranks are: a rank's seconds are those of all of its stages."""
+    def _update_speeds(self, looks: Sequence[StageLook]) -> None:
+        """Take the speeds of the ranks from a measurement, in which a rank's seconds are those of all its stages."""
         ends = list(accumulate(self.counts, initial=0))
         shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
         places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]
@@ -253,7 +257,7 @@ class SplitControl:
             replace(
                 stage,
                 chain=looks[place].blocks / of_rank[place],
-                # a rank runs what is before the chain beside the first stage, and what is behind it beside the last one
+                # code before the chain runs with the first stage, and code after it with the last one
                 outside=looks[place].outside if at in (0, last) else 0.0,
             )
             for at, (stage, place) in enumerate(zip(self.stages, places, strict=True))
@@ -270,11 +274,11 @@ class SplitControl:
         return SET_UP + self.moved_between(self.counts, after) / self.link <= PAYS_WITHIN * saved * micro_batches
 
     def moved_between(self, before: Sequence[int], after: Sequence[int]) -> float:
-        """Bytes that go to other ranks when the split changes."""
+        """Return the bytes that move to other ranks when the split changes."""
         stages = [[stage for stage, count in enumerate(counts) for _ in range(count)] for counts in (before, after)]
         return sum(block.moves for block, one, other in zip(self.blocks, *stages, strict=True) if one != other)
 
     def note_move(self, size: float, seconds: float) -> None:
-        """Blocks have moved: so fast is the link."""
+        """Record the speed of the link after blocks have moved."""
         if size > 0 and seconds > 0:
             self.link = size / seconds

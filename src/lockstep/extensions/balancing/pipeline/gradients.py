@@ -1,4 +1,4 @@
-"""Gradients of a model in stages: added up over stages and replicas, and clipped as one."""
+"""Gradients of a model in stages: sums over stages, means over replicas, and the norm of the whole gradient."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from lockstep.ground.tree import tree_leaves
 
 
 class StageGradients(Gradients[WholeModule]):
-    """Of a rank that has some of the stages of a module."""
+    """Gradients on a rank that has some of the stages of a module."""
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Take those that this rank answers for: gradients of what several hold are added up over them."""
+        """Restore saved gradients."""
+        # of the parameters that this rank owns only: gradients of shared ones are summed over their holders
         mine = {id(parameter) for parameter in self.holder.owned.mine(list(self.engine.module.parameters()))}
         own = {name for name, parameter in self.engine.named_parameters().items() if id(parameter) in mine}
         given = saved.get("gradients", {})
@@ -33,63 +34,45 @@ class StageGradients(Gradients[WholeModule]):
 
 
 def shapes_of(batch: object) -> Hashable:
-    """Equal for batches of equal shapes."""
+    """Return a key that is equal for batches of equal shapes."""
     return tuple((tuple(each.shape), each.dtype) for each in tree_leaves(batch, Tensor))
 
 
 def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: int) -> None:
-    """Add up gradients of parameters that several stages hold, then take the mean over the replicas. Collective.
+    """Sum gradients of parameters that several stages hold, then average over the replicas. Collective.
 
-    A parameter that no rank has used keeps no gradient.
+    A parameter that no rank has used keeps None.
 
     Args:
-        owned: what this rank holds.
+        owned: holders of the parameters.
         pipeline: the ranks of this replica.
         peers: the ranks of the same stage.
         replicas: their number.
     """
-    held = {id(parameter) for parameter in owned.held}
+    local = {id(parameter) for parameter in owned.local}
     shared = [p for p in owned.shared if p.requires_grad]
     if shared:
-        summed = _summed(shared, pipeline, 1.0)
+        # all ranks of the pipeline take part, also in sums of parameters that they do not hold
+        summed = _sum(shared, pipeline, 1.0)
         for parameter, gradient in zip(shared, summed, strict=True):
-            if id(parameter) in held:
+            if id(parameter) in local:
                 parameter.grad = gradient
-    own = [p for p in owned.held if p.requires_grad]
+    own = [p for p in owned.local if p.requires_grad]
     if replicas > 1 and own:
-        for parameter, gradient in zip(own, _summed(own, peers, 1.0 / replicas), strict=True):
+        for parameter, gradient in zip(own, _sum(own, peers, 1.0 / replicas), strict=True):
             parameter.grad = gradient
 
 
 TOGETHER = 2**23
-"""Bytes of small gradients that travel together at most; a large one is summed where it lies."""
-
-
-def _sum_as_one(
-    parameters: Sequence[Parameter], device: torch.device, group: comm.Group, factor: float
-) -> list[Tensor]:
-    """The sums of small gradients, which travel as one tensor; a gradient that is there takes its sum in place."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=device)
-    stretches = flat.split(sizes)
-    for stretch, parameter in zip(stretches, parameters, strict=True):
-        if parameter.grad is not None:
-            stretch.copy_(parameter.grad.reshape(-1))
-    _sum_in_place(flat, group, factor)
-    return [
-        stretch.view(p.shape).clone() if p.grad is None else p.grad.copy_(stretch.view(p.shape))
-        for stretch, p in zip(stretches, parameters, strict=True)
-    ]
+"""Upper limit, in bytes, of small gradients that are sent as one tensor. A large one is summed in place."""
 
 
 @torch.no_grad()
-def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
-    """The gradients times a factor, added up over a group, in place; None where none of its ranks has one.
-
-    Who has a gradient is asked on the device, and only a rank that lacks one waits for the answer.
-    """
+def _sum(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
+    """Sum gradients times a factor over a group, in place; None for a parameter without a gradient on any rank."""
     device = next((p.grad.device for p in parameters if p.grad is not None), parameters[0].device)
     has = [p.grad is not None for p in parameters]
+    # the flags are reduced on the device, so that only a rank that lacks a gradient waits for the result
     flags = pinned(torch.tensor(has, dtype=torch.uint8), device).to(device, non_blocking=device.type != "cpu")
     anywhere = comm.all_reduce(flags, "max", group)
     found: list[Tensor | None] = [p.grad for p in parameters]
@@ -98,9 +81,18 @@ def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -
         if len(numbers) == 1 and first is not None and first.is_contiguous():
             _sum_in_place(first, group, factor)
             continue
-        together = [parameters[number] for number in numbers]
-        for number, gradient in zip(numbers, _sum_as_one(together, device, group, factor), strict=True):
-            found[number] = gradient
+        sizes = [parameters[number].numel() for number in numbers]
+        flat = torch.zeros(sum(sizes), dtype=parameters[numbers[0]].dtype, device=device)
+        pieces = flat.split(sizes)
+        for piece, number in zip(pieces, numbers, strict=True):
+            gradient = found[number]
+            if gradient is not None:
+                piece.copy_(gradient.reshape(-1))
+        _sum_in_place(flat, group, factor)
+        for piece, number in zip(pieces, numbers, strict=True):
+            gradient, total = found[number], piece.view(parameters[number].shape)
+            # the user may refer to a gradient, so its sum goes into the same tensor
+            found[number] = total.clone() if gradient is None else gradient.copy_(total)
     if all(has):
         return found
     return [gradient if used else None for gradient, used in zip(found, anywhere.tolist(), strict=True)]
@@ -119,18 +111,19 @@ def _sum_in_place(tensor: Tensor, group: comm.Group, factor: float) -> None:
 def clip_by_norm(
     parameters: Sequence[Parameter], owned: Ownership, bound: float, pipeline: comm.Group, device: torch.device
 ) -> Tensor:
-    """Scale gradients so that the 2-norm of all stages' together is at most ``bound``. Collective.
+    """Scale gradients so that the 2-norm of the whole model's gradient is at most ``bound``. Collective.
 
     Args:
         parameters: of this rank, with gradients; on any devices.
-        owned: who answers for those that several ranks hold.
+        owned: owners of the parameters.
         bound: largest norm.
         pipeline: the ranks of this replica.
-        device: of this rank, where it adds up.
+        device: of this rank, for the sum.
 
     Returns:
         the norm before.
     """
+    # of owned parameters only: a parameter with several holders counts once
     norms = [torch.linalg.vector_norm(p.grad) for p in owned.mine(parameters) if p.grad is not None]
     there = [norm.to(widest(norm.device)).to(device, non_blocking=True) for norm in norms]
     squares = torch.stack(there).square().sum() if there else torch.zeros((), dtype=widest(device), device=device)

@@ -1,4 +1,4 @@
-"""Which rank or device of a pipeline has which blocks, and with them which parameters."""
+"""Layout of a pipeline: blocks and parameters by rank and device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.extensions.balancing.pipeline.chain import Chain
 
 
 def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as even as can be.
+    """Return the number of blocks of each stage; they differ by at most one.
 
     Example:
         >>> equal_split(8, 3)
@@ -27,13 +27,12 @@ def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
 class Layout:
     """The blocks of each stage, and the rank of each stage among the ranks of its pipeline.
 
-    The last stage is on the first rank: there the losses are, and with them what is logged. The one before it is on the
-    next rank, and so on; where there are more stages than ranks, the ranks take turns. Where one process drives all
-    devices of a pipeline, the ranks are its devices.
+    The last stage is on the first rank, the one before it on the next, and so on. With more stages than ranks, the
+    stages go round the ranks. If one process drives all devices of a pipeline, the ranks are its devices.
 
     Attributes:
-        counts: blocks of each stage.
-        ranks: of the pipeline; their number divides that of the stages.
+        counts: number of blocks of each stage.
+        ranks: number of ranks of the pipeline, which divides the number of stages.
 
     Example:
         >>> layout = Layout((2, 2, 1, 1), ranks=2)
@@ -46,24 +45,25 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Their number."""
+        """Number of stages."""
         return len(self.counts)
 
     def place_of(self, stage: int) -> int:
-        """The rank of a stage in its pipeline."""
+        """Return the rank of a stage in its pipeline."""
+        # losses, and with them logged values, are to be on rank 0
         return self.ranks - 1 - stage % self.ranks
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """The stages of a rank, in their order."""
+        """Return the stages of a rank, in their order."""
         return tuple(range(self.ranks - 1 - place, self.stages, self.ranks))
 
     def blocks_of(self, stage: int) -> range:
-        """The places of a stage's blocks in the chain."""
+        """Return the places of a stage's blocks in the chain."""
         start = sum(self.counts[:stage])
         return range(start, start + self.counts[stage])
 
     def stage_of(self, block: int) -> int:
-        """The stage that has a block."""
+        """Return the stage that has a block."""
         return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
 
 
@@ -73,11 +73,11 @@ class StagePlacement:
     Args:
         chain: of the module.
         layout: of its blocks.
-        devices: of this process, by their place in the pipeline. Where it drives several, blocks are on the device of
-            their stage, and what is outside of the chain is on the one that has the last stage.
+        devices: of this process, by their place in the pipeline. With several, blocks are on the device of their
+            stage, and layers outside the chain on the device of the last stage.
 
     Attributes:
-        root: the device of what is outside of the chain.
+        root: the device of the layers outside the chain.
     """
 
     def __init__(self, chain: Chain, layout: Layout, devices: Mapping[int, torch.device]) -> None:
@@ -87,17 +87,17 @@ class StagePlacement:
         self._of_blocks = [devices.get(place, self.root) for place in places]
 
     def device_of(self, name: str) -> torch.device:
-        """The device of what has this name in the module's state dict."""
+        """Return the device of an entry of the module's state dict."""
         block = self._chain.block_of(name)
         return self.root if block is None else self._of_blocks[block]
 
 
 def torn_apart(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
-    """Two names of one parameter or buffer that is in two places at once; None: there is none.
+    """Return two names of one parameter or buffer that would be in two places; None if there is none.
 
     Args:
         module: whole.
-        where: the place of what has a name.
+        where: returns the place of an entry of the module's state dict.
     """
     first: dict[int, str] = {}
     named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
@@ -109,23 +109,23 @@ def torn_apart(module: nn.Module, where: Callable[[str], object]) -> tuple[str, 
 
 
 class Ownership:
-    """Who holds and who answers for each tensor of a module whose chain is laid out over the ranks of a pipeline.
+    """Holders and owner of each tensor of a module whose chain is divided over the ranks of a pipeline.
 
-    What is inside blocks is held by the ranks that have them. What is outside is held by all: the code before the chain
-    may use it, and the code after it, whose gradients are added up. So are those of a parameter that blocks of several
-    stages share. Of the ranks that hold something, the first answers for it.
+    A block's tensors are held by the rank of the block. Layers outside the chain are held by all ranks, since the code
+    before and after the chain may use them. Gradients of parameters with several holders are summed. The owner is the
+    first holder: its values are saved.
 
     Args:
         module: whole or not, with parameters of the same names on each rank.
-        chain: in it.
+        chain: of the module.
         layout: of its blocks.
         place: this rank in the pipeline.
 
     Attributes:
-        held: this rank's parameters.
-        freed: those of the blocks of others.
-        shared: parameters that several ranks hold, in an order that is the same on all.
-        outside_buffers: names of buffers outside of the chain.
+        local: this rank's parameters.
+        remote: parameters that only other ranks hold.
+        shared: parameters that several ranks hold, in the same order on all ranks.
+        outside_buffers: names of buffers outside the chain.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, layout: Layout, place: int) -> None:
@@ -139,35 +139,35 @@ class Ownership:
             parameters[id(parameter)] = parameter
             holders.setdefault(id(parameter), set()).update(self.holders_of(name))
         self._holders = holders
-        self.held = [p for key, p in parameters.items() if place in holders[key]]
-        self.freed = [p for key, p in parameters.items() if place not in holders[key]]
+        self.local = [p for key, p in parameters.items() if place in holders[key]]
+        self.remote = [p for key, p in parameters.items() if place not in holders[key]]
         self.shared = [p for key, p in parameters.items() if len(holders[key]) > 1]
         self.outside_buffers = [name for name, _ in module.named_buffers() if self._of_block(name) is None]
 
     def holders_of(self, name: str) -> range:
-        """The ranks that hold what has this name in the module's state dict."""
+        """Return the ranks that hold an entry of the module's state dict."""
         owner = self._of_block(name)
         return range(self._ranks) if owner is None else range(owner, owner + 1)
 
     def owner_of(self, name: str) -> int:
-        """The rank that answers for what has this name in the module's state dict."""
+        """Return the owner of an entry of the module's state dict."""
         return self._of_block(name) or 0
 
     def is_spread(self, prefix: str) -> bool:
-        """Whether blocks are below a layer, whose names begin so in the module's state dict."""
+        """Return True if there are blocks below the layer with this prefix of names."""
         return any(block.startswith(prefix) and block != prefix for block in self._prefixes)
 
     def holders(self, parameter: Parameter) -> set[int]:
-        """The ranks that hold a parameter."""
+        """Return the ranks that hold a parameter."""
         return self._holders[id(parameter)]
 
     def owner(self, parameter: Parameter) -> int:
-        """The rank that answers for a parameter."""
+        """Return the owner of a parameter."""
         return min(self._holders[id(parameter)])
 
     def _of_block(self, name: str) -> int | None:
         return next((place for prefix, place in self._prefixes.items() if name.startswith(prefix)), None)
 
     def mine(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Of these, the ones for which this rank answers."""
+        """Return those of the parameters that this rank owns."""
         return [parameter for parameter in parameters if self.owner(parameter) == self.place]

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches of one size; the last one is filled up with samples that do not count."""
+"""Micro-batches of equal size from a batch; the last one is filled up with samples that do not count."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves, tree_map
 
 CANNOT_BE_CUT = (
-    "BalancedStrategy(micro_batches={count}): the batch cannot be cut into micro-batches: {why}. Let each tensor's "
-    "first dimension be the samples, or give micro_batches=1 and accumulate_grad_batches=N."
+    "BalancedStrategy(micro_batches={count}): the batch cannot be cut into micro-batches: {why}. The first dimension "
+    "of each tensor must be the samples. Or use micro_batches=1 and accumulate_grad_batches=N."
 )
 
 
@@ -27,9 +27,9 @@ class BatchPart:
     Attributes:
         batch: its samples.
         filled: the same with the last sample repeated, up to the size of the others.
-        samples: their number; None: the batch is whole, and nobody has counted.
-        rows: the samples of ``filled``.
-        part: its samples as a part of the batch.
+        samples: their number; None: the batch was not cut.
+        rows: number of samples of ``filled``; None: the batch was not cut.
+        part: its samples as a fraction of the batch.
     """
 
     batch: Any
@@ -40,12 +40,12 @@ class BatchPart:
 
 
 def cut(batch: Any, count: int) -> list[BatchPart]:
-    """``count`` micro-batches of a batch, or fewer where it has fewer samples.
+    """Cut a batch into ``count`` micro-batches, or fewer if it has fewer samples.
 
     Args:
-        batch: tensors, and lists and tuples beside them, whose first dimension is the samples; numbers, texts and
-            tensors of no dimension go into each micro-batch.
-        count: above 0; 1: the batch as it is, whatever it consists of.
+        batch: tensors, lists and tuples whose first dimension is the samples. Numbers, texts and tensors without
+            dimensions are part of each micro-batch.
+        count: above 0; 1: the batch as it is, of any type.
 
     Raises:
         MisconfigurationException: tensors differ in their first dimension, or there are none.
@@ -74,11 +74,12 @@ def cut(batch: Any, count: int) -> list[BatchPart]:
 
 
 def _slice(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
-    """The batch with ``take`` of whatever has an entry for each of ``size`` samples."""
+    """Apply ``take`` to every tensor, list and tuple of a batch that has an entry for each of ``size`` samples."""
 
     def of_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return take(value) if value.ndim else value
+        # a list without tensors, such as of texts, has samples if its length fits; a named tuple has fields
         if not any(True for _ in tree_leaves(value, Tensor)):
             return take(value) if len(value) == size and not hasattr(value, "_fields") else value
         items = [tree_map(of_leaf, item, (Tensor, list, tuple)) for item in value]

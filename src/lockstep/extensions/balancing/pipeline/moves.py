@@ -1,7 +1,7 @@
-"""Blocks that go from one rank of a pipeline to another, with all that belongs to them.
+"""Moves of blocks from one rank of a pipeline to another.
 
-What goes: parameters, gradients that are there, states of optimizers, buffers, and what a layer's ``get_extra_state``
-gives. Values are not changed on the way.
+With a block go its parameters, gradients, optimizer states and buffers, and the ``get_extra_state`` of its layers.
+Values stay the same to the bit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lockstep.extensions.balancing.pipeline.layout import Ownership
 from lockstep.ground import comm
 
 SMALL = 64
-"""Elements of a tensor, at most, that goes along with the message that announces it."""
+"""Upper limit of the elements of a tensor that is sent within the announcement of its block."""
 
 
 @dataclass(frozen=True)
 class _Announced:
-    """Stands for a tensor that follows by itself."""
+    """Shape and dtype of a tensor that is sent by itself."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,11 +32,11 @@ class _Announced:
 
 @dataclass(frozen=True)
 class _Enclosed:
-    """A tensor that goes along with the announcement."""
+    """A tensor that is sent within the announcement."""
 
     tensor: Tensor
     on_device: bool
-    """Whether its place is the rank's device; else it is the CPU, as of a count of steps."""
+    """True if it belongs to the rank's device, False for the CPU (Adam's count of steps)."""
 
 
 PARAMETER, BUFFER, EXTRA = range(3)
@@ -44,12 +44,12 @@ PARAMETER, BUFFER, EXTRA = range(3)
 
 @dataclass(frozen=True)
 class _Item:
-    """Something that goes from this rank to another.
+    """A parameter, buffer or extra state that moves from this rank to another.
 
     Attributes:
-        kind: a parameter, a buffer, or the extra state of a layer.
-        name: in the module; of a layer with extra state, the layer's.
-        target: the rank.
+        kind: `PARAMETER`, `BUFFER` or `EXTRA`.
+        name: in the module; for an extra state, of its layer.
+        target: the rank that receives it.
     """
 
     kind: int
@@ -74,36 +74,38 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """What is told of a value beforehand: all of it, or what it is like."""
+        """Return a value's entry in the announcement: itself, or for a large tensor its shape and dtype."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
+            # sparse and other layouts cannot be received into a flat buffer
             if on_device and value.numel() > SMALL and value.layout is torch.strided:
                 return _Announced(value.shape, value.dtype)
             return _Enclosed(value.detach().cpu().clone(), on_device)
         return value
 
     def send(self, value: Any, target: int) -> None:
-        """What was announced as a tensor that follows."""
+        """Queue a value that was announced as a tensor of its own."""
         if isinstance(self.announce(value), _Announced):
+            # as bytes: backends do not support all dtypes
             data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(self._wire)
             self._operations.append(dist.P2POp(dist.isend, data, self._members[target], self._group))
             self.size += data.numel()
 
-    def receive(self, told: Any, source: int) -> Any:
-        """What stands for a value that was told; tensors have their values after :meth:`exchange`."""
-        if isinstance(told, _Announced):
-            tensor = torch.empty(told.shape, dtype=told.dtype, device=self._device)
+    def receive(self, entry: Any, source: int) -> Any:
+        """Return the value of an announced entry. Large tensors get their values in :meth:`exchange`."""
+        if isinstance(entry, _Announced):
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             flat = tensor.reshape(-1).view(torch.uint8)
             data = flat if flat.device == self._wire else torch.empty_like(flat, device=self._wire)
             self._operations.append(dist.P2POp(dist.irecv, data, self._members[source], self._group))
             self._arrived.append((flat, data))
             return tensor
-        if isinstance(told, _Enclosed):
-            return told.tensor.to(self._device) if told.on_device else told.tensor
-        return told
+        if isinstance(entry, _Enclosed):
+            return entry.tensor.to(self._device) if entry.on_device else entry.tensor
+        return entry
 
     def exchange(self) -> None:
-        """Let all messages go, and wait for them."""
+        """Send and receive all queued tensors, and wait for them."""
         for work in dist.batch_isend_irecv(self._operations) if self._operations else ():
             work.wait()
         for flat, data in self._arrived:
@@ -119,19 +121,20 @@ def move(
     group: comm.Group,
     device: torch.device,
 ) -> int:
-    """Bring to each rank what it holds ``after`` and did not hold ``before``. Collective.
+    """Send to each rank the tensors that it holds ``after`` and did not hold ``before``. Collective.
 
-    What ranks hold no longer is left to them.
+    The sender keeps its values.
 
     Args:
-        module: with no values for what others hold.
-        before, after: of this rank.
-        optimizers: that keep states for the parameters.
+        module: without values for tensors of other ranks.
+        before: holders before the move.
+        after: holders after the move.
+        optimizers: with states for the parameters.
         group: the ranks of the pipeline.
         device: of this rank.
 
     Returns:
-        bytes that this rank has sent, small tensors apart.
+        bytes that this rank has sent, without small tensors.
     """
     post, place = _Post(group, device), before.place
     mine: list[tuple[_Item, dict[Any, Any]]] = []
@@ -141,11 +144,11 @@ def move(
         for value in values.values():
             post.send(value, item.target)
     arrived: list[tuple[_Item, dict[Any, Any]]] = []
-    # what a rank announces is what it has: a layer may have made a buffer in its forward, which others do not know of
+    # senders announce their tensors: a layer may have created a buffer in its forward, which receivers do not have
     for source, announced in enumerate(comm.all_gather_object(mine, group)):
-        for item, told in announced:
+        for item, entries in announced:
             if item.target == place:
-                arrived.append((item, {key: post.receive(value, source) for key, value in told.items()}))
+                arrived.append((item, {key: post.receive(entry, source) for key, entry in entries.items()}))
     post.exchange()
     for item, values in arrived:
         _take(module, item, values, optimizers)
@@ -153,7 +156,7 @@ def move(
 
 
 def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_Item]:
-    """What goes from this rank to others."""
+    """Yield the items that this rank sends, in an order that is the same for sender and receiver."""
     place = before.place
     for name, parameter in module.named_parameters():
         if before.owner(parameter) == place:
@@ -169,7 +172,7 @@ def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_
 
 
 def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
-    """All that goes with an item, by a key."""
+    """Return the values that are sent for an item, by a key."""
     if item.kind == EXTRA:
         return {"extra": module.get_submodule(item.name).get_extra_state()}
     if item.kind == BUFFER:
@@ -182,13 +185,13 @@ def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> 
         values["gradient"] = parameter.grad
     for number, optimizer in enumerate(optimizers):
         if parameter in optimizer.state:
-            values[number, None] = None  # it has a state, if an empty one
+            values[number, None] = None  # an empty state is sent as well
             values.update({(number, key): value for key, value in optimizer.state[parameter].items()})
     return values
 
 
 def _take(module: nn.Module, item: _Item, values: dict[Any, Any], optimizers: Sequence[Optimizer]) -> None:
-    """Put what has arrived into its place."""
+    """Store received values in the module and the optimizers."""
     if item.kind == EXTRA:
         module.get_submodule(item.name).set_extra_state(values["extra"])
         return

@@ -1,7 +1,6 @@
-"""What each block of a chain costs on a device: seconds of a forward and a backward, and the bytes that it keeps.
+"""Measured cost of each block of a chain on a device: seconds of a forward and backward, and bytes of activations.
 
-A device has the weights of its own blocks alone. For the others made-up weights of the same shapes stand in, one block
-at a time, since what a block takes does not hang on its values.
+Each device measures all blocks. Blocks of other devices get made-up weights of the same shapes, one block at a time.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from lockstep.ground.parameters import stands_in
 from lockstep.ground.seed import forked_random_numbers
 
 PASSES = 5, 20
-"""Passes through all blocks, of which each block's median counts: at least, and while they take little time."""
+"""Passes through all blocks: minimum, and maximum if they take little time."""
 LITTLE, PATIENCE = 0.3, 10.0
-"""Seconds until which passes go on, and after which none begins, if two have been measured."""
+"""Seconds until which passes continue, and after which none starts once two were measured."""
 STAND_IN = 0.01
-"""Each element of made-up weights."""
+"""Value of made-up weights."""
 AS_ADAM = 2.0
-"""Bytes of states for a byte of a parameter, where an optimizer does not show its own."""
+"""Bytes of states for a byte of a parameter, if an optimizer cannot be tried."""
 
 
 @dataclass(frozen=True)
 class Like:
-    """The tensor that a chain is called with: all but its values."""
+    """Shape and dtype of the tensor that a chain is called with."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -42,21 +41,21 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Of a tensor."""
+        """Describe a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def made(self, device: torch.device) -> Tensor:
-        """Such a tensor, of normal random numbers."""
+        """Create such a tensor with normal random numbers."""
         return torch.randn(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
 class BlockProbe:
-    """What a block took here.
+    """Measured cost of a block.
 
     Attributes:
         seconds: forward and backward of a micro-batch.
-        keeps: bytes that its forward keeps for the backward, parameters apart.
+        keeps: bytes that its forward keeps for the backward, without parameters.
     """
 
     seconds: float
@@ -70,17 +69,17 @@ def probe(
     clock: Callable[[], float] = time.perf_counter,
     extras_of: Callable[[], Extras] = tuple,
 ) -> list[BlockProbe]:
-    """Run each block of a chain by itself, forward and backward; all is as before afterwards.
+    """Measure the forward and backward of each block of a chain. Weights, buffers and random states are restored.
 
     Args:
         stages: of the chain, as this rank sees them.
-        like: what the first block is given.
+        like: the input of the first block.
         device: of this process.
-        clock: seconds.
-        extras_of: makes what blocks take besides, anew for each pass: they may write into it.
+        clock: returns seconds.
+        extras_of: creates the blocks' other arguments. It is called for each pass, since blocks may change them.
 
     Raises:
-        MisconfigurationException: a block gives what cannot go to the next stage.
+        MisconfigurationException: the output of a block cannot be sent to the next stage.
     """
     blocks = stages.chain.blocks
     with (
@@ -95,28 +94,27 @@ def probe(
                 likes.append(Like.of(_run(stages, place, block, likes[-1].made(device), extras)))
             keeps.append(sum(kept.values()))
         passes: list[list[float]] = []
-        begun = time.perf_counter()
-        while _goes_on(len(passes), time.perf_counter() - begun):
+        (least, most), start = PASSES, time.perf_counter()
+        while True:
             extras = extras_of()
-            # what else the machine does meanwhile slows down a pass, and not one block
             calling = _timed(stages, 0, _Nothing(), likes[0], device, clock, extras)
             each = [
                 _timed(stages, place, block, likes[place], device, clock, extras) for place, block in enumerate(blocks)
             ]
+            # the overhead of a call is not the block's
             passes.append([max(seconds - calling, seconds / 10) for seconds in each])
+            spent = time.perf_counter() - start
+            if len(passes) >= 2 and (spent >= PATIENCE or len(passes) >= (most if spent < LITTLE else least)):
+                break
+    # other work of the machine slows down a whole pass: shares within passes vary less than seconds of blocks
     typical = median(sum(each) for each in passes)
-    told = [each for each in passes if sum(each)]  # a clock may be too coarse
-    shares = [median(each[place] / sum(each) for each in told or [[1.0] * len(blocks)]) for place in range(len(blocks))]
+    usable = [each for each in passes if sum(each)] or [[1.0] * len(blocks)]  # the clock may be too coarse
+    shares = [median(each[place] / sum(each) for each in usable) for place in range(len(blocks))]
     return [BlockProbe(typical * share, kept) for share, kept in zip(shares, keeps, strict=True)]
 
 
-def _goes_on(passes: int, seconds: float) -> bool:
-    least, most = PASSES
-    return passes < 2 or (seconds < PATIENCE and passes < (most if seconds < LITTLE else least))
-
-
 class _Nothing(nn.Module):
-    """A block that computes nothing: what it takes is what calling a block by itself takes."""
+    """A block that computes nothing, to measure the overhead of a call."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         return x.view_as(x)
@@ -131,7 +129,7 @@ def _timed(
     clock: Callable[[], float],
     extras: Extras,
 ) -> float:
-    """Seconds of a block."""
+    """Measure the seconds of a block's forward and backward."""
     with _whole(block, device):
         x = like.made(device)
         begin = _now(device, clock)
@@ -145,8 +143,8 @@ def _now(device: torch.device, clock: Callable[[], float]) -> float:
 
 
 def _run(stages: Stages, place: int, block: nn.Module, x: Tensor, extras: Extras) -> Tensor:
-    """The output of a forward; its backward has run, too."""
-    # a leaf is changed in place by no block
+    """Run forward and backward of a block, and return its output."""
+    # a block must not change a leaf in place
     given = x.clone() if any(getattr(layer, "inplace", False) for layer in block.modules()) else x
     args, kwargs = extra_on(x.device, extras, place)
     with stages.context():
@@ -159,7 +157,7 @@ def _run(stages: Stages, place: int, block: nn.Module, x: Tensor, extras: Extras
 
 @contextmanager
 def _counting(block: nn.Module) -> Iterator[dict[int, int]]:
-    """Inside, what a forward keeps for the backward, parameters apart: bytes by memory."""
+    """Collect the bytes that a forward keeps for the backward, without parameters, by storage."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, int] = {}
 
@@ -174,7 +172,7 @@ def _counting(block: nn.Module) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, a block has weights on the device, and gradients of nobody's; buffers are put back."""
+    """Give a block weights on the device and no gradients within the block; restore them and the buffers after it."""
     parameters, buffers = list(block.parameters()), list(block.buffers())
     before = [(p.data, p.grad) for p in parameters]
     copies = [(buffer.data, buffer.detach().clone()) for buffer in buffers]
@@ -182,6 +180,7 @@ def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter in parameters:
             parameter.grad = None
             if stands_in(parameter) or parameter.device != device:
+                # the speed of a block does not depend on its values; the freed ones' NaN could make it slower
                 value = STAND_IN if parameter.is_floating_point() else 0
                 parameter.data = torch.full(parameter.shape, value, dtype=parameter.dtype, device=device)
         for buffer in buffers:
@@ -198,30 +197,30 @@ def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> float:
-    """Bytes of optimizer states for a byte of a trained parameter.
+    """Return the bytes of optimizer states for a byte of a trained parameter.
 
-    By the states that are there; else by those of one step of an optimizer of the same class and settings.
+    An optimizer without states yet is tried: one step of the same class and settings on a small parameter.
     """
     found = []
     for optimizer in optimizers:
         of_tensors = [(p, state) for p, state in optimizer.state.items() if isinstance(p, Tensor)]
         size = sum(p.nbytes for p, _ in of_tensors)
         if not size:
-            found.append(_tried_out(optimizer))
+            found.append(_try_optimizer(optimizer))
             continue
         states = [v for _, state in of_tensors for v in state.values() if isinstance(v, Tensor)]
         found.append(sum(value.nbytes for value in states) / size)
     return max(found, default=0.0)
 
 
-def _tried_out(optimizer: Optimizer) -> float:
-    """As Adam's where it cannot be told: an optimizer whose class takes other arguments than its settings."""
+def _try_optimizer(optimizer: Optimizer) -> float:
+    """Return the bytes of states for a byte of a parameter after one step; Adam's if the class cannot be created."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.zeros_like(parameter)
     try:
-        tried = type(optimizer)([parameter], **optimizer.defaults)
-        tried.step()
-    except Exception:  # of any class of the user's
+        trial = type(optimizer)([parameter], **optimizer.defaults)
+        trial.step()
+    except Exception:  # a user's class may take other arguments than its settings, and raise anything
         return AS_ADAM
-    states = [value for value in tried.state[parameter].values() if isinstance(value, Tensor)]
+    states = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
     return float(sum(value.nbytes for value in states if value.shape == parameter.shape)) / parameter.nbytes

@@ -1,8 +1,8 @@
-"""Compares torch's backward in two parts, of zero-bubble schedules, with a whole one, and refuses where it differs.
+"""Comparison of torch's backward in two parts, used by zero-bubble schedules, with a whole backward.
 
-torch finds the weights of a stage by the graph between its output and its input. It leaves out parameters from which no
-path leads through the input, hooks that run once a gradient is there, and all where the input needs no gradient; it
-frees parts of the graph that others still need; and older releases count a parameter twice that has several uses.
+torch finds the weights of a stage in the graph between its output and its input. It omits parameters that are not on a
+path to the input, hooks on accumulated gradients, and everything if the input needs no gradient. It frees parts of the
+graph that are still needed. Older releases count a parameter with several uses twice. All this is refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Gradients = Sequence[Tensor | None]
 
 
 class SplitCheck:
-    """Watches the backwards of a stage of torch's.
+    """Check of the backwards of one of torch's stages.
 
-    The first one is compared with a whole backward, and each later one whose graph has another form.
+    The first backward is compared with a whole one, and so is each later one whose graph has another form.
 
     Args:
-        stage: of torch's; its own backward is called by this.
-        weights: the parameters that its forward and its loss may use.
-        blocks: of the chain that are in this stage, by their names.
+        stage: of torch's; its backward is replaced.
+        weights: parameters that its forward and its loss may use.
+        blocks: blocks of the chain in this stage, by name.
     """
 
     def __init__(self, stage: PipelineStage, weights: Sequence[Parameter], blocks: Mapping[str, nn.Module]) -> None:
@@ -39,36 +39,40 @@ class SplitCheck:
         self._blocks = blocks
         self._backward = stage.backward_maybe_with_nosync
         self._compared: set[tuple[tuple[int, int], ...]] = set()
-        self._waiting: dict[int, tuple[Gradients, Gradients]] = {}
-        vars(stage)["backward_maybe_with_nosync"] = self._watched
+        self._pending: dict[int, tuple[Gradients, Gradients]] = {}
+        vars(stage)["backward_maybe_with_nosync"] = self._run_checked
 
-    def _watched(self, kind: str, given: dict[str, Any], last_backward: bool = False) -> Any:
+    def _run_checked(self, kind: str, given: dict[str, Any], last_backward: bool = False) -> Any:
         if kind == "weight":
-            return self._of_weights(given, last_backward)
-        return self._of_input(given, last_backward) if kind == "input" else self._backward(kind, given, last_backward)
+            return self._run_weights(given, last_backward)
+        return self._run_input(given, last_backward) if kind == "input" else self._backward(kind, given, last_backward)
 
-    def _of_input(self, given: dict[str, Any], last_backward: bool) -> Any:
+    def _run_input(self, given: dict[str, Any], last_backward: bool) -> Any:
+        """Run the first part of a backward, and compare the input's gradient if the graph has a new form."""
         outputs = given["stage_output"]
         arrived = given["output_grads"] or [torch.ones_like(output) for output in outputs]
         pairs = [(output, gradient) for output, gradient in zip(outputs, arrived, strict=True) if output.requires_grad]
-        begins = [get_gradient_edge(output) for output, _ in pairs]  # torch detaches the outputs in place
+        # torch detaches the outputs in place: the edges keep the graph for the whole backward below
+        edges = [get_gradient_edge(output) for output, _ in pairs]
         found, groups = self._run("input", given, last_backward)
         form = tuple(sorted((len(group["params"]), len(group["intermediates"])) for group in groups))
-        if begins and form not in self._compared:
+        if edges and form not in self._compared:
             self._compared.add(form)
             ends = [each for each in (*given["input_values"], *self._weights) if each.requires_grad]
-            came = [gradient for _, gradient in pairs]
-            gradients = torch.autograd.grad(begins, ends, came, retain_graph=True, allow_unused=True)
+            of_outputs = [gradient for _, gradient in pairs]
+            gradients = torch.autograd.grad(edges, ends, of_outputs, retain_graph=True, allow_unused=True)
             whole = dict(zip(map(id, ends), gradients, strict=True))
             for value, gradient in zip(given["input_values"], found, strict=True):
                 self._compare("its input", gradient, whole.get(id(value)))
-            self._waiting[id(groups)] = [whole.get(id(weight)) for weight in self._weights], found
+            self._pending[id(groups)] = [whole.get(id(weight)) for weight in self._weights], found
         return found, groups
 
-    def _of_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
-        whole, of_inputs = self._waiting.pop(id(given["param_groups"]), (None, ()))
+    def _run_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
+        """Run the second part of a backward, and compare the weights' gradients if the first part was compared."""
+        whole, of_inputs = self._pending.pop(id(given["param_groups"]), (None, ()))
         if whole is None:
             return self._run("weight", given, last_backward)
+        # gradients of earlier micro-batches are set aside, and added again below
         before = [weight.grad for weight in self._weights]
         for weight in self._weights:
             weight.grad = None
@@ -80,11 +84,12 @@ class SplitCheck:
         for weight, gradient, old in zip(self._weights, whole, before, strict=True):
             what = names.get(id(weight), f"the parameter of shape {tuple(weight.shape)} outside of the chain")
             if weight._post_accumulate_grad_hooks:
-                self._refuse(f"{what} has a hook that runs once its gradient is there, which torch does not call")
+                self._refuse(f"{what} has a hook on its accumulated gradient, which torch does not call")
             self._compare(what, weight.grad, gradient)
             if weight.grad is not None:
+                # adding to a gradient in place would change another one in the same memory
                 if weight.numel() and weight.grad.data_ptr() in taken:
-                    self._refuse(f"the gradient that torch gives {what} is another tensor's, too")
+                    self._refuse(f"torch gives {what} a gradient that shares memory with another one")
                 taken.add(weight.grad.data_ptr())
                 weight.grad = weight.grad if old is None else old.add_(weight.grad)
             else:
@@ -98,7 +103,7 @@ class SplitCheck:
             raise self._error(f"torch's part of the {kind} fails ({error.__cause__ or error})") from error
 
     def _compare(self, what: str, found: Tensor | None, whole: Tensor | None) -> None:
-        if whole is None or not whole.isfinite().all():  # a loss that is scaled too much
+        if whole is None or not whole.isfinite().all():  # such as by a loss scale that is too large
             return
         near = torch.finfo(whole.dtype).eps ** 0.5
         off = whole.abs().max() if found is None else (found - whole).abs().max()
@@ -110,7 +115,6 @@ class SplitCheck:
 
     def _error(self, why: str) -> MisconfigurationException:
         return MisconfigurationException(
-            f"BalancedStrategy(schedule='zero-bubble') runs the backward of a stage in two parts, as torch does it. In "
-            f"the stage of the blocks {', '.join(self._blocks)} that is wrong: {why}. Choose schedule='1f1b' or "
-            "'interleaved'."
+            f"BalancedStrategy(schedule='zero-bubble'): torch's backward in two parts is wrong in the stage of the "
+            f"blocks {', '.join(self._blocks)}: {why}. Choose schedule='1f1b' or 'interleaved'."
         )

@@ -1,17 +1,14 @@
-"""The stages of a pipeline on one rank: micro-batches go through them by torch's schedules, or forward alone.
+"""The stages of a pipeline on one rank: training by torch's schedules, and evaluation.
 
-torch's stages send tensors of one shape. So there are stages and a schedule for each shape, made when it is first seen
-and kept. Its first micro-batch goes through the stages once more, to find out what each of them will receive.
-
-A rank has the stages of one place in the pipeline and sends to the others; or one process has those of all places, a
-device for each, and does the actions of all in one row. GPUs compute meanwhile: it only starts their kernels.
+A rank has the stages of one place in the pipeline and sends to the others. Or one process has the stages of all
+places, one device for each, and runs the actions of all in one order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +22,7 @@ from lockstep.extensions.balancing.pipeline.block_random import BlockRandom
 from lockstep.extensions.balancing.pipeline.chain import Chain, Extras
 from lockstep.extensions.balancing.pipeline.layout import Layout
 from lockstep.extensions.balancing.pipeline.split_check import SplitCheck
-from lockstep.extensions.balancing.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
+from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BEFORE, BLOCKS, StageTimes
 from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, Action, actions_of, in_one_row
 from lockstep.ground import comm
 from lockstep.ground.device import current_device
@@ -43,29 +40,29 @@ if TYPE_CHECKING:
 SPLITS_BACKWARD = "zero-bubble"
 SCHEDULES = ("1f1b", "gpipe", *IN_ROUNDS)
 KEPT = 16
-"""Shapes whose stages are kept; each keeps the buffers that it receives into."""
+"""Upper limit of the shapes whose stages are kept, with the buffers that they receive into."""
 DIMENSIONS = 12
-"""Of a tensor that goes from stage to stage, at most."""
+"""Upper limit of the dimensions of a tensor that goes from stage to stage."""
 HEAD = 4
-"""Numbers that are sent ahead of it, beside its shape."""
+"""Numbers that are sent ahead of a tensor, next to its shape."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NOT_FLOATING = (
-    "Block {block} of the chain {chain!r} {verb} {what}: between the blocks goes one tensor of floating-point numbers, "
-    f"of at most {DIMENSIONS} dimensions. Let the block give one, or move it out of the chain."
+    "Block {block} of the chain {chain!r} returns {what}. Blocks pass one tensor of floating-point numbers with at "
+    f"most {DIMENSIONS} dimensions to the next block. Return one, or move the block out of the chain."
 )
 OTHER_SHAPE = (
     "The chain {chain!r} gave a tensor of shape {found} after block {block}, and for a batch of the same shapes one of "
-    "{expected} before: between the stages goes what the shapes of the batch decide, and not its values. Pad the batch "
-    "in the `collate_fn`."
+    "{expected} before: shapes between the stages must follow from the shapes of the batch, not from its values. Pad "
+    "the batch in the `collate_fn`."
 )
 NOT_ROWS = (
-    "The chain {chain!r} gives a tensor of shape {shape} for a micro-batch of {rows} samples, of which {samples} count "
-    "(the last one of a batch is filled up): its first dimension has to be the samples. Or give sizes that "
-    "micro_batches={count} divides, by drop_last=True."
+    "The chain {chain!r} returns a tensor of shape {shape} for a micro-batch of {rows} samples, {samples} without the "
+    "filling: its first dimension must be the samples. Or use batch sizes that micro_batches={count} divides, with "
+    "drop_last=True."
 )
 OTHER_ARGUMENTS = (
-    "The blocks of the chain {chain!r} were called with one tensor alone for one batch and with more for another of "
-    "the same shapes: call them with the same arguments each time."
+    "The blocks of the chain {chain!r} were called with one tensor for one batch, and with more arguments for another "
+    "batch of the same shapes: call them with the same arguments each time."
 )
 NO_LOSS = (
     "`training_step` returned None. The stages before the last one wait for a gradient of each micro-batch: return a "
@@ -82,11 +79,12 @@ class Turn:
 
     Attributes:
         enter: called before the step runs.
-        take: runs the step on the samples that fill a micro-batch; of it what comes before the chain counts.
+        take: runs the step on the filled micro-batch, up to the chain.
         give: runs the step on the samples that count.
-        loss: what backward begins from, of what the step returned; None is refused.
-        samples, rows: that count, and that fill it; None: the same.
-        shape: equal where stages send equal shapes.
+        loss: returns the loss of the backward from the step's return value; None is refused.
+        samples: number of samples that count; None: all.
+        rows: number of samples of the filled micro-batch; None: all.
+        shape: equal for micro-batches for which stages send equal shapes.
     """
 
     enter: Callable[[], None]
@@ -103,13 +101,13 @@ class _Stage:
 
     Attributes:
         number: among all stages.
-        device: of it.
-        times: measures what it does.
-        run: the blocks' forward, measured.
-        blocks: of the chain.
+        device: on which it runs.
+        times: measures it.
+        run: the measured forward of the blocks.
+        blocks: its part of the chain.
         places: of these blocks in the chain.
-        expected: shape of what it sends, where that is known.
-        done: forwards of the micro-batches that go through it now: schedules run them in their order.
+        expected: shape of the tensor that it sends, if that is known.
+        done: number of micro-batches whose forward has run in this call.
     """
 
     def __init__(
@@ -128,22 +126,22 @@ class _Stage:
         self.expected: torch.Size | None = None
         self.done = 0
         self.run: Callable[[Tensor, Extras], Tensor] = _timed(times, BLOCKS, partial(through, self))
-        # what a stage receives is a leaf, which no block may change in place
+        # a stage receives leaves, which a block must not change in place
         self.changes_input = not self.is_first and any(
             getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
         )
 
     def moved(self, x: Tensor) -> Tensor:
-        """What it is given, on its device; the gradient goes back to where that comes from."""
+        """Copy an input to the device of the stage, differentiably."""
         return x.to(self.device, non_blocking=True)
 
 
 class _Blocks(nn.Module):
-    """The blocks of a stage, as torch calls them: the first stage gets the number of a micro-batch.
+    """The blocks of a stage, as torch calls them. The first stage receives the number of a micro-batch.
 
     Args:
         forward: of the stage.
-        weights: that its forward and its loss may use.
+        weights: parameters that its forward and its loss may use.
     """
 
     def __init__(self, forward: Callable[[Tensor], Tensor], weights: Sequence[Parameter]) -> None:
@@ -152,7 +150,7 @@ class _Blocks(nn.Module):
         self._weights = list(weights)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """What torch looks for in the graph of a backward in two parts."""
+        """Iterate over the parameters whose gradients torch computes in the second part of a backward."""
         return iter(self._weights)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,10 +159,10 @@ class _Blocks(nn.Module):
 
 @dataclass
 class _Plan:
-    """Of a shape: torch's schedule, and the shape of what each stage of this rank sends.
+    """torch's schedule for a shape, and the shapes of the tensors that the stages of this rank send.
 
     Attributes:
-        takes_more: blocks are called with more than the output of the block before them.
+        takes_more: blocks are called with more than the output of the previous block.
     """
 
     schedule: Schedule
@@ -173,12 +171,12 @@ class _Plan:
 
 
 def round_size(micro_batches: int, ranks: int) -> int:
-    """Micro-batches of a round, by a schedule of `IN_ROUNDS`."""
+    """Return the number of micro-batches in a round of a schedule of `IN_ROUNDS`."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
 def goes_in_rounds(micro_batches: int, ranks: int) -> bool:
-    """Whether a schedule of `IN_ROUNDS` takes so many micro-batches."""
+    """Return True if a schedule of `IN_ROUNDS` accepts this number of micro-batches."""
     return micro_batches % round_size(micro_batches, ranks) == 0
 
 
@@ -186,23 +184,24 @@ class Stages:
     """The stages of one pipeline, as one of its ranks sees them.
 
     Args:
-        chain: whose blocks run here and elsewhere.
+        chain: whose blocks run here and on the other ranks.
         layout: of the blocks.
         group: the ranks of the pipeline.
-        devices: of this process, by their place in the pipeline: one, or those of all places. What is outside of the
-            chain runs on the first.
-        schedule: one of `SCHEDULES`. A window that has too few micro-batches for it, or a number that does not divide
-            into rounds, has all its forwards before its backwards, as by "gpipe".
-        context: around forwards, of the run's precision; None: nothing.
-        times: measure the windows, by place; None: nobody does.
-        held: this rank's parameters.
-        random: what blocks draw from in training.
+        devices: of this process, by their place in the pipeline: one, or those of all places. Layers outside the chain
+            run on the first.
+        schedule: one of `SCHEDULES`. A window with too few micro-batches for it, or a number that does not divide into
+            rounds, runs as by "gpipe".
+        context: of the run's precision, around forwards; None: nothing.
+        times: measure the windows, by place; None: they are not measured.
+        local: this rank's parameters.
+        random: generators of the blocks in training.
 
     Attributes:
-        root: the place of what is outside of the chain.
+        root: the place of the layers outside the chain.
         device: of the root.
-        has_all: no other process has a stage.
-        has_first, has_last: whether those stages are here.
+        has_all: True if no other process has a stage.
+        has_first: True if the first stage is here.
+        has_last: True if the last stage is here.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class Stages:
         schedule: str = "1f1b",
         context: Callable[[], AbstractContextManager[Any]] | None = None,
         times: Mapping[int, StageTimes] | None = None,
-        held: Sequence[Parameter] = (),
+        local: Sequence[Parameter] = (),
         random: BlockRandom | None = None,
     ) -> None:
         self._random = random or BlockRandom(devices)
@@ -229,8 +228,9 @@ class Stages:
         ]
         self.has_all = len(self._own) == layout.stages
         self.has_first, self.has_last = self._own[0].is_first, self._own[-1].is_last
-        self._held = held
+        self._local = local
         self._splits = schedule == SPLITS_BACKWARD
+        # torch's stages send tensors of one shape: each shape has stages and a schedule of its own
         self._plans: dict[Hashable, _Plan] = {}
         self._turns: Sequence[Turn] = ()
         self._returned: list[Any] = []
@@ -238,15 +238,15 @@ class Stages:
         self._error: BaseException | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
         self._run_begin = _timed(times.get(self.root), BEFORE, self.begin)
-        self._run_end = _timed(times.get(self.root), BEHIND, self._end)
+        self._run_end = _timed(times.get(self.root), AFTER, self._end)
 
     # -- training
 
     def train(self, turns: Sequence[Turn]) -> list[Any]:
-        """Forwards and backwards of micro-batches of one shape; gradients are added to the parameters' own.
+        """Run forwards and backwards of micro-batches of one shape, and accumulate gradients.
 
         Returns:
-            what the step returned for each, on the rank of the last stage; elsewhere Nones.
+            the step's return value for each, on the rank of the last stage; None for each on other ranks.
         """
         self._turns, self._returned = turns, [None] * len(turns)
         key = (len(turns), turns[0].shape)
@@ -260,9 +260,10 @@ class Stages:
         for stage, sends in zip(self._own, plan.sends, strict=True):
             stage.expected, stage.done = sends, 0
         try:
-            self._play(plan.schedule, torch.arange(len(turns)))  # on the CPU: to read them waits for no device
+            self._play(plan.schedule, torch.arange(len(turns)))  # on the CPU, where reading them does not wait
         except Exception:
-            if self._error is not None:  # torch wraps it into one that shows whole tensors
+            # torch wraps it into an error that prints whole tensors
+            if self._error is not None:
                 raise self._error from None
             raise
         finally:
@@ -272,16 +273,21 @@ class Stages:
         return self._returned
 
     def _play(self, schedule: Schedule, numbers: Tensor) -> None:
-        # the first stage and the last one get the numbers of micro-batches, and look up what belongs to them
+        # the first and the last stage receive the numbers of micro-batches, and look up their turns
         target = numbers if self.has_last else None
-        with _without_schedules_in_the_log():
+        log = logging.getLogger("torch.distributed.pipelining.schedules")
+        # torch logs the whole schedule when the user's step raises
+        before, log.disabled = log.disabled, True
+        try:
             if self.has_first:
                 schedule.step(numbers, target=target, return_outputs=False)
             else:
                 schedule.step(target=target, return_outputs=False)
+        finally:
+            log.disabled = before
 
     def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
-        """A stage's part of a forward."""
+        """Run a stage's part of a forward; torch calls it for one micro-batch after another."""
         try:
             extras: Extras = ()
             turn = self._turns[stage.done]
@@ -307,19 +313,19 @@ class Stages:
             raise
 
     def begin(self, turn: Turn) -> tuple[Tensor, Extras]:
-        """What a step calls the chain with."""
+        """Run a step up to the chain, and return the chain's input and the blocks' other arguments."""
         x, extras = self._input_of(turn.take)
         if x is None:
             raise MisconfigurationException(NEVER_CALLED.format(chain=self.chain.name))
         return x, extras
 
     def _input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        # where the last stage is here, too, it runs the whole step, and what that logs counts
+        # if the last stage is here as well, it runs the whole step, and only the values that it logs count
         with self.context(), running_again() if self.has_last else nullcontext():
             return self.chain.input_of(step)
 
     def extras_of(self, step: Callable[[], Any]) -> Extras:
-        """What a step calls the blocks with beside the output of the one before: the first stage knows it, too."""
+        """Return the blocks' other arguments, which each stage computes by running the step up to the chain."""
         with self.context(), running_again(), torch.no_grad():
             return self.chain.input_of(step)[1]
 
@@ -333,20 +339,20 @@ class Stages:
         return out if stage.is_last else out.contiguous()
 
     def check(self, out: object, block: int) -> None:
-        """Refuse what cannot go from stage to stage.
+        """Refuse an output that cannot be sent from stage to stage.
 
         Raises:
-            MisconfigurationException: with the block that gives it.
+            MisconfigurationException: with the number of the block.
         """
-        told = {"block": block, "chain": self.chain.name, "verb": "gives"}
-        if not isinstance(out, Tensor):
-            raise MisconfigurationException(NOT_FLOATING.format(what=type(out).__name__, **told))
-        if out.dtype not in DTYPES or out.ndim > DIMENSIONS:
+        if isinstance(out, Tensor) and out.dtype in DTYPES and out.ndim <= DIMENSIONS:
+            return
+        what = type(out).__name__
+        if isinstance(out, Tensor):
             what = f"a tensor of {out.dtype} and {out.ndim} dimensions"
-            raise MisconfigurationException(NOT_FLOATING.format(what=what, **told))
+        raise MisconfigurationException(NOT_FLOATING.format(what=what, block=block, chain=self.chain.name))
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        """The last stage's: the user's step goes on with what the chain gave."""
+        """Run the user's step with the output of the chain, and return the loss; torch calls it on the last stage."""
         try:
             loss: Tensor = self._run_end(output.view_as(output) if self._splits else output, int(number))
         except BaseException as error:
@@ -355,7 +361,7 @@ class Stages:
         return self._detachable(loss)
 
     def _detachable(self, tensor: Tensor) -> Tensor:
-        """A copy, where torch detaches in place what a backward in two parts begins with."""
+        """Return a tensor that torch may detach in place, as it does for a backward in two parts."""
         return tensor.clone() if self._splits else tensor
 
     def _end(self, output: Tensor, number: int) -> Tensor:
@@ -383,13 +389,13 @@ class Stages:
     # -- stages for a shape
 
     def _make(self, count: int) -> _Plan:
-        """torch's stages and schedule for micro-batches like the first of these."""
+        """Create torch's stages and schedule for micro-batches like the first of the present turns."""
         from torch.distributed.pipelining import schedules
 
         shapes, takes_more = self._shapes()
         stages: list[Any] = [self._stage(own, *shape) for own, shape in zip(self._own, shapes, strict=True)]
         sends = [sent.shape for _, sent in shapes]
-        # losses are weighed by their shares, and so added up
+        # losses are weighted by their shares, so gradients are summed, not averaged
         given: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         schedule: Schedule
         if self.has_all:
@@ -399,7 +405,7 @@ class Stages:
                 for action in in_one_row(self.actions(count))
             ]
             schedule._prepare_schedule_with_comms({0: list(row)})
-            _begins_on_any_devices(schedule, stages)
+            _initialize_on_one_device(schedule, stages)
             return _Plan(schedule, sends, takes_more)
         if self.schedule not in IN_ROUNDS:
             one_by_one = self.schedule == "1f1b" and count >= self.layout.stages
@@ -410,25 +416,25 @@ class Stages:
         many = schedules.ScheduleInterleavedZeroBubble if self._splits else schedules.ScheduleInterleaved1F1B
         kind_of_rounds = many if goes_in_rounds(count, self.layout.ranks) else schedules.ScheduleLoopedBFS
         schedule = kind_of_rounds(stages, count, **given)
-        # torch's first stage is on rank 0, and here the last one is
+        # torch has the first stage on rank 0; here the last one is, since rank 0 logs losses
         schedule._prepare_schedule_with_comms(
             {self.layout.ranks - 1 - rank: actions for rank, actions in schedule.pipeline_order.items()}
         )
         return _Plan(schedule, sends, takes_more)
 
     def actions(self, count: int) -> list[list[Action]]:
-        """What each place of the pipeline computes for so many micro-batches, in its order."""
+        """Return the actions of each place of the pipeline for a number of micro-batches, in their order."""
         ranks, stages = self.layout.ranks, self.layout.stages
         if self.schedule in IN_ROUNDS and not goes_in_rounds(count, ranks):
             return actions_of("gpipe", stages, count)
         return actions_of(self.schedule, ranks, count, stages // ranks)
 
     def _stage(self, own: _Stage, received: Tensor, sent: Tensor) -> PipelineStage:
-        """One of torch's."""
+        """Create torch's stage for one of this rank's."""
         from torch.distributed.pipelining import PipelineStage
 
-        # what comes behind the chain may use all that is here
-        weights = self._held if own.is_last else [each for block in own.blocks for each in block.parameters()]
+        # the code after the chain may use any parameter of this rank
+        weights = self._local if own.is_last else [each for block in own.blocks for each in block.parameters()]
         stage: PipelineStage = PipelineStage(
             _Blocks(partial(self._forward, own), weights),
             own.number,
@@ -439,19 +445,22 @@ class Stages:
             group=self.group,
         )
         if self.has_all:
-            _on_several_devices(stage, sent)
+            _copy_between_devices(stage, sent)
         elif not hasattr(stage, "_get_grad_send_meta"):  # since torch 2.13 it sends zeros itself
-            _sends_zeros(stage, received)
-        if self._splits and not own.is_first:  # torch does not split the backward of the first
+            _send_zeros(stage, received)
+        if self._splits and not own.is_first:  # torch does not split the backward of the first stage
             SplitCheck(stage, weights, {self.chain.names[place]: self.chain.blocks[place] for place in own.places})
-        for name in ("backward_one_chunk", "backward_weight_one_chunk"):  # what calls these waits for others
+        # these compute only; their callers in torch also wait for other stages
+        for name in ("backward_one_chunk", "backward_weight_one_chunk"):
             vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
         return stage
 
     def _shapes(self) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        """What each stage here gets and gives: tensors without values, of one micro-batch through all stages.
+        """Run one micro-batch through all stages to find the shapes that they receive and send.
 
-        And whether blocks take more than that.
+        Returns:
+            (received, sent) of each stage of this rank as tensors without values, and whether blocks take more
+            arguments.
         """
         found, out = [], None
         extras: Extras = ()
@@ -463,7 +472,7 @@ class Stages:
                     self.check(x, 0)
                 else:
                     arrived, extras = self._receive(stage, out, extras, self._turns[0].take)
-                    assert arrived is not None  # each training step calls the chain
+                    assert arrived is not None  # the first stage refuses a training step without the chain
                     received = x = arrived
                 out = self._through(stage, stage.moved(x), extras)
                 self._send(stage, out, extras)
@@ -474,10 +483,10 @@ class Stages:
     # -- forwards alone
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        """A step without gradients, through all stages.
+        """Run a step of an evaluation through all stages.
 
         Returns:
-            what it returned, on the rank of the last stage; None elsewhere.
+            its return value on the rank of the last stage; None on others.
         """
         out: Tensor | None = None
         extras: Extras = ()
@@ -494,21 +503,22 @@ class Stages:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
     def _send(self, stage: _Stage, tensor: Tensor | None, extras: Extras) -> None:
-        """To the next stage, if it is elsewhere; None: the step did not call the chain."""
+        """Send a tensor to the next stage, if that is on another rank. None: the step did not call the chain."""
         if stage.is_last or self.has_all:
             return
+        # at most one tensor is under way, so that an evaluation's memory does not grow
         self._wait()
         head = torch.full((HEAD + DIMENSIONS,), -1, dtype=torch.int64)
         if tensor is not None:
             flags = int(tensor.requires_grad), int(bool(extras))
-            told = [DTYPES.index(tensor.dtype), *flags, tensor.ndim, *tensor.shape]
-            head[: len(told)] = torch.tensor(told)
+            numbers = [DTYPES.index(tensor.dtype), *flags, tensor.ndim, *tensor.shape]
+            head[: len(numbers)] = torch.tensor(numbers)
         peer = self._peer(stage.number + 1)
         for each in (head.to(self.device), *([] if tensor is None else [tensor.detach()])):
             self._under_way.append((dist.isend(each, peer, group=self.group), each))
 
     def _wait(self) -> None:
-        """Until what was sent has been taken."""
+        """Wait until the tensors that were sent are received."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -516,9 +526,13 @@ class Stages:
     def _receive(
         self, stage: _Stage, before: Tensor | None, extras: Extras, step: Callable[[], Any]
     ) -> tuple[Tensor | None, Extras]:
-        """From the stage before; where that is here, too, ``before`` is what it gave, and ``extras`` what it took.
+        """Receive a tensor from the previous stage, and return it with the blocks' other arguments.
 
-        Else the step says what blocks take besides, if they do.
+        Args:
+            stage: that receives.
+            before: output of the previous stage, if that is in this process.
+            extras: other arguments, if the previous stage is in this process.
+            step: computes the other arguments if it is not.
         """
         if self.has_all:
             return None if before is None else before.detach().requires_grad_(before.requires_grad), extras
@@ -530,28 +544,17 @@ class Stages:
             return None, ()
         tensor = torch.empty(shape[:dimensions], dtype=DTYPES[kind], device=self.device)
         dist.recv(tensor, peer, group=self.group)
-        given = tensor.requires_grad_() if needed and torch.is_grad_enabled() else tensor
-        return given, self.extras_of(step) if takes_more else ()
+        tensor = tensor.requires_grad_() if needed and torch.is_grad_enabled() else tensor
+        return tensor, self.extras_of(step) if takes_more else ()
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of all buffers."""
+        """Wait for pending messages, and free all buffers."""
         self._wait()
         self._plans.clear()
 
 
-@contextmanager
-def _without_schedules_in_the_log() -> Iterator[None]:
-    """Inside, torch does not log a whole schedule when a step of the user's raises."""
-    log = logging.getLogger("torch.distributed.pipelining.schedules")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a block takes besides, on its device."""
+    """Return the other arguments of a block on its device."""
     if not extras:
         return (), {}
     args, kwargs = extras[place].args, dict(extras[place].kwargs)
@@ -563,14 +566,12 @@ def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[An
 
 
 def _without_memory(returned: Any) -> Any:
-    """What a step returned, of a dict's values too, for the end of the window: without the graphs of its tensors.
-
-    A number is copied: on a CPU the mean of a loss lies in the memory of all that it is the mean of.
-    """
+    """Return a step's return value, also a dict's values, without the graphs of its tensors."""
     if isinstance(returned, dict):
         return {key: _without_memory(value) for key, value in returned.items()}
     if not isinstance(returned, Tensor):
         return returned
+    # on a CPU, the mean of a loss shares the storage of all values that it is the mean of
     return returned.detach() if returned.ndim else returned.detach().clone()
 
 
@@ -578,8 +579,8 @@ def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Calla
     return fn if times is None else times.wrapped(part, fn)
 
 
-def _begins_on_any_devices(schedule: Schedule, stages: list[PipelineStage]) -> None:
-    """Let torch set up stages of several devices; from 2.15 on it asks for one, by which ranks would connect."""
+def _initialize_on_one_device(schedule: Schedule, stages: list[PipelineStage]) -> None:
+    """Let torch set up stages of several devices. Since 2.15 it requires one device, over which ranks would connect."""
     connect = getattr(schedule, "_initialize_pipeline_distributed_state", None)
     if connect is None:
         return
@@ -597,15 +598,15 @@ def _begins_on_any_devices(schedule: Schedule, stages: list[PipelineStage]) -> N
     vars(schedule)["_initialize_pipeline_distributed_state"] = as_if_on_one
 
 
-def _sends_zeros(stage: PipelineStage, received: Tensor) -> None:
-    """Let a stage without a gradient for what it received send zeros, which the stage before waits for."""
+def _send_zeros(stage: PipelineStage, received: Tensor) -> None:
+    """Let a stage without a gradient for its input send zeros, since the previous stage waits for a message."""
     send = stage.get_bwd_send_ops
 
     def filled(number: int) -> list[Any]:
         found = stage.bwd_cache.get(number)
         if found is None or stage.is_first:
             return send(number)
-        if not _is_waited_for(stage, received):
+        if not _expects_gradient(stage, received):
             del stage.bwd_cache[number]
             return []
         zeros = torch.zeros(received.shape, dtype=received.dtype, device=stage.device)
@@ -615,36 +616,36 @@ def _sends_zeros(stage: PipelineStage, received: Tensor) -> None:
     vars(stage)["get_bwd_send_ops"] = filled
 
 
-def _is_waited_for(stage: PipelineStage, passed: Tensor) -> bool:
-    """Whether a stage waits for a gradient of what it has passed on: in torch 2.11 also where it needs none."""
+def _expects_gradient(stage: PipelineStage, passed: Tensor) -> bool:
+    """Return True if a stage waits for a gradient of its output; in torch 2.11 also if the output needs none."""
     return passed.requires_grad or not hasattr(stage, "_user_meta")
 
 
-def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
-    """Let a stage of torch's take what the others of this process give it, from their devices.
-
-    It is copied when it is there, and not when the stage runs: a GPU copies behind all that it has been given to do.
+def _copy_between_devices(stage: PipelineStage, sent: Tensor) -> None:
+    """Let a stage of torch's copy its inputs and gradients from the devices of the other stages of this process.
 
     Args:
         stage: torch's.
-        sent: of the shape and dtype of what it sends.
+        sent: a tensor with the shape and dtype of its output.
     """
     takes, takes_gradients = stage.set_local_fwd_input, stage.set_local_bwd_input
 
+    # called as soon as the tensor exists: a GPU copies only after all work that was launched before
     def here(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
 
-    # torch 2.11 refuses no gradient, and 2.12 takes the last one for it
-    fills = not hasattr(stage, "_get_grad_send_meta") and _is_waited_for(stage, sent)
+    # torch 2.11 fails on a missing gradient, and 2.12 uses the last one instead
+    fills = not hasattr(stage, "_get_grad_send_meta") and _expects_gradient(stage, sent)
 
     def gradient(tensor: Tensor | None) -> Tensor | None:
         if tensor is None and fills:
             return torch.zeros(sent.shape, dtype=sent.dtype, device=stage.device)
         return here(tensor)
 
-    vars(stage)["_get_init_p2p_neighbors_ops"] = list  # torch 2.11 has each stage write to its neighbors first
+    # torch 2.11 lets each stage send a message to its neighbors first, which would be this process itself
+    vars(stage)["_get_init_p2p_neighbors_ops"] = list
     vote = getattr(stage, "_warmup_forward_vote", None)
-    if vote is not None:  # since torch 2.13, stages multiply votes before they run
+    if vote is not None:  # since torch 2.13, stages multiply votes, which are on their devices, before they run
         vars(stage)["_warmup_forward_vote"] = lambda has_backward, received_acc=None: vote(
             has_backward, here(received_acc)
         )

@@ -1,12 +1,9 @@
-"""A model in stages: each rank has some of the blocks of a chain, and micro-batches go from rank to rank.
-
-Or one process has all stages, and micro-batches go from device to device.
-"""
+"""The strategy "balanced": a pipeline whose stages are on ranks, or on the devices of one process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +28,7 @@ from lockstep.extensions.balancing.pipeline.chain import Chain
 from lockstep.extensions.balancing.pipeline.control import Resplit
 from lockstep.extensions.balancing.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, torn_apart
 from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
-from lockstep.extensions.balancing.pipeline.micro_batches import BatchPart, cut
+from lockstep.extensions.balancing.pipeline.micro_batches import cut
 from lockstep.extensions.balancing.pipeline.moves import move
 from lockstep.extensions.balancing.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
 from lockstep.extensions.balancing.pipeline.times import StageTimes
@@ -54,20 +51,21 @@ ONE_DEVICE = (
     "out."
 )
 STAGES = (
-    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
+    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, which {stages} does not divide: give a number "
+    "above 1 that divides {world}."
 )
 ONE_PIPELINE = (
-    "BalancedStrategy(stages={stages!r}, one_process=True): one process makes one pipeline of its {devices} devices, "
-    "without replicas: leave `stages` out, or leave one_process out, so that each device has a rank."
+    "BalancedStrategy(stages={stages!r}, one_process=True): one process has one pipeline of its {devices} devices, "
+    "without replicas: leave `stages` out, or leave one_process out for one rank on each device."
 )
 SEVERAL_RANKS = (
     "BalancedStrategy(one_process=True): one process drives the devices of one node, and this run has {ranks} ranks on "
-    "{nodes} node(s): give num_nodes=1, and let no launcher start several ranks, or leave one_process out."
+    "{nodes} node(s): give num_nodes=1 and start one process only, or leave one_process out."
 )
 TORN = (
-    "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give `split` numbers of blocks "
-    "that keep both on one device (what is outside of the chain is where the last stage is, on {root}), untie them, or "
-    "leave one_process out: ranks add up the gradients of what they share."
+    "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give a `split` that keeps both "
+    "on one device (layers outside the chain are on {root}, with the last stage), untie them, or leave one_process "
+    "out. Ranks can share parameters."
 )
 TWO_DEVICES = "and would be on {one} and on {other}"
 MAY_MOVE = 'and with split="measured" blocks move between devices'
@@ -81,16 +79,16 @@ SPLIT = (
     "numbers above 0, whose sum is {blocks}, the blocks of the chain {chain!r}."
 )
 NO_FIT = (
-    "BalancedStrategy: {why}. This follows from bytes that were measured before the first step; the split by speed "
-    "alone is taken."
+    "BalancedStrategy: {why}, by the bytes that were measured before the first step. The blocks are split by speed "
+    "alone."
 )
 NOT_IN_A_FIT = "BalancedStrategy.resplit: blocks move while a fit runs, between two windows: call it in a hook of one."
 FEW_BLOCKS = (
-    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: take fewer ranks or stages of a "
-    "rank, or cut its blocks into smaller ones."
+    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: use fewer ranks or "
+    "stages_per_rank, or divide its blocks into smaller ones."
 )
 NO_MANUAL = (
-    "BalancedStrategy plays the micro-batches of a window by a schedule, and {module} has "
+    "BalancedStrategy runs the micro-batches of a window by a schedule, and {module} has "
     'automatic_optimization=False: use automatic optimization, or strategy="ddp".'
 )
 BATCH_NORM = (
@@ -102,55 +100,56 @@ COMPILED = (
     'which has one: leave torch.compile out, or use schedule="interleaved".'
 )
 STRANGE = (
-    "{optimizer} holds a parameter of shape {shape} that the module does not have, so that nobody knows its stage: "
-    "make it an attribute of the module."
+    "{optimizer} has a parameter of shape {shape} that is not in the module, so its stage is unknown: make it an "
+    "attribute of the module."
 )
 ELSEWHERE = (
     "A step used {name!r} outside of its block, which is on another rank: share the parameter with a layer outside "
-    "of the chain, `self.head.weight = self.layers[0].weight` say, and use that one."
+    "the chain, for example `self.head.weight = self.layers[0].weight`, and use that one."
 )
-OWN_BACKWARD = "BalancedStrategy calls no `backward` of the module's own: change the loss in `training_step`."
+OWN_BACKWARD = (
+    "BalancedStrategy does not call the `backward` that the module overrides: change the loss in `training_step`."
+)
 ALONE = (
-    "rank {rank} cannot save by itself: each rank has the weights of its own blocks, and the others are not asked when "
-    "one has failed. Save while all are well, by ModelCheckpoint(every_n_train_steps=...)."
+    "rank {rank} cannot save by itself: each rank has the weights of its own blocks, and the others do not take part "
+    "when one has failed. Save regularly, with ModelCheckpoint(every_n_train_steps=...)."
 )
 
 
 class BalancedStrategy(RankedStrategy):
-    """A pipeline: the blocks of a chain are split over ``stages`` ranks, each of which holds its blocks' weights alone.
+    """A pipeline: the blocks of a chain are split over ``stages`` ranks, and each rank holds its own blocks' weights.
 
-    The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, whose blocks each take the output of the one
-    before. ``training_step`` stays as it is: it calls the chain once. What stands in it before that call runs on the
-    first stage, and all of it on the last one, with the chain's output in the place of the call; so do
-    ``validation_step``, ``test_step`` and ``predict_step``. The ranks are stages x replicas; the last stage of a
+    The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, in which each block takes the output of the
+    previous one. ``training_step`` stays as it is and calls the chain once. The first stage runs it up to that call.
+    The last stage runs all of it, and the call returns the output of the chain. The same applies to
+    ``validation_step``, ``test_step`` and ``predict_step``. A run has stages x replicas ranks. The last stage of a
     replica is on its first rank.
 
     Args:
         stages: ranks of a pipeline; "all": one pipeline of all ranks.
-        micro_batches: parts into which each batch of a loader is cut; those of all batches of a window go through the
+        micro_batches: parts into which each batch of a loader is cut. Those of all batches of a window go through the
             stages one after another. Default: twice the stages.
-        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it), "gpipe" (of all),
-            "interleaved" (1F1B with several stages on each rank, which wait less for one another) or "zero-bubble" (a
-            backward in two parts, so that the stage before waits for its input's gradient alone).
-        split: "measured": by the seconds that each block takes the ranks, within their memory; blocks move to other
-            ranks where their speed changes. "equal" numbers of blocks, or the number of blocks of each stage, [3, 5]
-            say: these stay.
-        chain: its name in the module, "model.layers" say; None: the only one that the module has.
+        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it), "gpipe" (of all
+            micro-batches), "interleaved" (1F1B with several stages on each rank, which wait less for one another) or
+            "zero-bubble" (the backward is in two parts, and the previous stage waits for the first one only).
+        split: "measured" splits by the seconds of each block on each rank, within their memory, and moves blocks when
+            the speed of ranks changes. "equal", or the number of blocks of each stage such as [3, 5], is fixed.
+        chain: its name in the module, such as "model.layers"; None: the only one that the module has.
         stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
-        one_process: this process drives all devices of its node, a place in the pipeline each, and no other process is
-            started. Stages are then on devices as otherwise on ranks; what is outside of the chain is on the first.
-        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
+        one_process: this process drives all devices of its node, one place in the pipeline each. No other process is
+            started. Layers outside the chain are on the first device.
+        activation_checkpointing: recompute activations in the backward: True (of the repeated blocks), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same.
-        others: as of `lockstep.engines.ranks.RankedStrategy`.
+        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
+            torch, or a policy function of ``torch.utils.checkpoint``.
+        others: see `lockstep.engines.ranks.RankedStrategy`.
 
     Raises:
-        MisconfigurationException: for arguments that do not go together; when a call begins, for a module that cannot
-            be split.
+        MisconfigurationException: arguments do not fit together; or, when a call starts, the module cannot be split.
 
     Attributes:
-        decisions: on the split, of the fits so far.
-        times: what windows take the devices of this rank, by their places in the pipeline, while a call runs.
+        decisions: changes of the split, and decisions to keep it, of the fits so far.
+        times: measurement of windows on the devices of this rank, by place in the pipeline, while a call runs.
 
     Example::
 
@@ -185,65 +184,69 @@ class BalancedStrategy(RankedStrategy):
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self.drives_all_devices = one_process
         self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
-        self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
+        self._stages_argument, self._split_argument, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
         self._chain: Chain | None = None
         self._stages: Stages | None = None
         self._owned: Ownership | None = None
         self._whole: WholeModule | None = None
-        self._drawn: BlockRandom | None = None
+        self._random: BlockRandom | None = None
         self._measured: MeasuredSplit | None = None
-        self._counts_now: tuple[int, ...] = ()
+        self._split: tuple[int, ...] = ()
         self.times: dict[int, StageTimes] = {}
         self.decisions: list[Resplit] = []
 
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As of any ranks, of which those of a pipeline see the same samples."""
+        """Take rank, device and precision. The ranks of a pipeline see the same samples."""
         super().connect(world, device, precision)
         size = self._size(world)
         if not self.drives_all_devices:
+            # the ranks of one pipeline are one replica
             of_rank = tuple(rank // size for rank in range(world.size))
             self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Blocks of each stage now; none before the first call."""
-        return self._counts_now
+        """Current number of blocks of each stage; empty before the first call."""
+        return self._split
 
     def _size(self, world: World) -> int:
-        """Places of a pipeline: ranks, or devices of one process."""
+        """Return the number of places in a pipeline: ranks, or devices of one process."""
         if self.drives_all_devices and world.size > 1:
             raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
         size = len(self.devices) if self.drives_all_devices else world.size
         if size == 1:
             raise MisconfigurationException(ONE_DEVICE)
-        stages = size if self._asked_stages == "all" else int(self._asked_stages)
+        stages = size if self._stages_argument == "all" else int(self._stages_argument)
         if self.drives_all_devices and stages != size:
             raise MisconfigurationException(ONE_PIPELINE.format(stages=stages, devices=size))
         if size % stages:
-            why = f"which {stages} does not divide"
-            raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=size, why=why))
+            raise MisconfigurationException(STAGES.format(stages=self._stages_argument, world=size))
         count = self._micro_batches
         if count is not None and self._schedule in IN_ROUNDS and not goes_in_rounds(count, stages):
             raise MisconfigurationException(ROUNDS.format(count=count, schedule=self._schedule, ranks=stages))
         return stages
 
     def _depth(self) -> int:
-        """Stages of a pipeline."""
+        """Return the number of stages of a pipeline."""
         return self._size(self.world) * self._stages_per_rank
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """As of one process, but what a folder fills stays as it is until it is known which rank holds it."""
+        """Move new layers off the meta device after ``configure_model``.
+
+        Pretrained weights are read later, when it is decided which rank has them.
+        """
         yield
         leave_meta(module, torch.device("cpu"))
 
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
-        if not pretrained.is_planned(module):  # else what is not here is in the folder still
+        """Split rank 0's module. Until a fit starts each rank has all weights, those of other ranks on the CPU."""
+        # planned weights are missing because they are still in their folder
+        if not pretrained.is_planned(module):
             self._refuse_parts(module)
         if own_backward is not None and innermost(own_backward) is not LightningModule.backward:
             raise MisconfigurationException(OWN_BACKWARD)
@@ -256,11 +259,14 @@ class BalancedStrategy(RankedStrategy):
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
         self.step_device = self.root_device
-        self._refuse_compiled(chain)
+        for name, block in zip(chain.names, chain.blocks, strict=True):
+            # a compiled graph has one backward, which computes all gradients at once
+            if self._schedule == SPLITS_BACKWARD and has_compiled(block):
+                raise MisconfigurationException(COMPILED.format(name=name))
         self.times = {place: StageTimes(device) for place, device in self._places().items()}
         self._measured = None
-        self._drawn = BlockRandom(self._places())
-        placement = self._lay_out(self._counts(chain))
+        self._random = BlockRandom(self._places())
+        placement = self._lay_out(self._first_split(chain))
         self._whole = self.copies.parts = WholeModule(module, self._ownership, self.members, placement)
         self.gradients = gradients.StageGradients(self, self._whole)
         if sources:
@@ -269,23 +275,18 @@ class BalancedStrategy(RankedStrategy):
         chain.attach()
 
     def _places(self) -> dict[int, torch.device]:
-        """The devices of this process, by their places in the pipeline."""
+        """Return the devices of this process by their places in the pipeline."""
         return dict(enumerate(self.devices)) if self.drives_all_devices else {comm.rank(self.members): self.root_device}
 
-    def _refuse_compiled(self, chain: Chain) -> None:
-        """A compiled graph has one backward, which gives all gradients at once."""
-        for name, block in zip(chain.names, chain.blocks, strict=True):
-            if self._schedule == SPLITS_BACKWARD and has_compiled(block):
-                raise MisconfigurationException(COMPILED.format(name=name))
-
     def _lay_out(self, counts: tuple[int, ...]) -> StagePlacement:
-        """Say which blocks are on which rank and device."""
+        """Assign blocks to ranks and devices, and create the stages."""
         assert self._chain is not None
         layout, places = Layout(counts, self._size(self.world)), self._places()
         placement = StagePlacement(self._chain, layout, places)
         if len(set(places.values())) > 1:
             self._refuse_torn(self._chain, placement)
-        self._counts_now = counts
+        self._split = counts
+        # a process that drives all devices owns all blocks
         of_ranks = Layout(counts, 1) if self.drives_all_devices else layout
         self._owned = Ownership(self.module, self._chain, of_ranks, comm.rank(self.members))
         if self._stages is not None:
@@ -298,14 +299,14 @@ class BalancedStrategy(RankedStrategy):
             self._schedule,
             self.precision.context,
             self.times,
-            self._owned.held,
-            self._drawn,
+            self._owned.local,
+            self._random,
         )
         return placement
 
     def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
-        """A parameter or buffer of one process is on one device."""
-        torn, moves = torn_apart(self.module, placement.device_of), self._asked_split == "measured"
+        """Refuse a parameter or buffer that one process would have on two devices, now or after a move."""
+        torn, moves = torn_apart(self.module, placement.device_of), self._split_argument == "measured"
         if torn is not None:
             one, other = (str(placement.device_of(name)) for name in torn)
             why = TWO_DEVICES.format(one=one, other=other)
@@ -314,12 +315,13 @@ class BalancedStrategy(RankedStrategy):
         if torn is not None:
             raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=MAY_MOVE, root=placement.root))
 
-    def _counts(self, chain: Chain) -> tuple[int, ...]:
-        stages, blocks, split = self._depth(), len(chain.blocks), self._asked_split
+    def _first_split(self, chain: Chain) -> tuple[int, ...]:
+        stages, blocks, split = self._depth(), len(chain.blocks), self._split_argument
         if blocks < stages:
             raise MisconfigurationException(FEW_BLOCKS.format(chain=chain.name, blocks=blocks, stages=stages))
-        if split == "measured" and (len(self._counts_now), sum(self._counts_now)) == (stages, blocks):
-            return self._counts_now  # of the call before
+        # a second call continues with the split that the first one measured
+        if split == "measured" and (len(self._split), sum(self._split)) == (stages, blocks):
+            return self._split
         if isinstance(split, str):
             return equal_split(blocks, stages)
         if len(split) != stages or sum(split) != blocks:
@@ -327,7 +329,7 @@ class BalancedStrategy(RankedStrategy):
         return tuple(split)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimizers, and let go of the weights of other ranks' blocks."""
+        """Take the optimizers, and free the weights of other ranks' blocks."""
         module = self.module
         if not module.automatic_optimization:
             raise MisconfigurationException(NO_MANUAL.format(module=type(module).__name__))
@@ -342,19 +344,21 @@ class BalancedStrategy(RankedStrategy):
         pretrained.forget(module)
         self._parts.free(optimizers)
         if self.precision.scaler is not None:
-            self.precision.scaler.scale(torch.zeros((), device=self.root_device))  # the last stage alone sees losses
-        if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
+            # a scaler is set up by its first loss, and only the last stage has losses
+            self.precision.scaler.scale(torch.zeros((), device=self.root_device))
+        # with one block in each stage there is only one split
+        if self._split_argument == "measured" and max(self._split) > 1:
             size = self._size(self.world)
             self._measured = MeasuredSplit(self.times, size, size if self.drives_all_devices else self.world.local_size)
 
     @property
     def _ownership(self) -> Ownership:
-        assert self._owned is not None  # a call has begun
+        assert self._owned is not None  # set by setup_module
         return self._owned
 
     @property
     def _parts(self) -> WholeModule:
-        assert self._whole is not None  # a call has begun
+        assert self._whole is not None  # set by setup_module
         return self._whole
 
     def _close(self) -> None:
@@ -367,14 +371,14 @@ class BalancedStrategy(RankedStrategy):
         self._chain = self._stages = self._measured = self.step_device = None
 
     def teardown(self) -> None:
-        """Let the module's blocks be called by anybody again."""
+        """Restore the methods of the module's blocks."""
         self._close()
         super().teardown()
 
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """A step of an evaluation, through all stages; what a ``predict_step`` returns is there on each of them."""
+        """Run a step of an evaluation through all stages. All of them return the output of a ``predict_step``."""
         assert self._stages is not None
         output = self._stages.evaluate(partial(fn, *args))
         if getattr(fn, "__name__", "") == "predict_step":
@@ -384,25 +388,33 @@ class BalancedStrategy(RankedStrategy):
     def _turns(
         self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
     ) -> list[tuple[int, Turn]]:
-        """What a window plays: ``count`` parts of each micro-batch that is not empty, with the micro-batch's number."""
+        """Cut each non-empty batch of a window into ``count`` parts, and return them with the number of their batch."""
+        # frozen parameters change what stages send, as shapes do
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
         for number, each in enumerate(micro_batches):
-            if not each.empty and each.args[0] is not None:
-                turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
+            if each.empty or each.args[0] is None:
+                continue
+            batch, *others = each.args
+            for part in cut(batch, count):
+                turn = Turn(
+                    partial(each.enter, part.part),
+                    partial(step, part.filled, *others),
+                    partial(step, part.batch, *others),
+                    partial(each.loss, part=part.part),
+                    part.samples,
+                    part.rows,
+                    (gradients.shapes_of(part.filled), needed),
+                )
+                turns.append((number, turn))
         return turns
 
-    def _refuse_freed_gradients(self) -> None:
-        """A parameter of another rank's stage, which has no memory here, got a gradient on the user's own way."""
-        if any(parameter.grad is not None for parameter in self._ownership.freed):
-            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
-            raise MisconfigurationException(ELSEWHERE.format(name=name))
-
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
+        """Run forwards and backwards of a window by the schedule, and reduce the gradients to the whole batch's."""
         count = self._micro_batches or 2 * self._size(self.world)
         turns = self._turns(step, micro_batches, count)
-        self._follow([turn for _, turn in turns])
+        # before anything of this window is computed: blocks may move
+        self._follow_measurements([turn for _, turn in turns])
         owned, stages = self._ownership, self._stages
         assert stages is not None
         if self.replicas.count > 1 or owned.outside_buffers:
@@ -411,28 +423,19 @@ class BalancedStrategy(RankedStrategy):
         with ExitStack() as windows:
             for times in self.times.values():
                 windows.enter_context(times.window(len(turns)))
-            for run in _alike(turns):
+            for run in _runs_of_one_shape(turns):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
-        self._refuse_freed_gradients()
+        # a parameter of another rank's stage has no memory here: its gradient would be lost
+        if any(parameter.grad is not None for parameter in owned.remote):
+            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
+            raise MisconfigurationException(ELSEWHERE.format(name=name))
         gradients.reduce(owned, self.members, self.peers, self.replicas.count)
         self.rounds += 1
-        return [_put_together(each) for each in outputs]
+        return [_join_outputs(each) for each in outputs]
 
-    def _turn(self, step: Callable[..., Any], micro_batch: MicroBatch, part: BatchPart, needed: Hashable) -> Turn:
-        others = micro_batch.args[1:]
-        return Turn(
-            partial(micro_batch.enter, part.part),
-            partial(step, part.filled, *others),
-            partial(step, part.batch, *others),
-            partial(micro_batch.loss, part=part.part),
-            part.samples,
-            part.rows,
-            (gradients.shapes_of(part.filled), needed),
-        )
-
-    def _follow(self, turns: Sequence[Turn]) -> None:
-        """Before a window: let the split follow what the ranks have measured."""
+    def _follow_measurements(self, turns: Sequence[Turn]) -> None:
+        """Change the split before a window, if the ranks' measurements favor another one."""
         measured, stages = self._measured, self._stages
         if measured is None:
             return
@@ -452,18 +455,18 @@ class BalancedStrategy(RankedStrategy):
 
     @does("moving blocks to other ranks")
     def resplit(self, split: Sequence[int]) -> float:
-        """Let the stages have so many blocks from here on, which move to their ranks with all that belongs to them.
+        """Change the split of the chain. Blocks move to their new ranks with their gradients and optimizer states.
 
-        To be called on all ranks between two windows of a fit, in ``on_train_batch_start`` say. Collective.
+        Collective. Call it on all ranks between two windows of a fit, for example in ``on_train_batch_start``.
 
         Args:
-            split: blocks of each stage.
+            split: number of blocks of each stage.
 
         Returns:
-            the seconds that it took the slowest rank.
+            the seconds of the slowest rank.
 
         Raises:
-            MisconfigurationException: numbers that make no split of the chain; no fit is under way.
+            MisconfigurationException: the numbers are not a split of the chain, or no fit is running.
         """
         if self._chain is None or not self._parts.is_freed:
             raise MisconfigurationException(NOT_IN_A_FIT)
@@ -477,12 +480,12 @@ class BalancedStrategy(RankedStrategy):
         move(self.module, before, self._ownership, self.optimizers, self.members, self.root_device)
         self._parts.change_owners(self._ownership, placement, self.optimizers)
         if self._measured is not None and self._measured.control is not None:
-            self._measured.control.adopt(self._counts_now)
+            self._measured.control.adopt(self._split)
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
         return comm.all_reduce(took, "max").item()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the whole gradient, of which each rank has a part. Collective."""
+        """Clip the whole model's gradient. Collective."""
         assert self._owned is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
@@ -491,19 +494,20 @@ class BalancedStrategy(RankedStrategy):
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """As the base does it; with a loss scale, all ranks leave the step out that one of them has to leave out."""
+        """Update this rank's parameters."""
+        # with a loss scale, all ranks skip a step in which one of them has an overflow
         if self.precision.scaler is not None:
             self.precision.scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self.root_device)
         return super().step(optimizer, closure, **options)
 
-    # -- what it holds
+    # -- state
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter and gradient, from a rank that has it."""
+        """Yield each parameter and gradient from a rank that has it. Collective."""
         return self._parts.whole_parameters()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
+        """Return the whole state of module and optimizers on rank 0, as one process has it. Collective."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(ALONE.format(rank=self.world.rank))
         sends = self.replicas.index == 0
@@ -513,23 +517,24 @@ class BalancedStrategy(RankedStrategy):
         states: list[dict[str, Any] | None] = [
             self._parts.optimizer_state(o, sends, self.collectives.gather_on_zero) for o in self.optimizers
         ]
-        drawn = None if self._drawn is None else self._drawn.state_dict()
-        by_rank = [drawn] if alone else self.collectives.gather_on_zero(drawn)
-        return EngineState(module, states, {"split": list(self._counts_now)}, by_rank)
+        random = None if self._random is None else self._random.state_dict()
+        by_rank = [random] if alone else self.collectives.gather_on_zero(random)
+        return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Take what this rank holds of a whole state; the split is the saved one, if it is of this chain and ranks."""
+        """Load this rank's part of a whole state, and the saved split if it fits the chain and the ranks."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
                 self._parts.load_optimizer(optimizer, saved)
         split = (state.own or {}).get("split", ())
-        same = (len(split), sum(split)) == (len(self._counts_now), sum(self._counts_now))
-        if self._asked_split == "measured" and same and tuple(split) != self._counts_now:
+        fits = (len(split), sum(split)) == (len(self._split), sum(self._split))
+        if self._split_argument == "measured" and fits and tuple(split) != self._split:
             self.resplit(split)
-        if self._drawn is not None and len(state.by_rank) == self.world.size:
-            self._drawn.load_state_dict(state.by_rank[self.world.rank])
+        # other ranks have other blocks, and with them other random numbers
+        if self._random is not None and len(state.by_rank) == self.world.size:
+            self._random.load_state_dict(state.by_rank[self.world.rank])
 
 
 def _is_number(value: object, least: int) -> bool:
@@ -561,25 +566,21 @@ def _check_arguments(
             f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
             f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
+    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
+    if split not in KINDS and not numbers:
+        raise MisconfigurationException(
+            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
+            "each above 0, such as [3, 5]."
+        )
     if not isinstance(one_process, bool):
         raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
     refuse_without(PIPELINES, "BalancedStrategy", "take DDPStrategy(shard_optimizer=True)", PARTS)
     if one_process:
         refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "leave one_process out", PARTS)
-    _check_split(split)
 
 
-def _check_split(split: object) -> None:
-    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
-    if split not in KINDS and not numbers:
-        raise MisconfigurationException(
-            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
-            "each above 0: [3, 5] say."
-        )
-
-
-def _alike(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
-    """Turns in runs of one shape, in their order."""
+def _runs_of_one_shape(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
+    """Divide turns into runs of equal shapes, in their order."""
     runs: list[list[tuple[int, Turn]]] = []
     for each in turns:
         if runs and runs[-1][-1][1].shape == each[1].shape:
@@ -589,8 +590,8 @@ def _alike(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
     return runs
 
 
-def _put_together(returned: list[Any]) -> Any:
-    """What ``on_train_batch_end`` is shown of the parts of a batch: of a dict a list of values for each key."""
+def _join_outputs(returned: list[Any]) -> Any:
+    """Return the outputs of a batch's parts for ``on_train_batch_end``; of dicts, a list of values for each key."""
     if len(returned) == 1:
         return returned[0]
     if returned and all(isinstance(each, dict) for each in returned):

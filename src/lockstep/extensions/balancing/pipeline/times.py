@@ -1,4 +1,4 @@
-"""What the windows of a pipeline take one of its ranks: seconds of computing, apart from waiting for other stages."""
+"""Times of a pipeline's windows on one rank: seconds of computing, without waiting for other stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 
 from lockstep.ground.device import TimedEvent, current_device, has_timed_events, timed_event
 
-BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
-"""Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""
-NAMES = ("before the chain", "blocks forward", "behind the chain", "backward")
+BEFORE, BLOCKS, AFTER, BACKWARD = range(4)
+"""Parts of a stage's work: the step before the chain, the blocks' forward, the step after the chain, the backward."""
+NAMES = ("before the chain", "blocks forward", "after the chain", "backward")
 NEWEST = 64
-"""Windows that are kept until they are looked at."""
+"""Windows that are kept until they are taken."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class StageSpan:
     """A part of a stage's work on one micro-batch.
 
     Attributes:
-        part: one of `BEFORE`, `BLOCKS`, `BEHIND` and `BACKWARD`.
-        begin, end: seconds from the beginning of the window.
+        part: one of `BEFORE`, `BLOCKS`, `AFTER` and `BACKWARD`.
+        begin: seconds since the start of the window.
+        end: seconds since the start of the window.
     """
 
     part: int
@@ -38,13 +39,14 @@ class StageSpan:
 
 
 class WindowOfStage(NamedTuple):
-    """What a window took a stage.
+    """Times of a window on a stage.
 
     Attributes:
-        begin, end: seconds by the clock of the host.
-        seconds: by part, of all micro-batches.
+        begin: seconds by the clock of the host.
+        end: seconds by the clock of the host.
+        seconds: by part, the sum over all micro-batches.
         micro_batches: their number.
-        spans: of the micro-batches, in their order, where somebody wants them.
+        spans: parts of the micro-batches, in their order, if `StageTimes.keeps_spans`.
     """
 
     begin: float
@@ -54,29 +56,27 @@ class WindowOfStage(NamedTuple):
     spans: tuple[StageSpan, ...] = ()
 
     def look(self) -> tuple[float, float]:
-        """Seconds of a micro-batch: of the blocks, and outside of them.
-
-        A backward is shared out between the two as the forward is.
-        """
-        before, blocks, behind, backward = self.seconds
-        forward = before + blocks + behind
+        """Return the seconds of a micro-batch in the blocks and outside of them."""
+        before, blocks, after, backward = self.seconds
+        forward = before + blocks + after
         if not forward:
             return backward / self.micro_batches, 0.0
+        # the backward is one call: it is divided between the two as the forward is
         scale = (1 + backward / forward) / self.micro_batches
-        return blocks * scale, (before + behind) * scale
+        return blocks * scale, (before + after) * scale
 
 
 class StageTimes:
-    """Measures the windows of a stage while it listens: by the host's clock, or by events on a GPU.
+    """Measurement of the windows of a stage, by the host's clock or by events on a GPU.
 
     Args:
         device: of the stage.
-        make_event: an event that knows its time; default: torch's, where the device has such.
+        make_event: creates an event that records its time; default: torch's, if the device has timed events.
 
     Attributes:
-        listens: whether the windows that begin now are measured.
-        keeps_spans: whether the windows that begin now have spans.
-        listener: told of each window as soon as it is measured; while there is one, all are.
+        listens: True if windows that start now are measured.
+        keeps_spans: True if windows that start now have spans.
+        listener: receives each window as soon as it is measured. With a listener all windows are measured.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], TimedEvent] | None = None) -> None:
@@ -102,7 +102,7 @@ class StageTimes:
 
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
-        """Inside, a window runs."""
+        """Measure a window within the block, if anything listens."""
         if not micro_batches or not (self.listens or self.listener):
             yield
             return
@@ -117,12 +117,12 @@ class StageTimes:
         if first is not None:
             self._pending.append(_Pending(begin, end, first, self._event(), self._tape, micro_batches))
             return
-        before, blocks, behind, backward = self._seconds
-        spans = tuple(StageSpan(part, begun - begin, ended - begin) for part, begun, ended in self._tape)
-        self._note(WindowOfStage(begin, end, (before, blocks, behind, backward), micro_batches, spans))
+        before, blocks, after, backward = self._seconds
+        spans = tuple(StageSpan(part, start - begin, stop - begin) for part, start, stop in self._tape)
+        self._add(WindowOfStage(begin, end, (before, blocks, after, backward), micro_batches, spans))
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn``, whose time counts for a part of a window that is measured."""
+        """Return ``fn`` wrapped so that its time counts for a part of a measured window."""
 
         @wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -148,22 +148,22 @@ class StageTimes:
 
         return timed if self._make is None else timed_on_gpu
 
-    def _note(self, window: WindowOfStage) -> None:
+    def _add(self, window: WindowOfStage) -> None:
         self._windows.append(window)
         if self.listener is not None:
             self.listener(window)
 
     def take(self) -> list[WindowOfStage]:
-        """The windows since this was asked last that the device is through with; nobody waits for it."""
+        """Return the windows since the last call that the device has finished, without waiting for it."""
         while self._pending and self._pending[0].last.query():
-            self._note(self._pending.popleft().read())
+            self._add(self._pending.popleft().read())
         found = list(self._windows)
         self._windows.clear()
         return found
 
 
 class _Pending(NamedTuple):
-    """A window that the host is through with, and the GPU may be not."""
+    """A window that the host has finished, and the GPU possibly not."""
 
     begin: float
     end: float
@@ -173,17 +173,17 @@ class _Pending(NamedTuple):
     micro_batches: int
 
     def read(self) -> WindowOfStage:
-        """The same by the GPU's time."""
+        """Return the window with the times of the GPU."""
         spans = [StageSpan(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
         seconds = [sum(span.end - span.begin for span in spans if span.part == part) for part in range(4)]
-        before, blocks, behind, backward = seconds
-        return WindowOfStage(self.begin, self.end, (before, blocks, behind, backward), self.micro_batches, tuple(spans))
+        before, blocks, after, backward = seconds
+        return WindowOfStage(self.begin, self.end, (before, blocks, after, backward), self.micro_batches, tuple(spans))
 
 
 def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
-    """Seconds of the blocks and outside of them, for a micro-batch, and micro-batches of a window: medians.
+    """Return medians of a micro-batch's seconds in the blocks, outside of them, and of the number of micro-batches.
 
-    NaN where there is no window.
+    All are NaN if there is no window.
     """
     if not windows:
         return math.nan, math.nan, math.nan

@@ -1,4 +1,4 @@
-"""The weights of a model in stages: each rank's own on its devices, and all of them whole for a checkpoint."""
+"""Weights of a model in stages: each rank's own on its devices, and the whole model for a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class WholeModule:
 
     Args:
         module: the same on all ranks.
-        owned: who holds what.
+        owned: holders and owners of its tensors.
         pipeline: the ranks.
-        placement: on which device of this rank.
+        placement: devices of this rank's tensors.
 
     Attributes:
-        is_freed: whether the weights of others' blocks are not here, and those of this rank's own are on its devices.
+        is_freed: True if the weights of other ranks' blocks are freed, and this rank's are on its devices.
     """
 
     def __init__(self, module: nn.Module, owned: Ownership, pipeline: comm.Group, placement: StagePlacement) -> None:
@@ -37,24 +37,25 @@ class WholeModule:
         self.device = placement.root
         self.is_freed = False
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
-        # layers that move more than parameters and buffers, as torchmetrics do, and are on one device
+        # layers such as torchmetrics' move more than parameters and buffers; those that are on one device are moved
+        # as a whole
         self._with_more = [
             (name, layer)
             for name, layer in module.named_modules()
             if type(layer)._apply is not nn.Module._apply and not owned.is_spread(f"{name}." if name else "")
         ]
 
-    # -- where weights are
+    # -- places of weights
 
     def place(self) -> None:
-        """Bring what this rank holds to its devices."""
+        """Move this rank's tensors to its devices."""
         self._bring(self.placement.device_of, [])
 
     def _bring(self, device_of: Callable[[str], torch.device], optimizers: list[Optimizer]) -> None:
-        """Bring what this rank holds to the devices that names have."""
-        held = {id(parameter) for parameter in self.owned.held}
+        """Move this rank's tensors to devices by name."""
+        local = {id(parameter) for parameter in self.owned.local}
         for name, parameter in self._parameters.items():
-            if id(parameter) in held:
+            if id(parameter) in local:
                 _bring(parameter, device_of(name), optimizers)
         for name, buffer in self.module.named_buffers():
             if self.owned.place in self.owned.holders_of(name):
@@ -64,11 +65,9 @@ class WholeModule:
                 layer.to(device_of(f"{name}."))
 
     def free(self, optimizers: list[Optimizer]) -> None:
-        """Let go of the weights of others' blocks, and of what optimizers keep for them.
-
-        In the place of values stands NaN, one for all: who uses them sees it.
-        """
-        for parameter in self.owned.freed:
+        """Free the weights of other ranks' blocks, and their optimizer states."""
+        for parameter in self.owned.remote:
+            # one expanded NaN keeps the shape without memory, and code that uses the parameter notices it
             nothing = float("nan") if parameter.is_floating_point() else 0
             value = torch.full((), nothing, dtype=parameter.dtype, device=self.device)
             parameter.data = value.expand(parameter.shape)
@@ -78,9 +77,13 @@ class WholeModule:
         self.is_freed = True
 
     def read(self, sources: Mapping[int, Source]) -> None:
-        """Read what this rank holds from a folder, by the parameters' ids; others' weights are not here then."""
+        """Read this rank's parameters from their sources, and free those of other ranks.
+
+        Args:
+            sources: by the parameters' ids.
+        """
         device_of = {id(parameter): self.placement.device_of(name) for name, parameter in self._parameters.items()}
-        for parameter in self.owned.held:
+        for parameter in self.owned.local:
             if id(parameter) in sources:
                 device = device_of[id(parameter)]
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -88,27 +91,27 @@ class WholeModule:
         self.free([])
 
     def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
-        """Blocks have moved: what came is here, on its device with its states, and what went is let go of."""
+        """Adopt a new placement after blocks have moved: place received tensors, and free sent ones."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
         self.free(optimizers)
 
     def gather(self) -> None:
-        """Let each rank have all weights and buffers again, those of others' blocks on the CPU. Collective.
+        """Restore all weights and buffers on each rank. Collective.
 
-        So are those of blocks that this rank had on another device than what is outside of the chain.
+        Blocks of other ranks, and of other devices than the first of this process, are on the CPU afterwards.
         """
         if self.is_freed:
-            for parameter in self.owned.freed:
+            for parameter in self.owned.remote:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._bring(self._after_fit, [])
+            self._bring(self._device_after_fit, [])
             self.is_freed = False
         state = dict(chain(self._parameters.items(), self.module.named_buffers()))
         for place in range(comm.world_size(self.pipeline)):
             theirs = [each.detach() for name, each in state.items() if self._owner(name) == place]
             comm.broadcast_tensors(theirs, place, self.pipeline, over=self.device)
 
-    def _after_fit(self, name: str) -> torch.device:
+    def _device_after_fit(self, name: str) -> torch.device:
         device = self.placement.device_of(name)
         return device if device == self.device else torch.device("cpu")
 
@@ -117,7 +120,7 @@ class WholeModule:
         return self.owned.owner_of(name) if parameter is None else self.owned.owner(parameter)
 
     def align_buffers(self, peers: comm.Group) -> None:
-        """Before a window: replica 0's buffers for all, and what is outside of the chain as the last stage has it."""
+        """Copy buffers before a window: from replica 0 to the others, outside the chain from the last stage."""
         named = dict(self.module.named_buffers())
         if peers is not None:
             own = [b for name, b in named.items() if self.owned.place in self.owned.holders_of(name)]
@@ -125,8 +128,9 @@ class WholeModule:
         comm.broadcast_tensors([named[name] for name in self.owned.outside_buffers], 0, self.pipeline)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Name, value and gradient of each parameter, on one device. Collective."""
+        """Yield name, value and gradient of each parameter, on the first device. Collective."""
         named = {plain_name(name): p for name, p in self.module.named_parameters()}
+        # one message for all: ranks must agree on the broadcasts below
         there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.device)
         has_gradient = comm.all_reduce(there, "max", self.pipeline).tolist()
         for (name, parameter), has in zip(named.items(), has_gradient, strict=True):
@@ -145,11 +149,11 @@ class WholeModule:
     # -- checkpoints
 
     def state_dict(self, sends: bool, gather: Gather) -> dict[str, Any]:
-        """The module's whole state dict on rank 0; the others' has what they hold. Collective.
+        """Return the module's whole state dict on rank 0, and each other rank's part there. Collective.
 
         Args:
-            sends: this rank is of the replica whose values count.
-            gather: brings objects to rank 0.
+            sends: True on the ranks of the replica whose values are taken.
+            gather: gathers objects on rank 0.
         """
         own = self.module.state_dict()
         mine = {name: _on_cpu(value) for name, value in own.items() if sends and self._owner(name) == self.owned.place}
@@ -159,23 +163,24 @@ class WholeModule:
         return {name: found[name] for name in own if name in found}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
-        """Take what this rank holds.
+        """Load this rank's part of a whole state dict.
 
         Raises:
-            RuntimeError: ``strict``, and names are missing, or there are others; or shapes differ.
+            RuntimeError: shapes differ, or ``strict`` and names are missing or unexpected.
         """
         if not self.is_freed:
             self.module.load_state_dict(state, strict=strict)
             return
-        freed = {id(parameter) for parameter in self.owned.freed}
-        away = {name for name, parameter in self._parameters.items() if id(parameter) in freed}
-        found = self.module.load_state_dict({n: value for n, value in state.items() if n not in away}, strict=False)
-        missing = [name for name in found.missing_keys if name not in away or name not in state]
+        freed = {id(parameter) for parameter in self.owned.remote}
+        remote = {name for name, parameter in self._parameters.items() if id(parameter) in freed}
+        # not strict: the freed parameters are left out, so torch would report them as missing
+        found = self.module.load_state_dict({n: value for n, value in state.items() if n not in remote}, strict=False)
+        missing = [name for name in found.missing_keys if name not in remote or name not in state]
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(f"missing: {missing}; unexpected: {found.unexpected_keys}")
 
     def optimizer_state(self, optimizer: Optimizer, sends: bool, gather: Gather) -> dict[str, Any]:
-        """An optimizer's whole state on rank 0; the others' has what they hold. Collective."""
+        """Return an optimizer's whole state on rank 0, and each other rank's part there. Collective."""
         own = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {
@@ -186,32 +191,34 @@ class WholeModule:
         found: dict[Any, Any] = {}
         for part in gather(mine) or [mine]:
             found.update(part)
+        # in the order of one process: keys are the numbers of parameters
         return {**own, "state": dict(sorted(found.items(), key=lambda item: str(item[0]).zfill(12)))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take of an optimizer's whole state what belongs to this rank's parameters."""
+        """Load an optimizer's state of this rank's parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        held = {id(parameter) for parameter in self.owned.held}
+        local = {id(parameter) for parameter in self.owned.local}
         own = {
             key: value
             for key, value in state["state"].items()
-            if not isinstance(key, int) or key >= len(parameters) or id(parameters[key]) in held
+            if not isinstance(key, int) or key >= len(parameters) or id(parameters[key]) in local
         }
         optimizer.load_state_dict({**state, "state": own})
 
 
 def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimizer]) -> None:
-    """Bring a parameter to a device, with its gradient and with what optimizers keep where it was."""
+    """Move a parameter to a device, with its gradient and the optimizer states that were on its device."""
     before = parameter.device
     if before == device:
         return
+    # torch refuses new data on another device than the gradient's
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(device)
     parameter.grad = None if gradient is None else gradient.to(device)
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.device == before:  # a count of steps is on the CPU
+            if isinstance(value, Tensor) and value.device == before:  # Adam's count of steps stays on the CPU
                 state[key] = value.to(device)
 
 

@@ -1,1 +1,1 @@
-"""The planner: what a model costs, what devices can do, what each way of training would take, and which is best."""
+"""The planner: cost of a model, speed of devices, prediction of each way to train, and a choice."""

@@ -1,4 +1,4 @@
-"""The memory and the seconds of a step under each way to train: formulas over a profile and hardware, nothing else."""
+"""Prediction of a step's memory and seconds under each way to train, by formulas over a profile and hardware."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lockstep.engines.owners import owners_of
 from lockstep.extensions.balancing.planner.hardware import Hardware
 from lockstep.extensions.balancing.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.extensions.balancing.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
-from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
+from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, most_in_flight, play
 from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 from lockstep.ground.comm import PIECE
 
 MIB = 2**20
 BUCKET_MB = 25.0
-"""Of a bucket of ddp by default."""
+"""Default size of a bucket of ddp."""
 NAMES = {
     "sharded": "ddp, sharded optimizer",
     "fsdp_grads": "fsdp, SHARD_GRAD_OP",
     "fsdp_offload": "fsdp_cpu_offload",
 }
-"""Of kinds in the table, where they are others."""
+"""Names of kinds in the table, if they differ."""
 GROUP_CALLS = 20
-"""Operations that gather, or cut, the parameters of a block."""
+"""Number of operations that gather, or shard, the parameters of a block."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Candidate:
             "deepspeed" or "pipeline".
         stage: of deepspeed.
         offload: of deepspeed: optimizer states, and under stage 3 parameters, are on the host.
-        recomputed: repeated blocks are computed again; a pipeline chooses the blocks.
-        hook: "" or "bf16": how gradients of ddp travel.
+        recomputed: repeated blocks are recomputed in the backward; a pipeline chooses the blocks.
+        hook: "" or "bf16": communication hook of ddp.
         bucket_mb: MiB of a bucket of ddp.
         micro_batches: of a pipeline.
         schedule: of a pipeline: "GPipe", "1F1B", "interleaved" or "zero-bubble".
-        precision: as of ``Trainer(precision=...)``.
+        precision: as in ``Trainer(precision=...)``.
     """
 
     kind: str
@@ -61,17 +61,17 @@ class Candidate:
 
     @property
     def uses_host(self) -> bool:
-        """Whether model states are in the host's memory."""
+        """True if model states are in the host's memory."""
         return self.offload or self.kind == "fsdp_offload"
 
     @property
     def plain(self) -> Candidate:
-        """The way without its variants."""
+        """The candidate without variants."""
         return replace(self, bucket_mb=BUCKET_MB, hook="", offload=False, recomputed=False)
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """Name in the table."""
         name = NAMES.get(self.kind, self.kind)
         if self.kind == "deepspeed":
             name = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload
@@ -86,21 +86,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate would take, on the rank that takes most.
+    """Predicted cost of a candidate, on the rank with the largest one.
 
     Attributes:
-        candidate: which.
-        devices: how many it uses.
-        parts: bytes by what they are for.
+        candidate: the way to train.
+        devices: number of devices that it uses.
+        parts: bytes by purpose.
         memory: bytes at the peak.
-        host: bytes on the host, for all devices of a node.
-        compute, sent, update: seconds of forward and backward, of waiting for messages, and of the update.
+        compute: seconds of forward and backward.
+        sent: seconds of waiting for messages.
+        update: seconds of the update.
         samples: of a step, over all devices.
-        missing: bytes above what there is; 0 where it fits.
-        why: what does not fit.
+        host: bytes on the host, for all devices of a node.
+        missing: bytes that are missing; 0 if it fits.
+        why: the largest part, if it does not fit.
         split: of a pipeline.
-        obstacle: why it cannot be run although it may fit; "".
-        other: what differs in the numbers: a precision, a compression; "".
+        obstacle: reason why it cannot be run, or "".
+        other: reason why it gives other numbers (a precision, a compression), or "".
     """
 
     candidate: Candidate
@@ -120,7 +122,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.compute + self.sent + self.update
 
     @property
@@ -130,12 +132,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether there is memory for it."""
+        """True if there is memory for it."""
         return self.missing <= 0
 
     @property
     def eligible(self) -> bool:
-        """Whether a plan may choose it."""
+        """True if a plan may choose it."""
         return self.fits and not self.obstacle and not self.other
 
 
@@ -151,20 +153,20 @@ def _states(parameters: Iterable[ParameterProfile]) -> float:
 
 
 def shard_elements(p: ParameterProfile, ranks: int) -> int:
-    """Elements of a rank's part under FSDP: whole rows, filled up."""
+    """Return the elements of a rank's shard under FSDP: whole rows, padded."""
     if not p.shape:
         return 1
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
 def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
-    """Of parameters that are whole, with gradients of their own."""
+    """Return the bytes of whole parameters, their gradients and optimizer states."""
     size = float(sum(p.size for p in parameters))
     return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
 
 
 def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
-    """Bytes of the parameters that FSDP gathers together: of a repeated block, and of all the rest."""
+    """Return the bytes of the parameters that FSDP gathers together: of each repeated block, and of all others."""
     sizes: dict[int, float] = {REST: 0.0}
     for p in profile.parameters:
         unit = p.unit if p.unit != REST and profile.blocks[p.unit].repeated else REST
@@ -176,20 +178,21 @@ def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
 
 
 def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
-    """Measured seconds, or those of the cost model: products, then what is moved, and the calls at least."""
+    """Return the measured seconds of a span, or those of the cost model."""
     if span.seconds is not None:
         return span.seconds
     work = span.work
+    # the arithmetic of products and the bytes of all operations, unless launching the operations takes longer
     return max(work.products / hardware.speed(precision) + work.moved / hardware.moved, work.calls * hardware.call)
 
 
 def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
-    """Seconds of the spans of a phase on one device."""
+    """Return the seconds of the spans of a phase on one device."""
     return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
 
 
 def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
-    """Seconds of an all-reduce of ``size`` bytes by a ring; of an all-gather or a reduce-scatter with one pass."""
+    """Return the seconds of a ring all-reduce of ``size`` bytes; with one pass, of an all-gather or reduce-scatter."""
     bandwidth, latency = hardware.slowest_link()
     return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
 
@@ -198,17 +201,17 @@ def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
 
 
 class _Single:
-    """One process with the whole model. The other ways derive from it, and say what differs.
+    """One process with the whole model, and the base class of all other ways.
 
     Attributes:
-        ranks: devices that take part.
-        on_host: model states that are in the host's memory where the candidate offloads.
+        ranks: number of devices that take part.
+        on_host: model states that an offloading candidate has in the host's memory.
     """
 
     alone = True
-    """There is one device."""
+    """True if there is one device only."""
     cuts_batch = False
-    """The batch of one device is cut over all."""
+    """True if the batch of one device is divided over all."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         self.profile, self.candidate, self.hardware = profile, candidate, hardware
@@ -218,16 +221,17 @@ class _Single:
         self.on_host: tuple[str, ...] = ()
 
     def predict(self) -> Prediction:
-        """Memory and seconds of a step."""
+        """Predict memory and seconds of a step."""
         profile, hardware = self.profile, self.hardware
         rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
         parts = {**self.states(), **rest, "activations": float(self.working())}
-        away = self.on_host if self.candidate.uses_host else ()
-        host = sum((parts[name] for name in away), 0.0) * hardware.devices
-        parts |= dict.fromkeys(away, 0.0)
+        offloaded = self.on_host if self.candidate.uses_host else ()
+        host = sum((parts[name] for name in offloaded), 0.0) * hardware.devices
+        parts |= dict.fromkeys(offloaded, 0.0)
         memory = sum(parts.values())
         compute, sent, update = self.seconds()
-        if self.ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
+        # ranks of a host share its memory bandwidth, and possibly its cores
+        if self.ranks > 1 and hardware.kind == "cpu":
             busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
             compute, update = busy * compute, busy * update
         samples = profile.samples * (1 if self.cuts_batch else self.ranks)
@@ -239,38 +243,39 @@ class _Single:
         return found
 
     def states(self) -> dict[str, float]:
-        """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most."""
+        """Return the bytes of parameters, gradients, optimizer states and buckets on the rank with the most."""
         return {**_model_states(self.profile.parameters), "buckets": 0.0}
 
     def working(self) -> float:
-        """Bytes beside the model states at the moment when all together are most, less states that are not there."""
-        return max(map(self.beside, self.step.spans))
+        """Return the bytes at the peak, less the model states of :meth:`states`."""
+        return max(map(self.working_in, self.step.spans))
 
-    def beside(self, span: SpanProfile) -> float:
-        """The same while a span runs."""
+    def working_in(self, span: SpanProfile) -> float:
+        """Return the bytes at the peak of a span, less the model states."""
+        # states() counts all gradients, and before the end of the backward some do not exist yet
         return span.peak if span.phase == FORWARD else span.grown - self.trained
 
     def seconds(self) -> tuple[float, float, float]:
-        """Of computation, of waiting for messages, and of the update."""
+        """Return the seconds of computation, of waiting for messages, and of the update."""
         compute, sent = self.exchange(self.phase(FORWARD) + self.phase(BACKWARD))
         return compute, sent, self.phase(UPDATE)
 
     def phase(self, name: str) -> float:
-        """Seconds of a phase on one device."""
+        """Return the seconds of a phase on one device."""
         return phase_seconds(self.step.spans, self.profile, self.hardware, name)
 
     def exchange(self, compute: float) -> tuple[float, float]:
-        """Seconds of computation, given those of one device alone, and of waiting for messages."""
+        """Return the seconds of computation and of waiting for messages, given the computation of one device."""
         return compute, 0.0
 
 
 class _DataParallel(_Single):
-    """One process for all devices, over which it cuts the batch."""
+    """One process that divides the batch over all devices."""
 
     alone, cuts_batch = False, True
 
-    def beside(self, span: SpanProfile) -> float:
-        return super().beside(span) / self.ranks
+    def working_in(self, span: SpanProfile) -> float:
+        return super().working_in(span) / self.ranks
 
     def exchange(self, compute: float) -> tuple[float, float]:
         each = self.profile.size / self.hardware.link + self.hardware.latency
@@ -278,45 +283,45 @@ class _DataParallel(_Single):
 
 
 class _DDP(_Single):
-    """Each rank has the whole model, and gradients in buckets, which travel while the backward runs."""
+    """The whole model on each rank, and gradients in buckets that are reduced while the backward runs."""
 
     alone = False
 
     @cached_property
     def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
-        """The names in each bucket, in order of registration, and as they are laid out anew: as gradients come."""
+        """Names in each bucket, first in order of registration and then in the order in which gradients arrive."""
         device, bucket = torch.device("cpu"), self.candidate.bucket_mb
         trained = [p for p in self.profile.parameters if p.trainable]
         infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
-        came = [p.name for p in sorted(trained, key=lambda p: p.arrival) if p.arrival >= 0]
+        arrived = [p.name for p in sorted(trained, key=lambda p: p.arrival) if p.arrival >= 0]
         caps = [min(1.0, bucket) * MIB, bucket * MIB]
-        return plan_buckets(infos, caps), plan_buckets(in_order_of_arrival(infos, came), caps)
+        return plan_buckets(infos, caps), plan_buckets(in_order_of_arrival(infos, arrived), caps)
 
     @cached_property
     def first(self) -> float:
-        """Bytes of the first gradients, where buckets are laid out anew, in the order in which gradients come.
-
-        They lie in the first buckets, which are in order of registration, until they are dropped behind a forward.
-        """
+        """Bytes of the first step's gradients during the second forward; 0 if the buckets stay the same."""
+        # they are in the buckets by registration, which are freed after the forward
         registered, arrived = self.buckets
         return self.trained if registered != arrived else 0.0
 
-    def waiting(self, came: float) -> float:
-        """Bytes of gradients in memory of their own, of so many that have come: they go into a bucket together."""
+    def waiting(self, arrived: float) -> float:
+        """Return the bytes of gradients that are not in a bucket yet, if so many bytes have arrived."""
         sizes = {p.name: p.size for p in self.profile.parameters}
+        # the gradients of a bucket are copied into it together
         for bucket in self.buckets[1]:
             size = sum(sizes[name] for name in bucket)
-            if came <= size:
-                return max(came, 0.0)
-            came -= size
+            if arrived <= size:
+                return max(arrived, 0.0)
+            arrived -= size
         return 0.0
 
     def states(self) -> dict[str, float]:
-        # each gradient begins at a multiple of 16 bytes, and has a flag
+        # each gradient starts at a multiple of 16 bytes, and has a flag
         sizes = [-(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize for p in self.profile.parameters if p.trainable]
         return {**super().states(), "buckets": sum(sizes) - self.trained}
 
-    def beside(self, span: SpanProfile) -> float:  # the buckets are there all the time
+    def working_in(self, span: SpanProfile) -> float:
+        # the buckets, which states() counts as gradients, exist all the time
         if span.phase == BACKWARD:
             return max(float(span.added), span.peak + self.waiting(span.grown - span.peak))
         return span.peak + (self.first if span.phase == FORWARD else 0.0)
@@ -325,10 +330,10 @@ class _DDP(_Single):
         return compute, self.exposed()
 
     def exposed(self) -> float:
-        """Seconds for which buckets are waited for when the backward has ended.
+        """Return the seconds that a rank waits for buckets after its backward.
 
-        They travel one after another, each when its gradients are there; or all behind the backward, where messages
-        do not travel while a device computes.
+        Buckets are reduced one after another, each when its gradients exist. If messages do not overlap with
+        computation, all are reduced after the backward.
         """
         hardware, bucket = self.hardware, self.candidate.bucket_mb * MIB
         spans = [span for span in self.step.spans if span.phase == BACKWARD]
@@ -353,7 +358,7 @@ class _DDP(_Single):
         return max(end - now, 0.0)
 
     def summed(self, size: float) -> float:
-        """Seconds of an all-reduce of gradients: in shared memory, where ranks of one host have it, else by a ring."""
+        """Return the seconds of an all-reduce of gradients: in shared memory of one host, else by a ring."""
         size *= 0.5 if self.candidate.hook == "bf16" else 1.0
         if self.hardware.shared and self.hardware.nodes == 1:
             return self.hardware.shared_latency + self.ranks / 2 * size / self.hardware.shared
@@ -361,16 +366,17 @@ class _DDP(_Single):
 
 
 class _SharedUpdate(_DDP):
-    """Each rank updates a part of the model. What an engine costs was measured, on ranks of one host's CPU."""
+    """Base class of engines in which each rank updates a part of the model."""
 
     @property
     def engine(self) -> str:
-        """The engine's name among those that were measured."""
+        """Name of the engine in `Hardware.engines`."""
         return self.candidate.kind
 
     def seconds(self) -> tuple[float, float, float]:
         hardware, profile = self.hardware, self.profile
         compute = self.phase(FORWARD) + self.phase(BACKWARD)
+        # engines were measured on the CPU of one host; for others, messages follow from formulas
         cost = dict(hardware.engines).get(self.engine) if hardware.nodes == 1 else None
         if cost is None:
             compute, sent = self.exchange(compute)
@@ -379,11 +385,11 @@ class _SharedUpdate(_DDP):
         return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
 
     def groups(self) -> int:
-        """How many groups of parameters are gathered one by one: the repeated blocks, and all the rest."""
+        """Return the number of groups of parameters that are gathered one by one: repeated blocks, and all others."""
         return sum(block.repeated for block in self.profile.blocks) + 1
 
     def on_the_host(self) -> float:
-        """Seconds of an update by the host: gradients go there, weights come back."""
+        """Return the seconds of an update on the host, including the copies of gradients and weights."""
         hardware, work = self.hardware, OperationWork()
         for span in self.step.spans:
             if span.phase == UPDATE:
@@ -393,7 +399,7 @@ class _SharedUpdate(_DDP):
 
 
 class _Sharded(_SharedUpdate):
-    """ddp with a sharded optimizer: each parameter has an owner, which updates it. No parameter is cut."""
+    """ddp with a sharded optimizer: each parameter has an owner, which updates it."""
 
     def states(self) -> dict[str, float]:
         trained = [p for p in self.profile.parameters if p.trainable]
@@ -403,10 +409,10 @@ class _Sharded(_SharedUpdate):
             owned[owner].append(p)
         return {**super().states(), "optimizer states": max(map(_states, owned))}
 
-    def beside(self, span: SpanProfile) -> float:
+    def working_in(self, span: SpanProfile) -> float:
         if span.phase != UPDATE:
-            return super().beside(span)
-        # the owners' new values, a message of each under way
+            return super().working_in(span)
+        # buffers of the owners' new values, one piece of each in transit
         sends = min(float((self.ranks + 1) * PIECE), self.trained)
         return max(span.peak / self.ranks, sends)
 
@@ -415,7 +421,7 @@ class _Sharded(_SharedUpdate):
 
 
 class _FullySharded(_SharedUpdate):
-    """FSDP: each rank has a part of each parameter, and gathers a block's while that runs."""
+    """FSDP: each rank has a shard of each parameter, and gathers a block's parameters while the block runs."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -436,10 +442,10 @@ class _FullySharded(_SharedUpdate):
         }
 
     def working(self) -> float:
-        """What is gathered, and gradients before they are cut.
+        """Return the bytes at the peak of gathered parameters and whole gradients, less the model states.
 
-        A gather makes one flat copy, and from it the parameters, so that both are there for a moment. While a block's
-        backward runs, the flat copy of the block before it comes; gradients are copied into one flat tensor, and cut.
+        A gather makes one flat copy and from it the parameters, so that both exist for a moment. During a block's
+        backward, the flat copy of the previous block arrives, and gradients are copied into one flat tensor.
         """
         sizes, peaks = _unit_sizes(self.profile), list[float]()
         gathered = root = sizes.pop(REST)
@@ -450,8 +456,8 @@ class _FullySharded(_SharedUpdate):
                 gathered += size if self.keeps else 0.0
             elif span.phase == BACKWARD:
                 before = sizes.get(span.unit - 1, 0.0) if size else 0.0
-                here = root + (sum(sizes.values()) if self.keeps else size + before)
-                peaks.append(span.peak + here + (size or root))
+                whole = root + (sum(sizes.values()) if self.keeps else size + before)
+                peaks.append(span.peak + whole + (size or root))
             else:
                 peaks.append(span.peak / self.ranks)
         return max(peaks)
@@ -464,12 +470,13 @@ class _FullySharded(_SharedUpdate):
         total += (gathers + 1) * (groups - 1) * (self.ranks - 1) * latency
         if hardware.overlaps:
             return compute, max(total - compute, total / (groups + 1))
-        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
+        # copies between flat tensors and parameters or gradients
+        copied = (gathers + 1) * 2 * size / hardware.moved
         return compute + (copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call), total
 
 
 class _DeepSpeed(_FullySharded):
-    """DeepSpeed's engine, which steps weights of its own in float32."""
+    """DeepSpeed's engine, which updates its own float32 copy of the weights."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -489,7 +496,7 @@ class _DeepSpeed(_FullySharded):
         if self.cuts_parameters:
             part = float(sum(-(-p.elements // self.ranks) for p in trained))
             parameters = gradients = part * itemsize
-        else:  # all parameters are padded together
+        else:  # stages 1 and 2 pad all parameters together
             unit = 2 * self.ranks
             padded = -(-sum(p.elements for p in trained) // unit) * unit
             part, parameters, gradients = padded / self.ranks, float(padded * itemsize), 0.0
@@ -501,7 +508,10 @@ class _DeepSpeed(_FullySharded):
         }
 
     def working(self) -> float:
-        """Gradients are gathered in buckets, and in stages 1 and 2 the update makes whole ones."""
+        """Return the bytes at the peak, less the model states.
+
+        Gradients are gathered in buckets. In stages 1 and 2 the update creates whole ones.
+        """
         sizes = _unit_sizes(self.profile)
         peaks = []
         for span in self.step.spans:
@@ -530,7 +540,7 @@ WAYS: dict[str, type[_Single]] = {
 
 
 def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
-    """Memory and seconds of a step under a candidate.
+    """Predict memory and seconds of a step under a candidate.
 
     Args:
         profile: of the model, in the candidate's precision.
@@ -546,7 +556,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
 
 
 def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
-    """What runs outside of blocks: before the first one, in forward or backward; and behind it. Without the update."""
+    """Return the spans of forward and backward outside the blocks: before the first block, and all later ones."""
     early: list[SpanProfile] = []
     late: list[SpanProfile] = []
     for phase, direction in ((FORWARD, 1), (BACKWARD, -1)):
@@ -558,10 +568,7 @@ def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """The blocks as a chain; what runs before the first and behind the last one goes with these.
-
-    Parameters outside of blocks are on all ranks, and in no block here.
-    """
+    """Yield the blocks of the chain. Code before the first and after the last block counts as part of them."""
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
     early, late = _outside(step)
@@ -572,6 +579,7 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
         spans = own + ahead + after
         forward = phase_seconds(spans, profile, hardware, FORWARD)
         backward = phase_seconds(spans, profile, hardware, BACKWARD)
+        # parameters outside the blocks are on all ranks, so that they count for none of the blocks
         mine = [p for p in profile.parameters if p.unit == number]
         there += block.kept
         kept = block.kept + (before if number == 0 else 0) + (behind if number == last else 0)
@@ -588,33 +596,24 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
         )
 
 
-def _at_borders(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> tuple[float, float]:
-    """What stages receive (inputs, and gradients of outputs), and the outputs that no backward needs.
-
-    Received are those of all micro-batches; an output is there until its gradient has come.
-    """
-    followed = [stage for stage in stages if stage.stop < len(profile.blocks)]
-    inputs = [profile.blocks[stage.start - 1].sends for stage in stages if stage.start]
-    outputs = [profile.blocks[stage.stop - 1] for stage in followed]
-    not_kept = [max(block.sends - block.kept, 0) for block in outputs]
-    return (
-        sum(inputs) + sum(block.sends for block in outputs),
-        sum(flights[stage.device] * size for stage, size in zip(followed, not_kept, strict=True)),
-    )
-
-
 def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
-    """What a rank of a pipeline holds: its stages, and what is outside of blocks.
+    """Return the bytes by purpose on a rank of a pipeline.
 
     Args:
         profile: of the model.
         stages: of the rank.
-        flights: by device of the row: the part of a batch whose activations it holds at the same time.
+        flights: by device of the row, the fraction of a batch whose activations it holds at the same time.
     """
     inside = {number for stage in stages for number in range(stage.start, stage.stop)}
     mine = [p for p in profile.parameters if p.unit == REST or p.unit in inside]
     states = sum(_model_states([p for p in mine if p.unit != REST]).values())
-    received, sent = _at_borders(profile, stages, flights)
+    # buffers for inputs and for gradients of outputs exist for all micro-batches
+    followed = [stage for stage in stages if stage.stop < len(profile.blocks)]
+    received = sum(profile.blocks[stage.start - 1].sends for stage in stages if stage.start)
+    received += sum(profile.blocks[stage.stop - 1].sends for stage in followed)
+    # an output that no backward needs exists until its gradient has arrived
+    ends = [(stage, profile.blocks[stage.stop - 1]) for stage in followed]
+    sent = sum(flights[stage.device] * max(block.sends - block.kept, 0) for stage, block in ends)
     update = max((s.peak for s in profile.steps["kept"].spans if s.phase == UPDATE), default=0)
     return {
         **_model_states(mine),
@@ -626,7 +625,7 @@ def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[f
 
 
 def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
-    """The devices in the order of the stages, ``each`` stages on one, with the memory that a stage may fill there."""
+    """Return the devices in the order of the stages, ``each`` stages on one, with the memory for a stage."""
     bandwidth, latency = hardware.slowest_link()
     everywhere = sum(_of_rank(profile, (), ()).values())
     received = 2 * each * max(block.sends for block in profile.blocks)
@@ -635,12 +634,12 @@ def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequen
 
 
 def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
-    """One batch in micro-batches through stages, of which each device has one, or several that go round the devices."""
+    """Predict a pipeline by simulating its schedule with the best split."""
     schedule, count = candidate.schedule.lower(), candidate.micro_batches
     each = STAGES_OF_RANK.get(schedule, 1)
     ranks = min(hardware.world, len(profile.blocks) // each)
     actions = actions_of(schedule, ranks, count, each)
-    in_flight = [held(actions[at % ranks])[at] for at in range(each * ranks)]
+    in_flight = [most_in_flight(actions[at % ranks])[at] for at in range(each * ranks)]
     row = _row(profile, hardware, each, in_flight)
     blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
     spares = schedule not in IN_ROUNDS

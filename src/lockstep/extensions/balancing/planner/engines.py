@@ -1,4 +1,4 @@
-"""What an engine costs on a CPU beside the arithmetic of a step: measured on small nets by ranks of this host."""
+"""Overhead of sharded engines on a CPU, measured with small networks on two ranks of this host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 SMALL, WIDE = 8, 1024
 STEPS = 9
-"""Steps of which the median counts."""
+"""Measured steps; their median counts."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class EngineCost:
     """Seconds that an engine adds to a step of two ranks.
 
     Attributes:
-        step: to each step.
-        group: for each group of parameters that is gathered by itself.
-        parameter: for each parameter.
-        byte: for each byte of the parameters.
+        step: constant seconds.
+        group: seconds for each group of parameters that is gathered by itself.
+        parameter: seconds for each parameter.
+        byte: seconds for each byte of the parameters.
     """
 
     step: float = 0.0
@@ -37,19 +37,21 @@ class EngineCost:
     byte: float = 0.0
 
     def seconds(self, groups: int, parameters: int, size: float, ranks: int) -> float:
-        """Of a step.
+        """Return the seconds that the engine adds to a step.
 
         Args:
-            groups, parameters: how many.
+            groups: number of groups of parameters.
+            parameters: number of parameters.
             size: bytes of all parameters.
-            ranks: of a host. Of each byte a rank sends ``(ranks - 1) / ranks`` in a ring.
+            ranks: number of ranks of a host.
         """
+        # in a ring, a rank sends (ranks - 1) / ranks of each byte; with the measured two ranks, half
         sent = 2 * (ranks - 1) / ranks * size
         return self.step + groups * self.group + parameters * self.parameter + sent * self.byte
 
 
 class Net(nn.Module):
-    """Groups of square layers, one after another."""
+    """A chain of groups of square layers."""
 
     def __init__(self, groups: int, layers: int, width: int) -> None:
         super().__init__()
@@ -72,23 +74,14 @@ def _adam(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), 1e-9)
 
 
-def _plain(net: Net) -> Step:
+def _plain(net: Net, updates: bool = True) -> Step:
     optimizer, x = _adam(net), torch.ones(1, net.width)
 
     def step() -> None:
         optimizer.zero_grad()
         net(x).backward()
-        optimizer.step()
-
-    return step
-
-
-def _without_update(net: Net) -> Step:
-    x = torch.ones(1, net.width)
-
-    def step() -> None:
-        net.zero_grad()
-        net(x).backward()
+        if updates:
+            optimizer.step()
 
     return step
 
@@ -127,7 +120,8 @@ def _deepspeed(net: Net, stage: int) -> Step:
     import deepspeed
     from deepspeed import ops
 
-    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # nothing is compiled
+    # otherwise DeepSpeed compiles an operation for shared memory
+    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     size = sum(parameter.numel() for parameter in net.parameters())
     zero = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
@@ -147,32 +141,33 @@ ENGINES: dict[str, Callable[[Net], Step]] = {
     "fsdp_grads": lambda net: _fsdp(net, again=False),
     **{f"deepspeed {stage}": lambda net, stage=stage: _deepspeed(net, stage) for stage in (1, 2, 3)},  # type: ignore[misc]
 }
-"""By the kind of a candidate, and its stage: what makes a step of a net."""
+"""Function that creates a step of a network, by the kind of a candidate and its stage."""
 
 
 def _timed(step: Step) -> float:
-    """Median seconds of a step of ranks that begin it together; the longest of the ranks."""
+    """Return the median seconds of a step, of the slowest rank."""
     for _ in range(3):
         step()
     found = []
     for _ in range(STEPS):
+        # ranks start together: a wait for a late rank is not the engine's cost
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         step()
-        found.append(time.perf_counter() - begun)
+        found.append(time.perf_counter() - start)
     longest = torch.tensor([statistics.median(found)], dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
 
 
 def measure_engines() -> dict[str, EngineCost]:
-    """What engines add to a step, by their names; those whose package is missing, or that fail, are left out.
+    """Measure the seconds that engines add to a step, by name.
 
-    Collective, on each of two ranks of a process group of gloo.
+    Collective, on two ranks of a process group of gloo. DeepSpeed is left out if it is missing or fails.
     """
     alone = {}
     for name, shape in NETS.items():
-        whole, without = _timed(_plain(Net(*shape))), _timed(_without_update(Net(*shape)))
+        whole, without = _timed(_plain(Net(*shape))), _timed(_plain(Net(*shape), updates=False))
         alone[name] = without + (whole - without) / dist.get_world_size()  # each rank updates its part
     found = {}
     with _silent():
@@ -181,16 +176,16 @@ def measure_engines() -> dict[str, EngineCost]:
                 continue
             try:
                 added = {name: _timed(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
-            except Exception:  # no prediction is worth a plan
+            except Exception:  # a plan without DeepSpeed is better than none
                 if engine.startswith("deepspeed"):
                     continue
                 raise
-            found[engine] = _solved(added)
+            found[engine] = _solve(added)
     return found
 
 
-def _solved(added: dict[str, float]) -> EngineCost:
-    """The cost whose sums are what was added to the four nets, none of its parts below zero."""
+def _solve(added: dict[str, float]) -> EngineCost:
+    """Solve for the cost of an engine from the seconds that it added to the four networks. No part is below zero."""
     parameter = max((added["layers"] - added["one"]) / 10, 0.0)
     group = max((added["groups"] - added["one"] - 10 * parameter) / 5, 0.0)
     step = max(added["one"] - group - 2 * parameter, 0.0)
@@ -199,7 +194,7 @@ def _solved(added: dict[str, float]) -> EngineCost:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What engines print and log is not the user's."""
+    """Suppress the output and log of the engines."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""What devices and links can do: measured in seconds and kept in a file, or said by the user for machines elsewhere."""
+"""Speed and memory of devices and links: measured here and cached in a file, or described by the user."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def bytes_said(flag: str, text: str) -> float:
-    """Bytes as people write them: "80GB", "24 GiB", "25GB/s", or a number.
+def parse_bytes(flag: str, text: str) -> float:
+    """Parse a number of bytes such as "80GB", "24 GiB", "25GB/s" or "1000".
 
     Args:
         flag: for the error.
-        text: what was given.
+        text: the user's.
 
     Raises:
-        MisconfigurationException: it is no such number, or not above 0.
+        MisconfigurationException: the text cannot be parsed, or is not above 0.
 
     Example:
-        >>> bytes_said("--memory", "80GB"), bytes_said("--link", "1.5 GiB/s")
+        >>> parse_bytes("--memory", "80GB"), parse_bytes("--link", "1.5 GiB/s")
         (80000000000.0, 1610612736.0)
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Z]*)(/S)?", text.strip().upper())
@@ -55,29 +55,30 @@ def bytes_said(flag: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices that are alike, on nodes that are alike.
+    """Equal devices on equal nodes.
 
     Attributes:
-        devices: of a node.
-        nodes: machines.
+        devices: number on a node.
+        nodes: number of machines.
         memory: bytes of a device that a run can use.
         products: floating-point operations a second of matrix products, by the name of a dtype.
         moved: bytes a second that an operation reads and writes.
-        call: seconds that an operation takes at least.
+        call: minimum seconds of an operation.
         link: bytes a second between devices of a node.
-        latency: seconds of a message there.
-        shared, shared_latency: bytes of gradients a second, and seconds at least, of an all-reduce in memory that two
-            ranks on one host share; 0 where there is none.
-        engines: by name, what an engine adds to a step of ranks on one host's CPU.
-        contention: how many times as long a rank computes while another one of this host does, too.
-        node_link, node_latency: the same between nodes.
+        latency: seconds of a message between devices of a node.
+        shared: bytes of gradients a second of an all-reduce in memory that two ranks of one host share; 0: none.
+        shared_latency: minimum seconds of such an all-reduce.
+        engines: by name, seconds that an engine adds to a step of ranks on one host's CPU.
+        contention: factor by which a rank is slower while another rank of its host computes.
+        node_link: bytes a second between nodes.
+        node_latency: seconds of a message between nodes.
         host_memory: bytes of a node's host, for all its devices.
         host_link: bytes a second between a device and the host.
         host_moved: bytes a second that the host's processor reads and writes.
-        overlaps: messages travel while a device computes.
+        overlaps: True if messages are sent while a device computes.
         kind: type of the devices.
         name: of the device.
-        host: the machine on which it was measured; "" for what was said.
+        host: the machine on which it was measured; "" for described devices.
     """
 
     devices: int = 1
@@ -104,11 +105,11 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """The number of devices."""
+        """Number of devices of all nodes."""
         return self.devices * self.nodes
 
     def speed(self, precision: str) -> float:
-        """Operations a second of matrix products in a precision as of ``Trainer(precision=...)``."""
+        """Return the operations a second of matrix products in a precision of ``Trainer(precision=...)``."""
         table = dict(self.products)
         kinds = (("bf16", "bfloat16"), ("16", "float16"), ("64", "float64"))
         wanted = next((dtype for key, dtype in kinds if key in precision), "float32")
@@ -117,7 +118,7 @@ class Hardware:
         return table.get(wanted) or table.get("bfloat16" if wanted == "float16" else "float16") or table["float32"]
 
     def slowest_link(self) -> tuple[float, float]:
-        """Bandwidth and latency of the slowest link of a ring over all devices."""
+        """Return bandwidth and latency of the slowest link of a ring over all devices."""
         if self.nodes > 1 and self.devices > 1:
             return min(self.link, self.node_link), max(self.latency, self.node_latency)
         return (self.node_link, self.node_latency) if self.nodes > 1 else (self.link, self.latency)
@@ -126,17 +127,17 @@ class Hardware:
 def described(
     devices: int, nodes: int = 1, memory: float | None = None, link: float | None = None, chip: str | None = None
 ) -> Hardware:
-    """Devices that are not here.
+    """Describe devices of another machine.
 
     Args:
-        devices: of a node.
-        nodes: machines.
+        devices: number on a node.
+        nodes: number of machines.
         memory: bytes of a device; None: 80 GB.
-        link: bytes a second of the slowest link: between nodes, or between devices where there is one node.
+        link: bytes a second of the slowest link: between nodes, or between devices of a single node.
         chip: name of a GPU, for its arithmetic speed: "H100", "A100", "RTX 3090"; None: a modest one of 2020.
 
     Raises:
-        MisconfigurationException: no device, or a chip that is not known.
+        MisconfigurationException: a number is below 1, or the chip is unknown.
     """
     for flag, value in (("--devices", devices), ("--nodes", nodes)):
         if value < 1:
@@ -150,9 +151,10 @@ def described(
         table = next((rates for pattern, rates in CHIPS if re.search(pattern, chip.lower())), None)
         if table is None:
             raise MisconfigurationException(
-                f"--chip {chip}: not known; give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
+                f"--chip {chip}: unknown. Give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
             )
-        products = {_name(key): rate * TERA * 0.5 for key, rate in table.items()}  # what products of real sizes reach
+        # products of real sizes reach about half of the data sheet
+        products = {_name(key): rate * TERA * 0.5 for key, rate in table.items()}
         products["float32"] = products.pop(TFLOAT32, products["float32"])
         made = replace(made, products=tuple(products.items()), name=chip)
     return made
@@ -166,32 +168,29 @@ def _name(dtype: Any) -> str:
 
 
 SMALL = 384
-"""Rows of the matrices that are multiplied on a CPU, and first of all on another device."""
+"""Rows of the matrices that are multiplied on a CPU, and of the first ones on other devices."""
 
 
 def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Seconds of a call, the median of some."""
-
+    """Return the median seconds of a call, after one warm-up call."""
     run()
     found = []
     for _ in range(times):
         synchronize(device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run()
         synchronize(device)
-        found.append(time.perf_counter() - begun)
+        found.append(time.perf_counter() - start)
     return statistics.median(found)
 
 
 def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product of matrices: the larger they are, the more of a device is busy.
-
-    A device that is slow in a dtype is asked for small ones.
-    """
+    """Return the operations a second of a product of matrices."""
+    # larger matrices use more of a device; a device that is slow in a dtype stops at small ones
     size, most = SMALL, SMALL if device.type == "cpu" else 4096
     while True:
-        drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-        a = drawn.to(device, dtype)  # of equal numbers a GPU multiplies more, as they take less power
+        # random numbers: a GPU multiplies equal numbers faster, since they take less power
+        a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         seconds = _median(partial(torch.mm, a, a), device)
         if size >= most or seconds > 0.01:
             return 2.0 * size**3 / seconds
@@ -199,11 +198,7 @@ def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_device(device: torch.device) -> Hardware:
-    """One device of this machine: seconds of products, copies and small operations; takes about a second.
-
-    Args:
-        device: where.
-    """
+    """Measure products, copies and small operations on a device of this machine. It takes about a second."""
     on_cpu = device.type == "cpu"
     dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16)
     products = {_name(dtype): _rate_of_products(device, dtype) for dtype in dtypes}
@@ -236,15 +231,13 @@ def measure_device(device: torch.device) -> Hardware:
 
 
 def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | None:
-    """Bytes a second from a device to the one beside it; None where it is alone, or they could not be measured.
-
-    By a process of its own: what opens a device keeps some of its memory until it ends.
-    """
+    """Measure bytes a second from a device to the next one; None if it is the only one or the measurement fails."""
     numbers = [other.index for other in devices_of(device.type)]
     mine = device.index or 0
     if len(numbers) < 2:
         return None
     other = mine + 1 if mine + 1 in numbers else mine - 1
+    # in another process, since a process that has opened a device keeps some of its memory until it ends
     code = f"from {__name__} import copying; print(copying({device.type!r}, {mine}, {other}))"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
@@ -254,15 +247,15 @@ def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | N
 
 
 def copying(kind: str, one: int, other: int) -> float:
-    """Bytes a second of copies between two devices of a kind, by their numbers."""
+    """Measure bytes a second of copies between two devices of a kind, given their numbers."""
     device = torch.device(kind, one)
-    there = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
-    beside = torch.empty_like(there, device=torch.device(kind, other))
-    return there.nbytes / _median(lambda: beside.copy_(there), device)
+    source = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source, device=torch.device(kind, other))
+    return source.nbytes / _median(lambda: target.copy_(source), device)
 
 
 def usable_memory(device: torch.device) -> float:
-    """Bytes that a run can use on a device, what torch's allocator keeps for it included."""
+    """Return the bytes that a run can use on a device, including the free memory of torch's allocator."""
     free = free_memory(device)
     if free is None:
         return 16 * GB
@@ -270,7 +263,7 @@ def usable_memory(device: torch.device) -> float:
 
 
 def _small_step() -> Callable[[], None]:
-    """A step of some milliseconds: products, and an update of more memory than a core has for itself."""
+    """Create a step of some milliseconds, whose update moves more memory than a core's cache has."""
     net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)])
     optimizer, x = torch.optim.AdamW(net.parameters(), 1e-6), torch.ones(64, 512)
 
@@ -283,11 +276,11 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """One of two processes that measure how ranks of this host talk; rank 0 leaves what it found in ``folder``.
+    """Measure communication between ranks of this host, in one of two processes. Rank 0 writes the results.
 
     Args:
         rank: 0 or 1.
-        folder: where they meet.
+        folder: for the rendezvous and the results.
     """
     from lockstep.engines.ddp.reducer import Reducer
 
@@ -314,7 +307,8 @@ def probe(rank: int, folder: str) -> None:
                 if reducer is not None:
                     reducer.finish()
 
-            for _ in range(3):  # buckets are laid out by the first ones
+            # the reducer lays out its buckets in the first steps
+            for _ in range(3):
                 step()
             seconds.append(_median(step, cpu, 9))
         extra.append(max(seconds[1] - seconds[0], 1e-6))
@@ -329,15 +323,16 @@ def probe(rank: int, folder: str) -> None:
     dist.barrier()
     tiny = torch.zeros(1)
 
-    def work_and_meet() -> None:
+    def work_and_send() -> None:
         work()
         dist.all_reduce(tiny)
 
-    meeting = _median(work_and_meet, cpu, 9) - together  # ranks that compute do not come at the same time
+    # ranks that compute do not arrive at the same time, so that a message takes longer than between idle ranks
+    delay = _median(work_and_send, cpu, 9) - together
     found: dict[str, Any] = {
         "contention": max(together / alone, 1.0) if rank == 0 else 1.0,
         "link": 4 * 2**21 / max(sent[1] - sent[0], 1e-9),  # between two ranks a ring sends each byte once over a link
-        "latency": max(sent[0], meeting) / 2,
+        "latency": max(sent[0], delay) / 2,
         "shared": size / max(extra[1] - extra[0], 1e-9),
         "shared_latency": extra[0],
     }
@@ -349,20 +344,21 @@ def probe(rank: int, folder: str) -> None:
 
 
 def measure_links(seconds: float = 120.0) -> dict[str, Any]:
-    """How two ranks of this host's CPU talk, and what engines cost there, by two processes of its own; about 15 s.
+    """Measure communication and engines on this host's CPU with two processes. It takes about 15 seconds.
 
     Args:
-        seconds: after which it is given up.
+        seconds: time limit.
 
     Returns:
-        the fields of `Hardware` of these names; nothing where the processes fail.
+        fields of `Hardware` by name; empty if the processes fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         code = f"import sys; from {__name__} import probe; probe(int(sys.argv[1]), sys.argv[2])"
         ranks = []
         for rank in (0, 1):
-            asked = [f"RANK={rank}", f"LOCAL_RANK={rank}", "WORLD_SIZE=2", "DS_ACCELERATOR=cpu"]  # by DeepSpeed
-            front = ["env", "GLOO_SOCKET_IFNAME=lo", *asked] if sys.platform == "linux" else []
+            # DeepSpeed reads these
+            variables = [f"RANK={rank}", f"LOCAL_RANK={rank}", "WORLD_SIZE=2", "DS_ACCELERATOR=cpu"]
+            front = ["env", "GLOO_SOCKET_IFNAME=lo", *variables] if sys.platform == "linux" else []
             words = [*front, sys.executable, "-c", code, str(rank), folder]
             ranks.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         try:
@@ -381,30 +377,28 @@ def measure_links(seconds: float = 120.0) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept."""
+    """Return the folder of cached measurements."""
     return Path.home() / ".cache" / "lockstep"
 
 
 def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
-    """This machine's devices: as kept in a file, or measured now. Free memory is always that of now.
+    """Return this machine's devices, from the cache or measured now. Free memory is always read now.
 
     Args:
-        device: one of them; the others are taken to be like it.
-        devices, nodes: how many.
-        folder: where measurements are kept; None: `cache_folder`. A folder that cannot be written to is left alone.
-
-    Returns:
-        with the host's name in it. The memory of a CPU is shared by its ranks.
+        device: one of them; the others are assumed to be equal.
+        devices: number on a node; ranks on a CPU share its memory.
+        nodes: number of machines.
+        folder: of the cache; None: `cache_folder`. A folder that cannot be written to is ignored.
     """
     on_cpu = device.type == "cpu"
     kind = "cpu" if on_cpu else device_name(device)
     name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
-    known = _read(path)
-    found = known or measure_device(device)
+    cached = _read(path)
+    found = cached or measure_device(device)
     if on_cpu and devices > 1 and not found.engines:
         found = replace(found, **measure_links())
-    if found is not known:
+    if found is not cached:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(found), indent=1))
@@ -413,7 +407,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Hardware` as JSON has them."""
+    """Convert fields of `Hardware` from JSON."""
     made = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()}
     return {**made, "engines": tuple((name, EngineCost(**cost)) for name, cost in made.get("engines", ()))}
 

@@ -1,18 +1,18 @@
-"""The split of a chain of blocks over devices in a row: the slowest device takes the least possible time.
+"""Split of a chain of blocks over a row of devices with the fastest slowest device.
 
     split = partition([Block(seconds=1.0), Block(seconds=2.0)], [Device(), Device()])
     split.bottleneck
 
 **Algorithm.** Chains-on-chains partitioning by dynamic programming (Pinar and Aykanat 2004 for equal processors and
 2008 for unequal ones): with F[d, j] the least bottleneck of the first j blocks on the first d devices,
-F[d, j] = min over i of max(F[d - 1, i], cost of blocks i to j on device d). It is exact where no block is computed
-again. In a stage that is too large, blocks are computed again greedily, those first that cost the fewest seconds a
-byte, until it fits (`_Chain.chosen`): the least of all choices is a knapsack for each stage.
+F[d, j] = min over i of max(F[d - 1, i], cost of blocks i to j on device d). It is exact without recomputation. In a
+stage that needs too much memory, blocks are recomputed greedily, those with the fewest seconds a byte first, until it
+fits (`_Chain.recompute`). The optimal choice would be a knapsack problem for each stage.
 
-**Assumed.** Devices stand in the order given, and one may be left empty, unless each shall have a block. A block's time
-on a device is its time divided by the device's speed. A stage sends and receives one after another and beside its
-computation: the activation and its gradient, over its own link. A device holds the activations of `Device.in_flight`
-micro-batches at a time; a block that is computed again keeps its inputs for each, and all of its activations for one,
+**Assumptions.** Devices keep the given order; one may stay without blocks, unless each must have one. A block's time on
+a device is its time divided by the device's speed. A stage sends and receives the activation and its gradient one after
+another over its own link, in addition to its computation. A device holds the activations of `Device.in_flight`
+micro-batches at the same time. A recomputed block keeps its inputs for each of them, and all its activations for one
 while its backward runs.
 """
 
@@ -27,25 +27,25 @@ import torch
 from torch import Tensor
 
 MATRICES = 8
-"""Devices whose stages' seconds are kept: those of a thousand blocks have 8 MB each."""
+"""Upper limit of the devices whose stages' seconds are kept; those of a thousand blocks take 8 MB each."""
 ROUNDING = 1 + 1e-12
-"""What adds up to so much of a device's memory fits into it."""
+"""Factor on a device's memory, so that sums with rounding errors still fit."""
 
-# -- what is split, and over what ------------------------------------------------------------------------------
+# -- blocks and devices ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a chain; times on a device of speed 1, both for one micro-batch.
+    """A block of a chain, for one micro-batch on a device of speed 1.
 
     Attributes:
         seconds: forward and backward.
-        again: what a recomputation takes: another forward. Infinite: the block is never computed again.
+        again: seconds of a recomputation, which is another forward. Infinite: the block is never recomputed.
         states: bytes that stay for the whole step: parameters, gradients, optimizer states.
         kept: bytes that the forward keeps for the backward.
-        inputs: of them, those that are kept all the same when the block is computed again.
-        working: bytes that are needed beside these while the block runs.
-        sends: bytes of the output; its gradient has as many.
+        inputs: the part of ``kept`` that a recomputed block keeps as well.
+        working: additional bytes while the block runs.
+        sends: bytes of the output, and of its gradient.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class Block:
 
     @property
     def saves(self) -> float:
-        """Bytes of a micro-batch that a recomputation spares; 0 where there is none."""
+        """Bytes of a micro-batch that a recomputation saves; 0 if the block is never recomputed."""
         return max(self.kept - self.inputs, 0.0) if self.again < math.inf else 0.0
 
 
@@ -67,11 +67,11 @@ class Device:
     """A device of the row.
 
     Attributes:
-        speed: relative to the one on which the blocks were measured.
+        speed: relative to the device on which the blocks were measured.
         memory: bytes that it has for blocks.
         bandwidth: bytes a second of its link.
         latency: seconds of a message.
-        in_flight: micro-batches whose activations it holds at the same time; gradients may count as parts of one.
+        in_flight: micro-batches whose activations it holds at the same time; gradients may count as a fraction.
     """
 
     speed: float = 1.0
@@ -87,8 +87,9 @@ class Stage:
 
     Attributes:
         device: its place in the row.
-        start, stop: its blocks, ``blocks[start:stop]``.
-        recomputed: the indices of those that are computed again.
+        start: index of its first block.
+        stop: index after its last block.
+        recomputed: indices of the recomputed blocks.
         seconds: of a micro-batch: computation, recomputation and messages.
         memory: bytes.
     """
@@ -117,7 +118,7 @@ class DoesNotFit(ValueError):
     """A chain needs more memory than its devices have.
 
     Attributes:
-        missing: bytes; with so many more on each device a split can be found.
+        missing: bytes that each device would need in addition.
     """
 
     def __init__(self, message: str, missing: float) -> None:
@@ -125,11 +126,11 @@ class DoesNotFit(ValueError):
         self.missing = missing
 
 
-# -- its stages ----------------------------------------------------------------------------------------------------
+# -- stages --------------------------------------------------------------------------------------------------------
 
 
 def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int] = frozenset()) -> float:
-    """Bytes that ``blocks`` need on a device when those of the indices ``recomputed`` are computed again."""
+    """Return the bytes of blocks on a device if those with the indices ``recomputed`` are recomputed."""
     stays = sum(block.states for block in blocks)
     kept = sum(block.kept - (block.saves if at in recomputed else 0) for at, block in enumerate(blocks))
     peaks = (block.working + (block.saves if at in recomputed else 0) for at, block in enumerate(blocks))
@@ -137,7 +138,7 @@ def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int
 
 
 class _Kind(NamedTuple):
-    """Blocks that cost and save alike when they are computed again."""
+    """Key of blocks with equal cost and savings of a recomputation."""
 
     again: float
     saves: float
@@ -149,7 +150,7 @@ class _Kind(NamedTuple):
 
 
 class _Chain:
-    """What is known of all stages ``[start:stop]`` at once: sums up to a block, and matrices ``[stop, start]``."""
+    """Tensors for all stages ``[start:stop]`` at once: sums up to a block, and matrices ``[stop, start]``."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks, self.size = blocks, len(blocks)
@@ -164,65 +165,67 @@ class _Chain:
         for at, block in enumerate(blocks):
             if block.saves:
                 kinds.setdefault(_Kind.of(block), []).append(at)
-        cheapest_first = sorted(kinds, key=lambda kind: (kind.again / kind.saves, -kind.saves))
-        self.members = {kind: self._up_to(kinds[kind]) for kind in cheapest_first}
-        """By kind, the cheapest byte first: how many there are up to a block."""
-
-    def _up_to(self, members: list[int]) -> Tensor:
-        counts = torch.zeros(self.size + 1, dtype=torch.float64)
-        counts[torch.tensor(members) + 1] = 1.0
-        return counts.cumsum(0)
+        self.members: dict[_Kind, Tensor] = {}
+        """Number of a kind's blocks up to a block, by kind, those with the fewest seconds a byte first."""
+        for kind in sorted(kinds, key=lambda kind: (kind.again / kind.saves, -kind.saves)):
+            counts = torch.zeros(self.size + 1, dtype=torch.float64)
+            counts[torch.tensor(kinds[kind]) + 1] = 1.0
+            self.members[kind] = counts.cumsum(0)
 
     def most(self, values: list[float]) -> Tensor:
-        """The largest of each stage."""
+        """Return the largest value of each stage's blocks."""
         grid = torch.full((self.size + 1, self.size + 1), -math.inf, dtype=torch.float64)
         below = torch.arange(self.size)[:, None] >= torch.arange(self.size)
         grid[1:, :-1] = torch.where(below, torch.tensor(values, dtype=torch.float64)[:, None], -math.inf)
         return grid.cummax(0).values
 
-    def held(self, device: Device, start: Tensor, stop: Tensor) -> Tensor:
-        """Bytes that stages hold between backwards, if nothing is computed again."""
+    def between_backwards(self, device: Device, start: Tensor, stop: Tensor) -> Tensor:
+        """Return the bytes that stages hold between backwards without recomputation."""
         return self.states[stop] - self.states[start] + device.in_flight * (self.kept[stop] - self.kept[start])
 
-    def chosen(
+    def recompute(
         self, device: Device, start: Tensor, stop: Tensor
     ) -> tuple[list[tuple[_Kind, Tensor, Tensor]], Tensor, Tensor]:
-        """What is computed again so that stages fit: of each kind in which of them how many blocks.
+        """Choose the blocks to recompute so that stages fit.
 
-        Returns: that, the seconds that it takes on a device of speed 1, and whether the stages fit then.
+        Returns:
+            for each kind the stages concerned and their numbers of blocks; the seconds of the recomputation on a
+            device of speed 1; and True for the stages that fit then.
         """
-        held, peak = self.held(device, start, stop), self.working[stop, start]
-        seconds = torch.zeros_like(held)
+        stays, peak = self.between_backwards(device, start, stop), self.working[stop, start]
+        seconds = torch.zeros_like(stays)
         room = device.memory * ROUNDING
-        taken = []
+        chosen = []
         for kind, members in self.members.items():
             able = members[stop] - members[start]
-            (at,) = ((able > 0) & (held + peak > room)).nonzero(as_tuple=True)
+            (at,) = ((able > 0) & (stays + peak > room)).nonzero(as_tuple=True)
             size = device.in_flight * kind.saves
+            # a recomputed block has all its activations while its backward runs, which may raise the peak
             higher = peak[at].clamp(min=kind.working + kind.saves)
-            number = ((held[at] + higher - room) / size).ceil().clamp(min=1.0).minimum(able[at])
-            held[at] -= number * size
+            number = ((stays[at] + higher - room) / size).ceil().clamp(min=1.0).minimum(able[at])
+            stays[at] -= number * size
             peak[at] = higher
             seconds[at] += number * kind.again
-            taken.append((kind, at, number))
-        return taken, seconds, held + peak <= room
+            chosen.append((kind, at, number))
+        return chosen, seconds, stays + peak <= room
 
     def costs(self, device: Device, spare: bool) -> Tensor:
-        """The seconds of each stage on a device; infinite where it does not fit.
+        """Return the seconds of each stage on a device; infinite if it does not fit.
 
         Args:
-            device: on which.
-            spare: whether it may stay without blocks.
+            device: of the stage.
+            spare: True if it may stay without blocks.
         """
         link = 2 * (device.latency * self.inner + self.sends / device.bandwidth)
         stop, start = torch.tril_indices(self.size + 1, self.size + 1, -1)
         again = torch.zeros(len(start), dtype=torch.float64)
         if device.memory < math.inf:
-            need = self.held(device, start, stop) + self.working[stop, start]
+            need = self.between_backwards(device, start, stop) + self.working[stop, start]
             least = need - device.in_flight * (self.saves[stop] - self.saves[start])
             again.masked_fill_(need > device.memory * ROUNDING, math.inf)
+            # the greedy choice is slow: only for stages that recomputation can make fit
             (short,) = ((need > device.memory * ROUNDING) & (least <= device.memory)).nonzero(as_tuple=True)
-            _, seconds, fits = self.chosen(device, start[short], stop[short])
+            _, seconds, fits = self.recompute(device, start[short], stop[short])
             again[short] = seconds.where(fits, math.inf)
         grid = torch.full((self.size + 1, self.size + 1), math.inf, dtype=torch.float64)
         own = (self.seconds[stop] - self.seconds[start] + again) / device.speed
@@ -230,12 +233,12 @@ class _Chain:
         return grid.fill_diagonal_(0.0 if spare else math.inf)
 
     def stage(self, device: Device, at: int, start: int, stop: int, seconds: float) -> Stage:
-        """A stage that fits the device, with the blocks that are computed again: the first ones of each kind."""
+        """Create a stage that fits the device. The first blocks of each kind are recomputed."""
         numbers: dict[_Kind, int] = {}
         mine = self.blocks[start:stop]
         if memory_of(mine, device) > device.memory * ROUNDING:
-            taken, _, _ = self.chosen(device, torch.tensor([start]), torch.tensor([stop]))
-            numbers = {kind: int(number.sum()) for kind, _, number in taken}
+            chosen, _, _ = self.recompute(device, torch.tensor([start]), torch.tensor([stop]))
+            numbers = {kind: int(number.sum()) for kind, _, number in chosen}
         again = []
         for index, block in enumerate(mine):
             kind = _Kind.of(block)
@@ -250,20 +253,20 @@ def _total(values: list[float]) -> Tensor:
     return torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
 
 
-# -- all of them -------------------------------------------------------------------------------------------------
+# -- the split ---------------------------------------------------------------------------------------------------
 
 
 def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = True) -> Split:
-    """Split a chain over devices so that the slowest stage takes the least time; see the head of this file.
+    """Split a chain over devices so that the slowest stage is as fast as possible.
 
     Args:
         blocks: in the order in which they run.
-        devices: in the order in which they get them.
-        spare: a device may stay without blocks; else each gets one at least.
+        devices: in the order of their blocks.
+        spare: True if a device may stay without blocks.
 
     Raises:
-        DoesNotFit: no split was found that fits, with what is missing.
-        ValueError: there is no block or no device, or too few blocks for all devices.
+        DoesNotFit: no split that fits was found.
+        ValueError: there are no blocks or no devices, or fewer blocks than devices with ``spare=False``.
 
     Example:
         >>> chain = [Block(seconds=1.0), Block(seconds=1.0), Block(seconds=4.0)]
@@ -271,17 +274,18 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
         [(0, 2), (2, 3)]
     """
     if not blocks or not devices:
-        raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: give one of each at least")
+        raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: give at least one of each")
     if not spare and len(blocks) < len(devices):
         raise ValueError(f"partition: {len(blocks)} blocks cannot be on each of {len(devices)} devices: give fewer")
     chain = _Chain(blocks)
     reached = torch.full((len(blocks) + 1,), math.inf, dtype=torch.float64)
     reached[0] = 0.0
     costs: dict[Device, Tensor] = {}
-    starts: list[list[int]] = []  # by device and stop: where its stage starts in the best split so far
+    starts: list[list[int]] = []  # by device and stop, the start of its stage in the best split so far
     seconds: list[list[float]] = []
     for device in devices:
         if device not in costs:
+            # a row of a thousand unequal devices would fill the memory
             if len(costs) == MATRICES:
                 costs.clear()
             costs[device] = chain.costs(device, spare)
@@ -290,6 +294,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
         seconds.append(costs[device].gather(1, best[:, None])[:, 0].tolist())
     if not math.isfinite(float(reached[-1])):
         raise _too_large(blocks, devices, spare)
+    # from the last device back to the first, the starts give the split
     stages, stop = list[Stage](), len(blocks)
     for at in reversed(range(len(devices))):
         start = starts[at][stop]
@@ -300,7 +305,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
 
 
 def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
-    """Which block is larger than any device, or what all of them lack."""
+    """Create the error: a block that is larger than any device, or the memory that all devices lack."""
     missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []
@@ -309,19 +314,20 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) 
             gaps.append(min(needs) - device.memory)
         if min(gaps) > 0:
             return DoesNotFit(
-                f"block {index} alone needs {min(gaps):.0f} bytes more than any device has: make the micro-batch "
-                "smaller, or split the block",
+                f"block {index} alone needs {min(gaps):.0f} bytes more than any device has: use smaller micro-batches, "
+                "or divide the block",
                 max(missing, min(gaps)),
             )
     return DoesNotFit(
         f"{len(blocks)} blocks do not fit {len(devices)} devices in a row: each would need {missing:.0f} bytes more. "
-        "Give more devices, a smaller micro-batch, or fewer micro-batches at the same time",
+        "Use more devices, smaller micro-batches, or fewer at the same time",
         missing,
     )
 
 
 def _missing(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> float:
-    """With so many bytes more on each device a split is found."""
+    """Return the bytes that each device would need in addition for a split to exist."""
+    # the same dynamic programming, with missing bytes in the place of seconds
     chain = _Chain(blocks)
     backward = torch.arange(chain.size + 1)[:, None] < torch.arange(chain.size + 1)
     reached = torch.full((chain.size + 1,), math.inf, dtype=torch.float64)

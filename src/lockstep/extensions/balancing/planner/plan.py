@@ -1,4 +1,4 @@
-"""A plan: every way to train with its memory and its seconds, the one to choose and why, and the file that keeps it."""
+"""Plans: every way to train with its memory and seconds, the choice and its reason, and the file of a plan."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import is_there
 from lockstep.memory.meter import readable
 
-if TYPE_CHECKING:  # else imported where a plan is made: each Trainer names this file, and few make a plan
+if TYPE_CHECKING:  # imported when a plan is made: each Trainer imports this file, and few make a plan
     from lockstep.extensions.balancing.planner.cost import Candidate, Prediction
     from lockstep.extensions.balancing.planner.hardware import Hardware
     from lockstep.extensions.balancing.planner.profile import ModelProfile
 
 Goal = Literal["speed", "memory"]
 NEAR, NEAR_COMPUTED = 0.05, 0.15
-"""Rates that differ by less count as equal, where seconds were measured and where they come from the cost model: the
-simpler way is chosen."""
+"""Rates that differ by less count as equal: with measured seconds, and with those of the cost model."""
 ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "fsdp_offload", "pipeline")
 """Kinds of candidates, simple ones first."""
 
@@ -30,24 +29,12 @@ ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "f
 
 
 def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
-    """The ways to train a model on these devices.
+    """Yield the ways to train a model on these devices.
 
     Args:
         profile: of the model.
         hardware: the devices.
     """
-    for way in _ways(hardware):
-        yield replace(way, precision=profile.precision)
-        # under stage 3 a second forward keeps other tensors than the first, which torch's checkpointing refuses
-        again = way.kind != "dp" and way.stage < 3 and way.bucket_mb == 25.0 and not way.hook
-        if again and "recomputed" in profile.steps:
-            yield replace(way, precision=profile.precision, recomputed=True)
-    if hardware.world > 1 and len(profile.blocks) > 1:
-        yield from _pipelines(profile, hardware)
-
-
-def _ways(hardware: Hardware) -> list[Candidate]:
-    """The ways in which each device runs the whole model."""
     from lockstep.extensions.balancing.planner.cost import Candidate
 
     several, on_gpu = hardware.world > 1, hardware.kind != "cpu"
@@ -61,11 +48,20 @@ def _ways(hardware: Hardware) -> list[Candidate]:
         (on_gpu, Candidate("fsdp_offload")),
         *((on_gpu, Candidate("deepspeed", stage=stage, offload=True)) for stage in (2, 3)),
     ]
-    return [way for offered, way in ways if offered]
+    for offered, way in ways:
+        if not offered:
+            continue
+        yield replace(way, precision=profile.precision)
+        # under stage 3 a second forward keeps other tensors than the first, which torch's checkpointing refuses
+        again = way.kind != "dp" and way.stage < 3 and way.bucket_mb == 25.0 and not way.hook
+        if again and "recomputed" in profile.steps:
+            yield replace(way, precision=profile.precision, recomputed=True)
+    if several and len(profile.blocks) > 1:
+        yield from _pipelines(profile, hardware)
 
 
 def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
-    """Pipelines of all devices, by schedule and number of micro-batches."""
+    """Yield pipelines of all devices, by schedule and number of micro-batches."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 
@@ -79,13 +75,13 @@ def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
-    """Why a candidate cannot be run although it may fit; "" where it can.
+    """Return the reason why a candidate cannot be run, whether or not it fits; "" if it can.
 
     Args:
         profile: of the model.
         candidate: the way to train.
         hardware: the devices.
-        packages: optional ones that are there.
+        packages: optional packages that are installed.
     """
     if candidate.kind == "pipeline":
         return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
@@ -108,14 +104,14 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
 
 @dataclass(frozen=True)
 class Plan:
-    """Ways to train a model on some devices, and the one to choose.
+    """Predictions of all ways to train a model on some devices, and a choice.
 
     Attributes:
-        profile: of the model, in the precision that was asked for.
+        profile: of the model, in the precision of the Trainer.
         hardware: the devices.
-        rows: all ways.
-        choice: the best; None where nothing fits.
-        reason: why, in a sentence or two.
+        rows: predictions of all ways.
+        choice: the best one; None if nothing fits.
+        reason: of the choice, in one or two sentences.
     """
 
     profile: ModelProfile
@@ -128,20 +124,20 @@ class Plan:
         return "\n".join(self.lines())
 
     def lines(self, everything: bool = False) -> Iterator[str]:
-        """The table, the choice, its reason.
+        """Yield the lines of the table, and the reason of the choice.
 
         Args:
-            everything: also ways that are not worth choosing: pipelines and variants of a way that gain nothing.
+            everything: True for all rows, including pipelines and variants of a way that gain nothing.
         """
-        model, there = self.profile, self.hardware
+        model, machine = self.profile, self.hardware
         yield (
             f"{model.name}: {_count(model.elements)} parameters, {len(model.blocks)} blocks, {model.samples:g} samples "
             f"on a device, {model.precision}; seconds " + ("measured" if model.device else "by the cost model")
         )
-        nodes = f"{there.nodes} nodes of " if there.nodes > 1 else ""
-        yield f"{nodes}{there.devices} x {there.name}, {readable(there.memory)} each for the run"
+        nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+        yield f"{nodes}{machine.devices} x {machine.name}, {readable(machine.memory)} each for the run"
         yield ""
-        rows = [row for row in self.rows if everything or self._is_worth(row)]
+        rows = [row for row in self.rows if everything or self._is_worth_showing(row)]
         width = max(len(self._name(row)) for row in rows)
         yield f"  {'way':<{width}}  {'memory':>10}  {'step':>9}  {'samples/s':>9}"
         for row in sorted(rows, key=lambda row: (not row.eligible, bool(row.other), -row.rate)):
@@ -159,11 +155,11 @@ class Plan:
         yield ""
         yield self.reason
 
-    def _is_worth(self, row: Prediction) -> bool:
-        """Whether somebody might choose it: a variant that gains something, a pipeline that beats the choice."""
+    def _is_worth_showing(self, row: Prediction) -> bool:
+        """Return True for a variant that gains something, a pipeline that beats the choice, and all plain ways."""
         if row.candidate.kind == "pipeline":
-            alike = [each for each in self.rows if _kind(each) == _kind(row)]
-            best = max(alike, key=lambda each: (each.fits, each.rate, -each.missing))
+            of_kind = [each for each in self.rows if _kind(each) == _kind(row)]
+            best = max(of_kind, key=lambda each: (each.fits, each.rate, -each.missing))
             return row is best and (self.choice is None or row.rate > self.choice.rate * (1 + NEAR))
         base = next((each for each in self.rows if each.candidate == row.candidate.plain), row)
         gains = row.rate > base.rate * (1 + NEAR) or row.memory < base.memory * (1 - NEAR_COMPUTED)
@@ -177,7 +173,7 @@ class Plan:
         """Write the choice to a file for ``Trainer(strategy="plan.yaml")``.
 
         Raises:
-            MisconfigurationException: nothing fits, so that there is no choice.
+            MisconfigurationException: nothing fits, so there is no choice.
         """
         if self.choice is None:
             raise MisconfigurationException(f"{path}: there is nothing to save. {self.reason}")
@@ -202,14 +198,16 @@ def _time(seconds: float) -> str:
 def make_plan(
     profiles: Sequence[ModelProfile], hardware: Hardware, *, goal: Goal = "speed", packages: Sequence[str] = ()
 ) -> Plan:
-    """Predict every way to train and choose one: a pure function of what it is given.
+    """Predict every way to train, and choose one.
+
+    Equal arguments give equal plans.
 
     Args:
-        profiles: of one model: first in the precision that was asked for, then in others, which are shown.
+        profiles: of one model: first in the precision of the Trainer, then in others, which are only shown.
         hardware: the devices.
-        goal: "speed": the most samples a second of what fits, the simpler way where two are as good as equal;
+        goal: "speed": the most samples a second among ways that fit, and the simpler of two that are about equal;
             "memory": the least memory on a device.
-        packages: optional ones that are there: "deepspeed".
+        packages: optional packages that are installed, such as "deepspeed".
 
     Example::
 
@@ -233,91 +231,92 @@ def make_plan(
     if not eligible:
         return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(profiles[0], rows, hardware))
     near = NEAR if profiles[0].device else NEAR_COMPUTED
-    choice = _fastest(eligible, near) if goal == "speed" else _smallest(eligible)
+    if goal == "speed":
+        best = max(one.rate for one in eligible)
+        choice = min((one for one in eligible if one.rate >= best * (1 - near)), key=_simplicity)
+    else:
+        # dp needs less memory only because it cuts the batch, which is possible under all strategies
+        eligible = [one for one in eligible if one.candidate.kind != "dp"] or eligible
+        least = min(one.memory for one in eligible)
+        smallest = [one for one in eligible if one.memory <= least * (1 + NEAR_COMPUTED)]
+        choice = min(
+            smallest,
+            key=lambda one: (not one.candidate.offload, one.candidate.kind != "deepspeed", _simplicity(one)),
+        )
     return Plan(profiles[0], hardware, tuple(rows), choice, _reason(choice, rows, hardware, goal, near))
 
 
-def _place(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
+def _simplicity(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
+    """Return a sort key, smallest for the simplest way."""
     one = prediction.candidate
     return ORDER.index(one.kind), one.stage, one.offload, one.recomputed, abs(one.bucket_mb - 25.0)
 
 
-def _fastest(found: Sequence[Prediction], near: float) -> Prediction:
-    best = max(one.rate for one in found)
-    return min((one for one in found if one.rate >= best * (1 - near)), key=_place)
-
-
-def _smallest(found: Sequence[Prediction]) -> Prediction:
-    found = [one for one in found if one.candidate.kind != "dp"] or found  # it cuts the batch, which others could, too
-    least = min(one.memory for one in found)
-    near = [one for one in found if one.memory <= least * (1 + NEAR_COMPUTED)]
-    return min(near, key=lambda one: (not one.candidate.offload, one.candidate.kind != "deepspeed", _place(one)))
-
-
 def _reason(choice: Prediction, rows: Sequence[Prediction], hardware: Hardware, goal: Goal, near: float) -> str:
-    """The sentence that says why."""
+    """Explain the choice in one or two sentences."""
     name = choice.candidate.name
     takes = f"{readable(choice.memory)} of {readable(hardware.memory)} on each device"
     if goal == "memory":
         return f"{name}: the least memory of all that can be run, {takes}."
-    said = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
+    summary = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
     plain = [row for row in rows if not row.other and row.candidate == row.candidate.plain]
-    simpler = [one for one in plain if one.candidate.kind in ("single", "ddp") and _place(one) < _place(choice)]
+    simpler = [
+        one for one in plain if one.candidate.kind in ("single", "ddp") and _simplicity(one) < _simplicity(choice)
+    ]
     last = next((one for one in reversed(simpler) if not one.fits), None)
     if last is not None:
         lacks = f"{last.candidate.name} lacks {readable(last.missing)} on each device"
-        return f"{said}. {lacks} (most of it are its {last.why})."
+        return f"{summary}. {lacks} (mostly for {last.why})."
     if choice.candidate.kind == "single" and hardware.world > 1:
-        return f"{said}; more devices would wait for their messages longer than they compute."
-    return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
+        return f"{summary}; more devices would wait for their messages longer than they compute."
+    return f"{summary}; the model fits, and no other way is faster by more than {near:.0%}."
 
 
 def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: Hardware) -> str:
-    """What is missing, and what would make it fit."""
+    """Describe the missing memory, and changes with which the model would fit."""
     found = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.missing)
-    said = (
-        f"Nothing fits: {found.candidate.name} is nearest and needs {readable(found.missing)} more than the "
-        f"{readable(hardware.memory)} of a device."
-    )
-    fitting = sorted({row.candidate.precision for row in rows if row.other and row.fits} - {found.candidate.precision})
-    precisions = [f'precision="{precision}"' for precision in fitting]
-    ways = [*_by_smaller_batch(profile, found), *precisions, *_by_more_devices(found, hardware)]
-    ways.append(f"devices of {readable(found.memory * 1.1)}")
-    return f"{said} What would fit: {'; '.join(ways)}."
-
-
-def _by_smaller_batch(profile: ModelProfile, found: Prediction) -> list[str]:
+    changes = []
     by_batch = max(span.peak for span in profile.step(found.candidate.recomputed).spans)
-    return ["half the batch with accumulate_grad_batches=2"] if by_batch / 2 >= found.missing else []
-
-
-def _by_more_devices(found: Prediction, hardware: Hardware) -> list[str]:
+    if by_batch / 2 >= found.missing:
+        changes.append("half the batch with accumulate_grad_batches=2")
+    fitting = {row.candidate.precision for row in rows if row.other and row.fits} - {found.candidate.precision}
+    changes += [f'precision="{precision}"' for precision in sorted(fitting)]
     states = sum(found.parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer states"))
-    if states <= found.missing:
-        return []
-    count = hardware.world * states / (states - found.missing)
-    return [f"about {max(hardware.world + 1, round(count + 0.5))} devices with fsdp"]
+    if states > found.missing:
+        # sharded states shrink with the number of devices; activations stay
+        count = hardware.world * states / (states - found.missing)
+        changes.append(f"about {max(hardware.world + 1, round(count + 0.5))} devices with fsdp")
+    changes.append(f"devices of {readable(found.memory * 1.1)}")
+    return (
+        f"Nothing fits: {found.candidate.name} is nearest and needs {readable(found.missing)} more than the "
+        f"{readable(hardware.memory)} of a device. What would fit: {'; '.join(changes)}."
+    )
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
 LARGEST = 2**20
-"""Bytes of a plan's file that are looked at."""
+"""Upper limit of the bytes of a plan's file that are read."""
 OF_CANDIDATE = ("stage", "offload", "recomputed", "bucket_mb", "precision")
-"""What a file has of the candidate by the names that the candidate has for it."""
+"""Fields of a file that have the name of the candidate's attribute."""
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """The choice of a plan, as a file has it: lines ``name: value`` whose values are JSON, which is YAML, too.
+    """The choice of a plan as it is saved: lines ``name: value`` whose values are JSON, which is YAML as well.
 
     Attributes:
-        model, key: the class of the model, and what tells it from others.
+        model: class of the model.
+        key: see `lockstep.extensions.balancing.planner.profile.key_of`.
         strategy: kind of the candidate; the fields after it are the candidate's.
-        devices, nodes, device: for which machine.
-        memory, seconds, samples: what was predicted.
+        devices: number on a node.
+        nodes: number of nodes.
+        device: name of the device.
         available: bytes of a device that a run could use.
+        memory: predicted bytes of a device.
+        seconds: predicted seconds of a step.
+        samples: of a step, over all devices.
         reason: of the choice.
     """
 
@@ -340,11 +339,11 @@ class SavedPlan:
 
     @classmethod
     def of(cls, plan: Plan) -> SavedPlan:
-        """The file's contents for a plan with a choice."""
-        choice, there = plan.choice, plan.hardware
+        """Create it from a plan with a choice."""
+        choice, machine = plan.choice, plan.hardware
         assert choice is not None
         one = choice.candidate
-        devices, nodes = (1, 1) if choice.devices == 1 else (there.devices, there.nodes)
+        devices, nodes = (1, 1) if choice.devices == 1 else (machine.devices, machine.nodes)
         return cls(
             model=plan.profile.name,
             key=plan.profile.key,
@@ -352,8 +351,8 @@ class SavedPlan:
             **{name: getattr(one, name) for name in OF_CANDIDATE},
             devices=devices,
             nodes=nodes,
-            device=there.name,
-            available=there.memory,
+            device=machine.name,
+            available=machine.memory,
             memory=choice.memory,
             seconds=choice.seconds,
             samples=choice.samples,
@@ -368,24 +367,25 @@ class SavedPlan:
         return Candidate(self.strategy, **{name: getattr(self, name) for name in OF_CANDIDATE})
 
     def text(self) -> str:
-        """What is written."""
+        """Return the contents of the file."""
         rows = [f"{name}: {json.dumps(value)}" for name, value in vars(self).items()]
         return "\n".join(['# made by `lockstep plan`, for Trainer(strategy="...")', *rows, ""])
 
     @classmethod
     def read(cls, path: str | Path) -> SavedPlan:
-        """What a file says.
+        """Read a file.
 
         Raises:
-            MisconfigurationException: there is no such file, or it is no plan.
+            MisconfigurationException: there is no such file, or it is not a plan.
         """
         try:
             with open(path, "rb") as file:
-                text = file.read(LARGEST).decode(errors="replace")  # what is no text is no plan
+                # a file that is not text is refused below as not being a plan
+                text = file.read(LARGEST).decode(errors="replace")
         except OSError as error:
             raise MisconfigurationException(
-                f'Trainer(strategy="{path}"): {error.strerror or error}: make it by `lockstep plan script.py --save '
-                f"{path}`."
+                f'Trainer(strategy="{path}"): {error.strerror or error}. Make the file with `lockstep plan script.py '
+                f"--save {path}`."
             ) from None
         found = {m[1]: m[2] for line in text.splitlines() if (m := re.fullmatch(r"(\w+): (.+)", line.strip()))}
         try:
@@ -394,14 +394,15 @@ class SavedPlan:
             return saved
         except (TypeError, ValueError, RecursionError):
             raise MisconfigurationException(
-                f'Trainer(strategy="{path}"): the file is no plan of this release: make it anew by `lockstep plan`.'
+                f'Trainer(strategy="{path}"): the file is not a plan of this release. Make a new one with '
+                "`lockstep plan`."
             ) from None
 
     def _check(self) -> None:
-        """Compare the values with what they are to be.
+        """Check the values.
 
         Raises:
-            ValueError: one is of another type, or no number that there is, or two do not go together.
+            ValueError: a value has another type, is negative or not finite, or two values do not fit together.
         """
         for name, wanted in get_type_hints(type(self)).items():
             value = getattr(self, name)
@@ -421,18 +422,19 @@ class SavedPlan:
         if available < self.memory:
             raise MisconfigurationException(
                 f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
-                f"it was made for {self.device}; make one for this machine."
+                f"the plan was made for {self.device}. Make one for this machine."
             )
 
     def check_model(self, name: str, key: str, where: str) -> None:
         """Refuse another model.
 
         Args:
-            name, key: of the model at hand.
+            name: class of the model.
+            key: see `lockstep.extensions.balancing.planner.profile.key_of`.
             where: for the message.
         """
         if key != self.key:
             raise MisconfigurationException(
-                f"{where} was made for {self.model}, whose parameters are others than those of this {name}: make a "
-                "plan for this model, or give strategy= a name."
+                f"{where} was made for {self.model}, whose parameters differ from those of this {name}. Make a plan "
+                "for this model, or give the name of a strategy."
             )

@@ -1,4 +1,4 @@
-"""What a model's step costs, block by block: bytes from a trace, seconds from a clock or left to a cost model."""
+"""Profile of a model's step by block: bytes from a trace, and seconds from a clock."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from lockstep.memory.recompute import recompute
 
 
 def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The blocks of a model by name: those named; else its repeated blocks; else the parts of its largest part.
+    """Return the blocks of a model by name: the named ones, or its repeated blocks, or its direct children.
 
     Args:
         module: the model.
-        named: names of submodules, as of ``named_modules``.
+        named: names of submodules, as in ``named_modules``.
 
     Raises:
-        ValueError: a name that the model does not have.
+        ValueError: the model has no submodule of a name.
 
     Example:
         >>> list(find_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
@@ -62,6 +62,7 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
         return {name: there[name] for name in named}
     found = find_blocks(module)
     if not found:
+        # a module with one child is only a wrapper
         found = [module]
         while len(found) == 1:
             found = [layer for layer in found[0].children() if list(layer.parameters())]
@@ -70,28 +71,28 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def kind_of(layer: nn.Module) -> str:
-    """What blocks of one kind have in common: class, parameters and configuration."""
+    """Return a key that is equal for blocks of equal class, parameters and configuration."""
     shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters()]
     text = f"{type(layer).__qualname__} {shapes} {layer}"
     return f"{type(layer).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-# -- what is known of a model ---------------------------------------------------------------------------------------
+# -- the profile ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """A parameter; tied ones are one.
+    """A parameter; tied ones count as one.
 
     Attributes:
-        name: its first.
-        shape: whole.
+        name: its first name.
+        shape: of the whole parameter.
         itemsize: bytes of an element.
-        trainable: it gets gradients.
-        unit: the number of the block that has it; REST.
+        trainable: True if it gets gradients.
+        unit: number of its block, or REST.
         like: bytes for each element of optimizer states of its shape.
-        fixed: bytes of the other optimizer states: counts of steps.
-        arrival: the place of its gradient in the order in which they come; -1: it gets none.
+        fixed: bytes of other optimizer states, such as counts of steps.
+        arrival: the place of its gradient in the order in which gradients arrive; -1: it has none.
     """
 
     name: str
@@ -105,7 +106,7 @@ class ParameterProfile:
 
     @property
     def elements(self) -> int:
-        """Of the whole parameter."""
+        """Number of elements of the whole parameter."""
         count = 1
         for size in self.shape:
             count *= size
@@ -119,15 +120,16 @@ class ParameterProfile:
 
 @dataclass(frozen=True)
 class SpanProfile:
-    """A part of a step that belongs to one block, or to none; bytes are those that come and go within a step.
+    """A part of a step that belongs to one block, or to none. Bytes are those that are allocated within the step.
 
     Attributes:
-        phase, unit: as of `lockstep.extensions.balancing.planner.trace.Span`.
-        peak: bytes at most, without gradients of parameters.
-        grown: the same with the gradients that are there by then.
-        added: the same where each gradient is added to another memory and freed.
-        work: operations.
-        seconds: measured; None where they were not.
+        phase: see `lockstep.extensions.balancing.planner.trace.Span`.
+        unit: see `lockstep.extensions.balancing.planner.trace.Span`.
+        peak: largest number of bytes, without gradients of parameters.
+        grown: largest number of bytes, with the gradients that exist by then.
+        added: the same, if each gradient is added to other memory and freed.
+        work: of its operations.
+        seconds: measured seconds, or None.
     """
 
     phase: str
@@ -145,8 +147,8 @@ class BlockProfile:
 
     Attributes:
         name: of its module.
-        kind: alike for blocks of equal class and shapes.
-        repeated: it is one of those side by side that FSDP gathers, and recomputation computes again, by themselves.
+        kind: see `kind_of`.
+        repeated: True for the blocks that FSDP gathers, and recomputation recomputes, one by one.
         kept: bytes that its forward keeps for its backward.
         sends: bytes of its output.
     """
@@ -160,23 +162,23 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One way to play the step.
+    """A step with or without recomputation.
 
     Attributes:
         spans: in the order in which they run.
-        spread: the middle half of the measured steps' seconds over their median.
+        spread: interquartile range of the measured steps' seconds, divided by their median.
     """
 
     spans: tuple[SpanProfile, ...]
     spread: float = 0.0
 
     def seconds(self, phase: str, unit: int | None = None) -> float | None:
-        """Measured seconds of a phase, or of one block in it; None where nothing was measured."""
+        """Return the measured seconds of a phase, or of one block in it; None if they were not measured."""
         found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
         return None if None in found else float(sum(value or 0.0 for value in found))
 
     def work(self, phase: str, unit: int | None = None) -> OperationWork:
-        """The operations of a phase, or of one block in it."""
+        """Return the work of a phase, or of one block in it."""
         total = OperationWork()
         for span in self.spans:
             if span.phase == phase and unit in (None, span.unit):
@@ -186,21 +188,21 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model, its batch, its optimizers and its precision, as far as a plan needs them.
+    """Profile of a model, its batch, its optimizers and its precision.
 
     Attributes:
         name: of its class.
         samples: of the batch of one device.
-        precision: as of ``Trainer(precision=...)``.
-        parameters: all.
+        precision: as in ``Trainer(precision=...)``.
+        parameters: all of them.
         buffers: bytes.
         batch: bytes.
         blocks: in the order of the chain.
-        steps: "kept", and "recomputed" where repeated blocks are computed again.
-        elementwise: optimizers work element by element, so that slices of parameters can be updated.
-        parameter_wise: they work parameter by parameter, so that ranks can share parameters out.
-        device: the type of the device on which seconds were measured; "" where none were.
-        outside: bytes that the forward keeps of what runs before the first block, and behind the last one.
+        steps: "kept", and "recomputed" if the model has repeated blocks, which are recomputed there.
+        elementwise: True if optimizers can update slices of parameters.
+        parameter_wise: True if optimizers can update each parameter by itself.
+        device: type of the device on which seconds were measured, or "".
+        outside: bytes that the forward keeps from code before the first block, and after the last one.
     """
 
     name: str
@@ -218,7 +220,7 @@ class ModelProfile:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Number of elements of all parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
@@ -227,17 +229,17 @@ class ModelProfile:
         return sum(parameter.size for parameter in self.parameters)
 
     def step(self, recomputed: bool) -> StepProfile:
-        """The way to play the step in which repeated blocks, if there are any, are computed again, or are not."""
+        """Return the step with or without recomputation; without it if the model has no repeated blocks."""
         return self.steps["recomputed" if recomputed and "recomputed" in self.steps else "kept"]
 
     @property
     def key(self) -> str:
-        """What tells models apart; see `key_of`."""
+        """See `key_of`."""
         return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
 
 
 def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
-    """What tells models apart: name and shape of each parameter, and whether it is trained."""
+    """Return a key of a model, from the name, the shape and ``requires_grad`` of each parameter."""
     return hashlib.sha256(repr([(name, tuple(shape), t) for name, shape, t in parameters]).encode()).hexdigest()[:16]
 
 
@@ -245,7 +247,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Bytes while each operation runs, of some allocations, each with its end."""
+    """Return the bytes of some allocations, each with its end, during each operation."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -254,10 +256,10 @@ def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]
 
 
 def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
-    """The spans of a trace, with their bytes."""
+    """Return the spans of a trace with their bytes."""
 
     def dies(made: TracedAllocation) -> float:
-        """When its memory is free, if a gradient is added to another memory at the end of its node."""
+        """Return the end of an allocation if gradients are added to other memory at the end of their node."""
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -278,12 +280,12 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     return tuple(found)
 
 
-BEHIND = -2
-"""Of :func:`_kept`: what runs behind the last block. `REST` is what runs before the first one, and between blocks."""
+AFTER = -2
+"""Number of the code after the last block in :func:`_kept`. `REST` is the code before the first and between blocks."""
 
 
 def _kept(trace: StepTrace) -> dict[int, int]:
-    """Bytes that the forward of each block keeps, and of what is outside of blocks; but for the loss itself."""
+    """Return the bytes that the forward keeps for the backward, by block."""
     forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
     end = max(trace.spans[at].stop for at in forwards)
     last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
@@ -292,8 +294,9 @@ def _kept(trace: StepTrace) -> dict[int, int]:
     for made in trace.allocations:
         span = trace.spans[made.span]
         if span.phase == FORWARD and made.died > end:
-            unit = BEHIND if made.span > last else span.unit
-            if unit == BEHIND and made.died >= over:
+            unit = AFTER if made.span > last else span.unit
+            # the loss, which outlives the backward
+            if unit == AFTER and made.died >= over:
                 continue
             kept[unit] = kept.get(unit, 0) + made.size
     return kept
@@ -333,18 +336,18 @@ def profile_step(
     named: Sequence[str] = (),
     recomputed: bool = True,
 ) -> ModelProfile:
-    """What a step allocates and computes, by tracing it with tensors that have shapes and no memory.
+    """Profile the memory and the operations of a step, by tracing it with tensors that have shapes and no memory.
 
     Args:
-        step: what is played. Its module is as before afterwards; it may be on the meta device.
+        step: the step. Its module is restored afterwards; it may be on the meta device.
         samples: of the batch.
-        batch: what the step's loss is computed from, so that it does not count.
-        precision: for the record; the step's context makes it.
-        named: blocks, by name.
-        recomputed: trace a second time with repeated blocks computed again.
+        batch: input of the step, whose memory does not count.
+        precision: name for the profile; the step's context applies it.
+        named: names of the blocks.
+        recomputed: True to trace a second time with recomputation of repeated blocks.
 
     Raises:
-        ValueError: a name that is no submodule; a step whose control flow depends on values.
+        ValueError: there is no submodule of a name, or the control flow of the step depends on values.
 
     Example::
 
@@ -369,15 +372,18 @@ def profile_step(
         sum(b.numel() * b.element_size() for b in buffers.values()),
         sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
         tuple(_blocks(kept.trace, units, order, repeated, sizes)),
-        {name: _renumbered(found, place) for name, found in steps.items()},
+        {
+            name: StepProfile(tuple(replace(span, unit=place.get(span.unit, REST)) for span in found.spans))
+            for name, found in steps.items()
+        },
         elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
         parameter_wise=not set(kept.optimizers) & set(TOGETHER),
-        outside=(sizes.get(REST, 0), sizes.get(BEHIND, 0)),
+        outside=(sizes.get(REST, 0), sizes.get(AFTER, 0)),
     )
 
 
 class _Traced(NamedTuple):
-    """A trace, what it told of the parameters, and the names of the optimizers' classes."""
+    """A trace, the profiles of the parameters, and the names of the optimizers' classes."""
 
     trace: StepTrace
     parameters: list[ParameterProfile]
@@ -385,7 +391,7 @@ class _Traced(NamedTuple):
 
 
 def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
-    """Trace a step on fake tensors; its module is as before afterwards."""
+    """Trace a step on fake tensors, and restore its module."""
     refuse_without(PLAN, "a plan", "name a strategy", PARTS)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -393,7 +399,7 @@ def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again:
         after.callback(fake(step.module, step.dtype))
         if again:
             after.callback(recompute(step.module))
-        # views of the batch are views of these, and no memory of the step's
+        # views of the batch are views of these, so that they do not count as memory of the step
         stand_ins = [mode.from_tensor(tensor) for tensor in tensors_in(batch, 6)]
         trace, optimizers = trace_step(step, list(units.values()), [batch, stand_ins])
         parameters = _parameters(step.module, units, optimizers, trace)
@@ -404,7 +410,7 @@ def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again:
 def _blocks(
     trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int], kept: dict[int, int]
 ) -> Iterator[BlockProfile]:
-    """The blocks in the order in which they run, with the bytes that they keep."""
+    """Yield the blocks in the order in which they run, with the bytes that they keep."""
     names = list(units)
     for unit in order:
         layer = units[names[unit]]
@@ -412,20 +418,16 @@ def _blocks(
         yield BlockProfile(names[unit], kind_of(layer), id(layer) in repeated, kept.get(unit, 0), sends)
 
 
-def _renumbered(step: StepProfile, place: dict[int, int]) -> StepProfile:
-    return StepProfile(tuple(replace(span, unit=place.get(span.unit, REST)) for span in step.spans), step.spread)
-
-
 # -- from a clock ---------------------------------------------------------------------------------------------------
 
 
 class _Clock:
-    """Moments at which forwards and backwards of blocks begin and end, in one step."""
+    """Times at which forwards and backwards of blocks start and end, in one step."""
 
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
         self.moments: list[tuple[str, int, Any]] = []
-        # by events in a device's work: to wait for it at each block's edge would count each block's launches
+        # events on the device: synchronizing at each block would add the launches of its kernels to its time
         self._by_events = has_timed_events(device)
         self._forward = False
 
@@ -437,24 +439,25 @@ class _Clock:
         return event
 
     def note(self, phase: str, unit: int) -> None:
-        """From now on a block runs."""
+        """Record that a block runs from now on."""
         self.moments.append((phase, unit, self.now()))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, a phase runs."""
+        """Record a phase that runs within the block."""
         self._forward = name == FORWARD
         self.note(name, REST)
         yield
         self.note(name, REST)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """A forward begins; a hook of the blocks. One that is computed again in a backward belongs to that."""
+        """Record the start of a block's forward, as its hook."""
+        # a recomputed forward counts as part of the backward
         if self._forward:
             self.note(FORWARD, self.units[id(layer)])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """A forward ends; a hook of the blocks."""
+        """Record the end of a block's forward, as its hook."""
         if not self._forward:
             return
         unit = self.units[id(layer)]
@@ -465,11 +468,11 @@ class _Clock:
                 return
 
     def seconds(self) -> dict[tuple[str, int], float]:
-        """By phase and block."""
+        """Return the seconds by phase and block."""
         found: dict[tuple[str, int], float] = {}
         synchronize(self.device)
-        for (phase, unit, begun), (_, _, ended) in zip(self.moments, self.moments[1:], strict=False):
-            took = begun.elapsed_time(ended) / 1e3 if self._by_events else ended - begun
+        for (phase, unit, start), (_, _, end) in zip(self.moments, self.moments[1:], strict=False):
+            took = start.elapsed_time(end) / 1e3 if self._by_events else end - start
             found[phase, unit] = found.get((phase, unit), 0.0) + took
         return found
 
@@ -483,15 +486,15 @@ def measure_step(
     steps: int = 7,
     patience: float = 20.0,
 ) -> ModelProfile:
-    """The same profile with measured seconds: medians over some steps, and over blocks of one kind.
+    """Measure the seconds of a profiled step: medians over some steps, and over blocks of one kind.
 
     Args:
         profile: of the same step.
-        step: its module and batch are on ``device``. Parameters, buffers and random states are put back afterwards.
-        device: where it runs.
-        warm_up: steps that do not count.
-        steps: those that do.
-        patience: seconds after which no further step begins, if two have been measured.
+        step: its module and batch are on ``device``. Parameters, buffers and random states are restored afterwards.
+        device: on which it runs.
+        warm_up: number of steps that do not count.
+        steps: number of steps that count.
+        patience: seconds after which no further step starts, once two were measured.
 
     Returns:
         a profile whose spans have seconds.
@@ -499,8 +502,8 @@ def measure_step(
     by_name = dict(step.module.named_modules())
     units = [by_name[block.name] for block in profile.blocks]
     found: list[dict[tuple[str, int], float]] = []
-    begun = time.perf_counter()
-    with _put_back(step.module):
+    start = time.perf_counter()
+    with _restored(step.module):
         optimizers = list(step.optimizers())
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
@@ -509,14 +512,25 @@ def measure_step(
                 play(step, optimizers, units, clock)
             if number >= warm_up:
                 found.append(clock.seconds())
-            if time.perf_counter() - begun > patience and len(found) >= 2:
+            if time.perf_counter() - start > patience and len(found) >= 2:
                 break
-    return replace(profile, steps=_timed_steps(profile, found), device=device.type)
+    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
+    totals = sorted(sum(one.values()) for one in found)
+    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
+    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
+    if "recomputed" in profile.steps:
+        # not measured: a recomputed block runs its forward a second time in the backward
+        again = dict(medians)
+        for number, block in enumerate(profile.blocks):
+            if block.repeated:
+                again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
+        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
+    return replace(profile, steps=timed, device=device.type)
 
 
 @contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """Parameters, buffers and random states are on leaving what they were on entering; gradients are dropped."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers and random states after the block, and drop gradients."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     try:
@@ -530,34 +544,19 @@ def _put_back(module: nn.Module) -> Iterator[None]:
             tensor.grad = None
 
 
-def _timed_steps(profile: ModelProfile, found: list[dict[tuple[str, int], float]]) -> dict[str, StepProfile]:
-    """The steps of a profile with seconds, given those of each block in each step that was measured."""
-    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
-    totals = sorted(sum(one.values()) for one in found)
-    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
-    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
-    if "recomputed" in profile.steps:
-        again = dict(medians)
-        for number, block in enumerate(profile.blocks):
-            if block.repeated:
-                again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
-        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
-    return timed
-
-
 def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
-    """Blocks of one kind take equally long: the median of theirs."""
+    """Give all blocks of one kind the median of their seconds."""
     pooled = dict(seconds)
     for kind in {block.kind for block in profile.blocks}:
-        alike = [number for number, block in enumerate(profile.blocks) if block.kind == kind]
+        numbers = [number for number, block in enumerate(profile.blocks) if block.kind == kind]
         for phase in (FORWARD, BACKWARD):
-            value = statistics.median([seconds.get((phase, number), 0.0) for number in alike])
-            pooled.update({(phase, number): value for number in alike})
+            value = statistics.median([seconds.get((phase, number), 0.0) for number in numbers])
+            pooled.update({(phase, number): value for number in numbers})
     return pooled
 
 
 def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: float) -> StepProfile:
-    """Seconds of a block, or of what belongs to none, shared out over its spans by what they move."""
+    """Divide the seconds of each block over its spans, in proportion to the bytes that they move."""
     spans = []
     for span in step.spans:
         total = step.work(span.phase, span.unit).moved

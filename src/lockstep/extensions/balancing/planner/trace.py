@@ -1,5 +1,4 @@
-"""A step of training, operation by operation: what each allocates and computes, told apart by block; on real tensors,
-or on fake ones, which have shapes and no memory."""
+"""Trace of a training step: memory and work of each operation, by block, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from lockstep.ground.tree import tensors_in
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 REST = -1
-"""The number of what belongs to no block: embeddings, a head, the loss."""
+"""Number of the code outside the blocks: embeddings, a head, the loss."""
 
-# -- what operations cost ----------------------------------------------------------------------------------------
+# -- costs of operations -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class OperationWork:
-    """Operations and what they move.
+    """Number and size of operations.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -41,20 +40,16 @@ class OperationWork:
     calls: int = 0
 
     def add(self, other: OperationWork) -> None:
-        """Count another's, too."""
+        """Add the work of other operations."""
         self.products += other.products
         self.moved += other.moved
         self.calls += other.calls
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> float:
-    """Two products: of queries and keys, and of weights and values."""
+    # two products: of queries and keys, and of weights and values
     *batch, length, width = query.shape
     return 2.0 * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> float:
-    return 2.5 * _attention(query, key, value)
 
 
 def _lstm(values: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -> float:
@@ -62,21 +57,18 @@ def _lstm(values: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -
     return 2.0 * length * batch * (weight.numel() + recurrent.numel())
 
 
-def _lstm_backward(*args: Any, **kwargs: Any) -> float:
-    return 2 * _lstm(*args, **kwargs)
-
-
 OURS: dict[str, Callable[..., float]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    # five products instead of two: the weights are recomputed; the first argument is the gradient
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, *args, **__: 2.5 * _attention(*args),
     "aten::mkldnn_rnn_layer": _lstm,
-    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+    "aten::mkldnn_rnn_layer_backward": lambda *args, **_: 2 * _lstm(*args),
 }
-"""Operations of a CPU that torch's counter does not know."""
+"""Operations of a CPU that are missing in torch's counter."""
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> OperationWork:
-    """What one operation costs."""
+    """Return the work of one operation."""
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name
@@ -92,7 +84,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
 PAGE = 4096
 LOSSES = ("aten::mse_loss", "aten::smooth_l1_loss")
-"""Their mean lies in the memory of the elements."""
+"""Losses whose mean shares the storage of the elements."""
 
 
 def _pages(size: int) -> int:
@@ -100,15 +92,15 @@ def _pages(size: int) -> int:
 
 
 def _padded(length: int) -> int:
-    """Elements of a row in oneDNN's workspaces."""
+    """Return the elements of a row in oneDNN's workspaces."""
     whole = -(-length // 16) * 16
     return whole + 16 * (whole % 256 == 0)
 
 
 def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
-    """Bytes that oneDNN keeps of a layer's forward in float32 for its backward, beside inputs and outputs.
+    """Return the bytes of oneDNN's workspace for a layer's forward in float32, without inputs and outputs.
 
-    They are gates, states and gradients of states, each of whole pages. It was found by trying sizes; a test holds it.
+    It contains gates, states and gradients of states, each of whole pages. The formula was found by trying sizes.
 
     Example:
         >>> workspace_of_lstm(64, 32, 128)
@@ -120,9 +112,9 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that an operation keeps on a real CPU and not on fake tensors, for as long as its last result is there.
+    """Return the bytes that an operation keeps on a real CPU but not on fake tensors, while its last result exists.
 
-    They are the workspace of an LSTM, and the memory of a mean, which some losses make where the elements were.
+    This is the workspace of an LSTM, and the storage of the elements of a mean in some losses.
     """
     if func._schema.name in LOSSES and not out.dim():
         return int(args[0].numel() * args[0].element_size())
@@ -133,7 +125,7 @@ def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that an operation needs on a CPU while it runs: oneDNN's gates, and images in its own order of channels."""
+    """Return the bytes of an operation on a CPU while it runs: oneDNN's gates, and images in its own layout."""
     name = func._schema.name
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
@@ -146,19 +138,20 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
     return 0
 
 
-# -- what is recorded ---------------------------------------------------------------------------------------------
+# -- the trace ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class TracedAllocation:
-    """A piece of memory.
+    """An allocation of memory.
 
     Attributes:
         size: bytes.
-        born, died: counts of operations; ``died`` is infinite for what is still there.
+        born: count of operations at its start.
         span: the number of the span in which it was made.
-        node: what told autograd's nodes apart then; -1 outside of a backward.
-        kind: "": comes and goes with a step; "gradient" and "state" stay.
+        node: sequence number of autograd's node then; -1 outside of a backward.
+        died: count of operations at its end; infinite if it still exists.
+        kind: "" (temporary), "gradient" or "state", which stay after the step.
     """
 
     size: int
@@ -171,13 +164,14 @@ class TracedAllocation:
 
 @dataclass
 class Span:
-    """Operations one after another that belong to one block, or to none.
+    """A sequence of operations that belong to one block, or to none.
 
     Attributes:
         phase: FORWARD, BACKWARD or UPDATE.
-        unit: the block's number; REST.
-        start, stop: counts of operations.
-        work: theirs.
+        unit: the block's number, or REST.
+        start: count of operations at its start.
+        stop: count of operations at its end.
+        work: of the operations.
     """
 
     phase: str
@@ -188,18 +182,18 @@ class Span:
 
 
 class StepTrace(TorchDispatchMode):
-    """Records operations and memory while it is entered.
+    """Dispatch mode that records operations and memory.
 
     Args:
         units: the number of each block, by the id of its module.
-        known: tensors that were there before: they do not count.
+        known: tensors that existed before, which do not count.
 
     Attributes:
         spans: in the order in which they ran.
-        allocations: all pieces of memory that operations have made.
+        allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
-        arrivals: the place of each parameter's gradient in the order in which they came, by its id.
-        nodes: autograd's number of the node that ran, by the count of operations; -1 outside of a backward.
+        arrivals: the place of each parameter's gradient in the order in which they arrived, by its id.
+        nodes: sequence number of autograd's node, by the count of operations; -1 outside of a backward.
     """
 
     def __init__(self, units: Mapping[int, int], known: Iterable[Tensor] = ()) -> None:
@@ -210,24 +204,26 @@ class StepTrace(TorchDispatchMode):
         self.sends: dict[int, int] = {}
         self.arrivals: dict[int, int] = {}
         self._live: dict[int, TracedAllocation | None] = {t.untyped_storage()._cdata: None for t in known}
-        self._known = list(known)  # so that nothing else gets their keys
+        # referenced, so that no other storage gets their keys
+        self._known = list(known)
         self._time = 0
         self.nodes: list[int] = [-1]
         self._phase = FORWARD
         self._running: list[int] = []
-        self._numbers: list[int] = []  # autograd's numbers at the beginning of each forward span
+        # autograd's sequence numbers at the start of each forward span, by which a backward finds its block
+        self._numbers: list[int] = []
         self._owners: list[int] = []
 
     @property
     def operations(self) -> int:
-        """How many have run."""
+        """Number of operations so far."""
         return self._time
 
     # -- phases and blocks
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, operations belong to a phase."""
+        """Count operations within the block for a phase."""
         self._phase = name
         self._open(REST)
         yield
@@ -246,25 +242,26 @@ class StepTrace(TorchDispatchMode):
             self._owners.append(unit)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """A forward begins; a hook of the blocks."""
+        """Start a span at a block's forward, as its hook."""
         if self._phase == FORWARD:
             self._running.append(self.units[id(layer)])
             self._open(self._running[-1])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """A forward ends; a hook of the blocks."""
+        """End a span after a block's forward, as its hook."""
         if self._phase == FORWARD and self._running:
             unit = self._running.pop()
             self.sends[unit] = sum(t.numel() * t.element_size() for t in tensors_in(output, 3))
             self._open(self._running[-1] if self._running else REST)
 
     def _follow_backward(self) -> int:
-        """Find out whose backward runs; gives autograd's number of the node."""
+        """Open the span of the block whose backward runs, and return the sequence number of autograd's node."""
         node = torch._C._current_autograd_node()
         if node is None:
             return -1
         number = int(node._sequence_nr())
-        if number < 2**62 and self._numbers:  # gradients are added up by nodes without a number of their own
+        # nodes that accumulate gradients have no sequence number of their own
+        if number < 2**62 and self._numbers:
             self._open(self._owners[max(bisect_right(self._numbers, number) - 1, 0)])
         return number
 
@@ -281,20 +278,24 @@ class StepTrace(TorchDispatchMode):
         self._time += 1
         self.nodes.append(node)
         for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
-            self._note(tensor, node)
+            self._add(tensor, node)
         if scratch := scratch_bytes(func, args):
             self.allocations.append(TracedAllocation(scratch, self._time, len(self.spans) - 1, node, self._time))
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
-            self._tie(out if isinstance(out, Tensor) else out[3], more, node)
+            made = TracedAllocation(more, self._time, len(self.spans) - 1, node)
+            self.allocations.append(made)
+            owner = out if isinstance(out, Tensor) else out[3]
+            weakref.finalize(owner.untyped_storage(), self._freed, -1, made).atexit = False
+        # views compute nothing
         if not func.is_view and func._schema.name != "aten::detach":
             self.spans[-1].work.add(work_of(func, args, kwargs, out))
         return out
 
-    def _note(self, tensor: Tensor, node: int) -> None:
+    def _add(self, tensor: Tensor, node: int) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # of a class that wraps others
+        except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
             return
         if storage._cdata not in self._live:
             made = TracedAllocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
@@ -302,23 +303,17 @@ class StepTrace(TorchDispatchMode):
             self.allocations.append(made)
             weakref.finalize(storage, self._freed, storage._cdata, made).atexit = False
 
-    def _tie(self, tensor: Tensor, size: int, node: int) -> None:
-        """Count ``size`` bytes for as long as ``tensor`` is there."""
-        made = TracedAllocation(size, self._time, len(self.spans) - 1, node)
-        self.allocations.append(made)
-        weakref.finalize(tensor.untyped_storage(), self._freed, -1, made).atexit = False
-
     def _freed(self, key: int, made: TracedAllocation) -> None:
         made.died = self._time
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """The gradient of a parameter has come; a hook of theirs."""
+        """Record the arrival of a parameter's gradient, as its hook."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say of what is there now that it stays: gradients, states of optimizers."""
+        """Set the kind of the allocations of tensors that stay: gradients, and states of optimizers."""
         for tensor in tensors:
             found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
             if found is not None:
@@ -329,17 +324,18 @@ class StepTrace(TorchDispatchMode):
 
 
 def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Within ``FakeTensorMode``: put fake tensors in the place of a module's parameters and buffers.
+    """Replace a module's parameters and buffers by fake tensors, within ``FakeTensorMode``.
 
     Args:
-        module: changed in place. What shares a tensor goes on sharing one.
-        dtype: of floating tensors; None: as they are.
+        module: changed in place. Shared tensors stay shared.
+        dtype: of floating-point tensors; None: unchanged.
 
     Returns:
-        puts the module's own tensors back.
+        a function that restores the module's own tensors.
     """
     made: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
+    # RNNs keep a second list of their weights
     flat = [(layer, list(layer._flat_weights)) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
 
     def swapped(tensor: Tensor) -> Tensor:
@@ -372,14 +368,14 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What is traced: one step of training in a loop of one's own.
+    """A training step without a Trainer.
 
     Attributes:
-        module: what is trained.
-        loss: the forward: gives the loss, a tensor.
-        optimizers: makes the optimizers, once.
+        module: the model.
+        loss: runs the forward, and returns the loss.
+        optimizers: creates the optimizers.
         context: around the forward, for autocast.
-        dtype: of floating parameters and buffers, where a precision converts them; None: as they are.
+        dtype: of floating-point parameters and buffers, if a precision converts them; None: unchanged.
     """
 
     module: nn.Module
@@ -390,29 +386,29 @@ class TracedStep:
 
 
 class PhaseWatch(Protocol):
-    """What is told how a step goes."""
+    """Observer of a step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Inside, a phase runs."""
+        """Return a context around a phase."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """A block's forward begins."""
+        """Handle the start of a block's forward."""
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """A block's forward ends."""
+        """Handle the end of a block's forward."""
 
 
 def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
-    """Play a step whose module has no gradients yet.
+    """Run a step whose module has no gradients yet.
 
     Args:
-        step: what is played.
+        step: the step.
         optimizers: of its module.
-        blocks: of whose forwards ``watch`` is told.
-        watch: told of these, and of the phases.
+        blocks: that ``watch`` observes.
+        watch: observer of blocks and phases.
 
     Raises:
-        ValueError: the step gives no loss that a backward can begin from.
+        ValueError: the step returns no loss with a gradient.
     """
     with ExitStack() as hooks:
         for block in blocks:
@@ -421,7 +417,7 @@ def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.
         with watch.phase(FORWARD), step.context():
             loss = step.loss()
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
-            raise ValueError("the step gives no loss that depends on parameters: return a tensor, or {'loss': ...}")
+            raise ValueError("the step returns no loss that depends on parameters: return a tensor, or {'loss': ...}")
         with watch.phase(BACKWARD):
             loss.backward()
         del loss
@@ -433,18 +429,18 @@ def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.
 def trace_step(
     step: TracedStep, blocks: Sequence[nn.Module], batch: object = None
 ) -> tuple[StepTrace, list[Optimizer]]:
-    """Play one step and record it.
+    """Run one step and record it.
 
     Args:
         step: its module has no gradients yet.
-        blocks: whose parts are told apart, in any order.
+        blocks: that have spans of their own, in any order.
         batch: its tensors do not count.
 
     Returns:
-        the trace, and the optimizers, whose states are there now.
+        the trace, and the optimizers with their states.
 
     Raises:
-        ValueError: the step gives no loss that a backward can begin from.
+        ValueError: the step returns no loss with a gradient.
     """
     module = step.module
     known = [*module.parameters(), *module.buffers(), *tensors_in(batch, 6)]

@@ -1,1 +1,1 @@
-"""Plans for a Trainer: its step as the planner knows it, the strategy that "auto" takes, and a saved plan's check."""
+"""Plans for a Trainer: profile of its step, choice of strategy="auto", check of a saved plan."""

@@ -1,4 +1,4 @@
-"""A plan for a Trainer's model, data and devices; and the strategy that "auto" takes where a model is large."""
+"""Plans for a Trainer's model, data and devices, and the choice of strategy="auto" for large models."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ from lockstep.precision.formats import make_precision
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lockstep.engines.strategy import Strategy
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.hardware import Hardware
     from lockstep.loop.session import Session
     from lockstep.trainer import Trainer
 
 ALONE = ("single", "dp")
-"""Kinds of candidates for which no ranks are started."""
+"""Kinds of candidates that start no ranks."""
 STATES = 16
 """Bytes for each parameter in float32: itself, its gradient, Adam's two means."""
 CLEARLY = 0.5
-"""The part of a device's memory that model states may take for a model to fit without further questions."""
+"""Fraction of a device's memory that model states may take without a plan."""
 
 
 def packages() -> list[str]:
-    """The optional ones that a plan may use."""
+    """Return the optional packages that are installed and that a plan may use."""
     return [name for name in ("deepspeed",) if importlib.util.find_spec(name) is not None]
 
 
 def first_batch(trainer: Trainer) -> Any:
-    """A training batch as `training_step` gets it, on the CPU; random states stay as they are.
+    """Return the first training batch on the CPU. Random states are restored.
 
     Raises:
         MisconfigurationException: there is no training data.
@@ -62,28 +61,23 @@ def first_batch(trainer: Trainer) -> Any:
             data.setup("fit")
         returned = trainer.loaders.request("train")
         if returned is None:
-            raise MisconfigurationException("a plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
+            raise MisconfigurationException("A plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
         loaders, nest, _ = unpack(returned, "")
         batches = [next(iter(loader), None) for loader in loaders]
         if not batches or any(batch is None for batch in batches):
-            raise MisconfigurationException("a plan needs a batch, and a training loader gives none.")
+            raise MisconfigurationException("A plan needs a batch, and a training loader gives none.")
         return batches[0] if nest is None else tree_unflatten(batches, nest)
 
 
 @contextmanager
 def _threads(ranks: int) -> Iterator[None]:
-    """As many threads as each of some ranks on this host will have."""
+    """Use the number of threads that each of some ranks on this host will have, within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, cores() // ranks)))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _devices_of(strategy: Strategy) -> int:
-    """How many devices a strategy uses on this node."""
-    return max(len(strategy.devices), 1) if strategy.drives_all_devices else strategy.world.local_size
 
 
 def plan_for(
@@ -96,16 +90,16 @@ def plan_for(
     measure: bool | None = None,
     folder: Path | None = None,
 ) -> Plan:
-    """A plan for the module of a Trainer's call.
+    """Make a plan for the module of a Trainer's call.
 
     Args:
-        trainer: its module is attached.
-        batch: as a loader gives it.
+        trainer: with the module attached.
+        batch: from a loader.
         hardware: the devices; None: the Trainer's, measured.
-        goal: as of `lockstep.extensions.balancing.planner.plan.make_plan`.
-        named: blocks, by name.
-        measure: seconds on this device, where the model fits it; None: unless ``hardware`` is given.
-        folder: where measurements are kept.
+        goal: see `lockstep.extensions.balancing.planner.plan.make_plan`.
+        named: names of the blocks.
+        measure: True to measure seconds on this device, if the model fits it; None: unless ``hardware`` is given.
+        folder: of cached measurements.
     """
     from lockstep.extensions.balancing.planner.hardware import hardware_of
     from lockstep.extensions.balancing.plans.planning import profile_module
@@ -117,9 +111,11 @@ def plan_for(
         batch = Transfer(module, trainer.datamodule, strategy)(batch)
         profile_of = partial(profile_module, module, named=named, trainer=trainer)
         cold = make_precision(precision.name, "cpu") if device.type != "cpu" else precision
-        profile = profile_of(move_data_to_device(batch, "cpu"), cold)  # what a module cannot do is said at once
+        # before the hardware is measured, since it refuses modules that cannot be planned
+        profile = profile_of(move_data_to_device(batch, "cpu"), cold)
         if hardware is None:
-            hardware = hardware_of(device, _devices_of(strategy), strategy.world.num_nodes, folder)
+            devices = max(len(strategy.devices), 1) if strategy.drives_all_devices else strategy.world.local_size
+            hardware = hardware_of(device, devices, strategy.world.num_nodes, folder)
             measure = True if measure is None else measure
         fits = STATES * profile.elements < CLEARLY * hardware.memory and profile.elements
         if measure and fits and not any(p.is_meta for p in module.parameters()):
@@ -130,14 +126,14 @@ def plan_for(
             finally:
                 module.to(before)
     found = make_plan([profile], hardware, goal=goal, packages=packages())
-    if found.choice is None and precision.name == "32-true":  # what another precision would need
+    if found.choice is None and precision.name == "32-true":  # show whether another precision would fit
         other = profile_of(move_data_to_device(batch, "cpu"), make_precision("bf16-mixed", "cpu"))
         found = make_plan([profile, other], hardware, goal=goal, packages=packages())
     return found
 
 
 def plan_fit(trainer: Trainer, batch: object, goal: Goal, blocks: Sequence[str]) -> Plan:
-    """`plan_for` as `Trainer.plan` calls it, on a batch of the Trainer's data where none is given."""
+    """Make the plan of `Trainer.plan`, on the first training batch unless one is given."""
     return plan_for(trainer, first_batch(trainer) if batch is None else batch, goal=goal, named=blocks)
 
 
@@ -145,7 +141,8 @@ def plan_fit(trainer: Trainer, batch: object, goal: Goal, blocks: Sequence[str])
 
 
 def steady_memory(device: torch.device, ranks: int) -> float:
-    """Bytes of a device, whatever is in use of them now: the same on all ranks of a host."""
+    """Return the total bytes of a device, or of a rank's share of the host."""
+    # not the free bytes: all ranks of a host must get the same number
     total = total_memory(device)
     if total is not None:
         return float(total)
@@ -153,19 +150,19 @@ def steady_memory(device: torch.device, ranks: int) -> float:
 
 
 def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:
-    """Whether a model's states take less than half of a device."""
+    """Return True if a model's states take less than half of a device."""
     size = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     return STATES * size < CLEARLY * steady_memory(device, ranks)
 
 
 def reconsider(session: Session) -> None:
-    """Let a plan choose where a large model of a fit under ``strategy="auto"`` does not clearly fit a device.
+    """Let a plan choose the strategy of a fit under ``strategy="auto"``, if the model may not fit a device.
 
-    Collective. Rank 0 plans, and tells the others. What hinders a plan is told in a warning, and the run goes on as it
-    would have.
+    Collective. Rank 0 makes the plan and sends the choice to the others. If there can be no plan, a warning is issued
+    and the strategy stays.
 
     Args:
-        session: of a fit that begins; its strategy may be replaced.
+        session: of a fit that starts; its strategy may be replaced.
     """
     strategy, trainer = session.strategy, session.trainer
     world, device = strategy.world, strategy.root_device
@@ -184,7 +181,7 @@ def reconsider(session: Session) -> None:
 
 
 def _chosen(trainer: Trainer) -> Candidate | None:
-    """What a plan by the cost model chooses; None: what there is already."""
+    """Return the choice of a plan with the cost model; None: the present strategy."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.hardware import described
 
@@ -193,11 +190,12 @@ def _chosen(trainer: Trainer) -> Candidate | None:
     machine = replace(described(world.local_size, world.num_nodes, memory), kind=device.type, overlaps=on_gpu)
     try:
         found = plan_for(trainer, first_batch(trainer), hardware=machine)
-    except Exception as error:  # a step that runs on a device and not without one, say
+    except Exception as error:  # a user's step may run on a device and fail on fake tensors
         name = type(trainer.lightning_module).__name__
-        rank_zero_warn(f'Trainer(strategy="auto"): no plan for {name}, which is large: {error}')
+        rank_zero_warn(f'Trainer(strategy="auto"): the large model {name} cannot be planned: {error}')
         return None
     rows = [row for row in found.rows if row.eligible]
+    # the ranks exist already
     if world.size > 1:
         rows = [one for one in rows if one.candidate.kind not in ALONE]
     if found.choice is None or not rows:

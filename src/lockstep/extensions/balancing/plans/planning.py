@@ -1,4 +1,4 @@
-"""The step of a LightningModule as a plan needs it: its loss, its optimizers, its precision, without a run."""
+"""Profile of a LightningModule's step, without a run: its loss, optimizers and precision."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 DEPENDS = (
-    "{name}: what `training_step` does depends on values ({error}), and a plan without a device knows shapes only. Let "
-    "the step be free of `.item()` and of `if` over tensors, or plan with a step that is."
+    "{name}: `training_step` depends on values ({error}), and a plan traces shapes only. Remove `.item()` and `if` on "
+    "tensors from the step, or choose a strategy by its name."
 )
 
 
 def samples_of(batch: object, given: int | None = None) -> int:
-    """The samples of a batch: as given, or the length of its first tensor."""
+    """Return the number of samples of a batch: as given, or the length of its first tensor."""
     first = next((t for t in tensors_in(batch, 6) if t.dim()), None)
     return given or (1 if first is None else len(first))
 
 
 def _silent(*args: object, **kwargs: object) -> None:
-    """In place of ``log``, while nothing is trained."""
+    """Do nothing, instead of ``log``, while nothing is trained."""
 
 
 @contextmanager
 def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
-    """Within, the module is attached to a Trainer and logs nothing."""
+    """Attach the module to a Trainer within the block, and let it log nothing."""
     with ExitStack() as end:
         for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
             replace_until(end, module, name, value)
@@ -53,17 +53,18 @@ def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None
 
 
 def built(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
-    """The module with the layers that ``configure_model`` makes: of a copy.
+    """Return a copy of the module with the layers of ``configure_model``, or the module if it does not override it.
 
     Args:
-        module: itself, where it does not override ``configure_model``.
+        module: the user's.
         trainer: to which the copy is attached meanwhile.
-        device: where the layers are made; None: without memory.
+        device: of the layers; None: without memory.
     """
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
     refuse_lazy(module, "A plan, which copies the module,")
     with ExitStack() as end:
+        # a Trainer and its loaders are not copied
         replace_until(end, module, "_trainer", None)
         made = copy.deepcopy(module)
     with torch.device("meta") if device is None else device, _unlogged(made, trainer):
@@ -72,22 +73,22 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
 
 
 def step_of(module: LightningModule, batch: object, precision: Precision) -> TracedStep:
-    """One step of ``module`` on ``batch``, as the loops play it.
+    """Create a step of ``module`` on ``batch``, equal to that of the loops.
 
     Args:
-        module: under automatic optimization.
-        batch: as a loader gives it, on the module's device.
+        module: with automatic optimization.
+        batch: from a loader, on the module's device.
         precision: of the run.
 
     Raises:
-        MisconfigurationException: manual optimization, or a step that gives no loss.
+        MisconfigurationException: the module has manual optimization, or its step returns no loss.
     """
     name = type(module).__name__
     refuse_lazy(module, "A plan")
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{name} sets automatic_optimization = False, and a plan needs to know where the backward is: choose the "
-            "strategy by its name."
+            f"{name} sets automatic_optimization = False, and a plan cannot find its backward: choose a strategy by "
+            "its name."
         )
     more = (0,) if takes_idx(module.training_step) else ()
     converted = batch if precision.convert_input is None else precision.convert_input(batch)
@@ -96,7 +97,9 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Tra
         found = module.training_step(converted, *more)
         found = found.get("loss") if isinstance(found, dict) else found
         if not isinstance(found, Tensor):
-            raise MisconfigurationException(f"{name}.training_step gave no loss for the batch of the plan.")
+            raise MisconfigurationException(
+                f"{name}.training_step returned no loss for the batch of the plan: return a tensor, or {{'loss': ...}}."
+            )
         return found
 
     def optimizers() -> Sequence[Optimizer]:
@@ -120,21 +123,21 @@ def profile_module(
     device: torch.device | None = None,
     recomputed: bool = True,
 ) -> ModelProfile:
-    """What a step of a LightningModule costs.
+    """Profile a step of a LightningModule.
 
     Args:
-        module: is as before afterwards.
-        batch: as a loader gives it.
+        module: restored afterwards.
+        batch: from a loader.
         precision: of the run.
         samples: of the batch; None: the length of its first tensor.
-        named: blocks, by name.
+        named: names of the blocks.
         trainer: to which the module is attached meanwhile.
-        device: measure seconds there; the module and the batch are on it. None: the cost model.
-        recomputed: look at recomputation, too.
+        device: of the module and the batch, on which seconds are measured; None: the cost model.
+        recomputed: True to profile recomputation as well.
 
     Raises:
-        MisconfigurationException: manual optimization, no loss, control flow that depends on values, blocks that are
-            not there.
+        MisconfigurationException: the step has manual optimization, no loss, or control flow that depends on values,
+            or there are no blocks of these names.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 

@@ -1,4 +1,4 @@
-"""A run by a saved plan: the model must be the plan's, and the first steps are compared with what was predicted."""
+"""Check of a run with a saved plan: its model must be the plan's, and its first steps are compared with the plan."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 WARM_UP, COUNTED = 3, 8
-"""Batches that are not looked at, and batches that are."""
+"""Batches before the measurement, and measured batches."""
 
 
 class PredictionCheck(Callback):
-    """Says once in a fit how its first steps compare with a plan.
+    """A callback that compares the first steps of a fit with a plan, in one line of the log.
 
     Args:
         plan: as saved.
-        where: how the user gave it, for messages.
+        where: the user's argument, for messages.
 
     Raises:
-        MisconfigurationException: when a fit begins, for another model or another precision.
+        MisconfigurationException: when a fit starts, for another model or another precision.
     """
 
     def __init__(self, plan: SavedPlan, where: str) -> None:
@@ -40,7 +40,7 @@ class PredictionCheck(Callback):
         self._moments: list[float] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse another model."""
+        """Refuse another model, another precision, and a machine with too little memory."""
         from lockstep.extensions.balancing.planner.hardware import usable_memory
         from lockstep.extensions.balancing.planner.profile import key_of
 
@@ -53,22 +53,24 @@ class PredictionCheck(Callback):
         if trainer.precision != self.plan.precision:
             raise MisconfigurationException(
                 f'{self.where} was made for precision="{self.plan.precision}", and this Trainer has '
-                f'precision="{trainer.precision}": give that, or make a plan for this one.'
+                f'precision="{trainer.precision}": use the plan\'s precision, or make a plan for this one.'
             )
-        if not is_overridden("configure_model", pl_module, ModuleHooks):  # else its layers are made later
+        # configure_model creates layers later than this hook
+        if not is_overridden("configure_model", pl_module, ModuleHooks):
             named = ((plain_name(name), tuple(p.shape), p.requires_grad) for name, p in pl_module.named_parameters())
             self.plan.check_model(type(pl_module).__name__, key_of(named), self.where)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the time of the first batches."""
+        """Measure the first batches."""
         if len(self._moments) > WARM_UP + COUNTED:
             return
+        # a steady step never waits for the device; the first ones do, to be measured
         synchronize(trainer.strategy.root_device)
         self._moments.append(time.perf_counter())
         if len(self._moments) == WARM_UP + COUNTED + 1:
-            self._tell(trainer)
+            self._report(trainer)
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         import statistics
 
         gaps = [b - a for a, b in zip(self._moments[WARM_UP:], self._moments[WARM_UP + 1 :], strict=False)]
@@ -77,8 +79,8 @@ class PredictionCheck(Callback):
         most = memory_peak(device)
         if most:
             memory = f"at most {readable(most)} of memory, predicted {expected} ({self.plan.memory / most - 1:+.0%})"
-        else:  # nobody counts the peak, as of a CPU's allocator
-            memory = f"{readable(trainer.memory().total)} are held, {expected} predicted for the peak of a step"
+        else:  # a CPU's allocator does not record a peak
+            memory = f"{readable(trainer.memory().total)} are in use now, {expected} predicted for the peak of a step"
         rank_zero_info(
             f"{self.where}: a batch takes {1000 * seconds:.3g} ms, predicted {1000 * self.plan.seconds:.3g} "
             f"({self.plan.seconds / seconds - 1:+.0%}); {memory}."
