@@ -196,28 +196,6 @@ def number_from(least: int) -> Callable[[str], int]:
     return read
 
 
-def check_file(option: str, path: str) -> None:
-    """Refuse a file that a command could not write. Call it before the work that the file is for.
-
-    Args:
-        option: the option that names the file, for the error.
-        path: the file.
-
-    Raises:
-        MisconfigurationException: its folder does not exist, or the file cannot be written there.
-    """
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        why = "it is a folder: give the name of a file"
-    elif not os.path.isdir(folder):
-        why = f"there is no folder {folder!r}: make it, or give another name"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        why = "it cannot be written there: give another name"
-    else:
-        return
-    raise MisconfigurationException(f"{option} {path}: {why}")
-
-
 def _parser() -> CommandParser:
     parser = CommandParser("lockstep run", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument

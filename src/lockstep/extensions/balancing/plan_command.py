@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from lockstep.cli.run import CommandParser, check_file, check_script, number_from, split
+from lockstep.cli.run import CommandParser, check_script, number_from, split
 from lockstep.extensions.balancing.planner.hardware import Hardware, described, hardware_of, parse_bytes
 from lockstep.extensions.balancing.planner.plan import Plan, SavedPlan
 from lockstep.extensions.balancing.plans import choice
@@ -70,10 +70,10 @@ def plan(words: Sequence[str]) -> int:
     if given.save is not None:
         if not given.save.endswith((".yaml", ".yml")):
             raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
-        check_file("--save", given.save)
+        _check_file("--save", given.save)
     # files are checked before the work, which takes a while
     if given.csv is not None:
-        check_file("--csv", given.csv)
+        _check_file("--csv", given.csv)
     found = _make_plan(given, script)
     print("\n".join(found.lines(everything=given.all)))
     if given.save is not None and found.choice is not None:
@@ -194,3 +194,25 @@ def write_csv(found: Plan, path: str) -> None:
             seconds = (row.compute, row.sent, row.update)
             bytes_of = [row.parts.get(kind, 0.0) for kind in kinds]
             table.writerow([row.candidate.name, row.devices, row.fits, row.rate, *seconds, row.memory, *bytes_of])
+
+
+def _check_file(option: str, path: str) -> None:
+    """Refuse a file that a command could not write. Call it before the work that the file is for.
+
+    Args:
+        option: the option that names the file, for the error.
+        path: the file.
+
+    Raises:
+        MisconfigurationException: its folder does not exist, or the file cannot be written there.
+    """
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        why = "it is a folder: give the name of a file"
+    elif not os.path.isdir(folder):
+        why = f"there is no folder {folder!r}: make it, or give another name"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        why = "it cannot be written there: give another name"
+    else:
+        return
+    raise MisconfigurationException(f"{option} {path}: {why}")
