@@ -22,6 +22,7 @@ from lockstep.launch import script
 from lockstep.launch.processes import RankProcesses
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
+from lockstep.supervise import client
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
@@ -128,7 +129,7 @@ def test_the_port_where_ranks_will_meet_is_not_given_to_others() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a port be held")
 def test_a_script_holds_the_port_where_its_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "Supervised", lambda world, command, environ: (world, environ))
+    monkeypatch.setattr(client, "Supervised", lambda world, command, environ: (world, environ))
     monkeypatch.setattr(script, "command_line", lambda main, argv, original: ["python"])
     monkeypatch.setattr(script, "_held_ports", [])
     monkeypatch.setattr(os, "environ", dict(os.environ))
