@@ -13,19 +13,22 @@ from lockstep.ground import comm
 
 
 class EngineCheckpointIO(TorchCheckpointIO):
-    """Folders in DeepSpeed's own format; see ``extensions/deepspeed/folder.py``. What is read is whole.
+    """Writer of folders in DeepSpeed's own format; ``extensions/deepspeed/folder.py`` reads them.
 
     Attributes:
-        save: has the engine write into a folder, with what a checkpoint has beside weights and optimizer states; the
-            strategy sets it.
+        save: function of the strategy that lets the engine write into a folder. Its second argument is the rest of
+            the checkpoint: all entries but weights and optimizer states.
     """
 
     writes_shards = True
-    writes_all_weights = True  # those that are not trained, too
+    writes_all_weights = True  # also the frozen ones
     save: Callable[[Path, dict[str, Any]], None]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Write a folder. Collective; errors as of `ShardedCheckpointIO`, and a URL is refused."""
+        """Write a checkpoint folder. Collective.
+
+        Raises the errors of `ShardedCheckpointIO`; a URL is refused.
+        """
         self._check_options(storage_options)
         own = checkpoint.get(format.KEY, {})
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
@@ -36,7 +39,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
             written.update(format.marked({**rest, format.KEY: {**own, **ranks}}))
             return [None] * len(parts)
 
-        # what each rank alone needs is written by rank 0, and no other rank gets it
+        # rank 0's file has the entries of all ranks, so the others need nothing back
         sharded.together(lambda: own["ranks"][comm.rank()] if "ranks" in own else None, put_together)
         about = {**own.get("writer", {}), "epoch": rest.get("epoch"), "global_step": rest.get("global_step")}
         sharded.write_by(lambda folder: self.save(folder, written), about, path)

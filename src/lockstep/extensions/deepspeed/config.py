@@ -1,4 +1,7 @@
-"""DeepSpeed's config: of the strategy's arguments, the user's config and the Trainer's flags, one owner for each."""
+"""DeepSpeed's config, merged from the strategy's arguments, the user's config and the Trainer's flags.
+
+Each setting has one owner; a second place may repeat its value, but a different value is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 ZERO = "zero_optimization"
 BUCKETS = 200_000_000
-"""Elements of a bucket where nobody says otherwise, as in Lightning."""
+"""Default number of elements in a bucket, as in Lightning."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "stage": (ZERO, "stage"),
@@ -40,7 +43,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "hysteresis": ("fp16", "hysteresis"),
     "min_loss_scale": ("fp16", "min_loss_scale"),
 }
-"""Arguments of the strategy, and where they stand in the config."""
+"""Arguments of the strategy and their places in the config."""
 
 OFFLOAD_OPTIMIZER = {"nvme_path": "nvme_path", "optimizer_buffer_count": "buffer_count", "pin_memory": "pin_memory"}
 OFFLOAD_PARAMETERS = {
@@ -51,7 +54,7 @@ OFFLOAD_PARAMETERS = {
     "pin_memory": "pin_memory",
 }
 WHOLE = ("bucket_size", "_threshold", "group_size", "buffer_size", "max_live_parameters", "max_reuse_distance")
-"""Ends of the keys whose numbers count something: 2e8 stands for 200000000 there."""
+"""Endings of the keys that hold counts. JSON files often write them as 2e8, but DeepSpeed needs an integer."""
 
 LOOPS = {
     "scheduler": "`configure_optimizers` returns the scheduler, and the Trainer steps it",
@@ -67,7 +70,7 @@ LOOPS = {
     "zenflow": "it updates weights beside the loop",
     "compile": "compile the module by torch.compile",
 }
-"""Blocks of DeepSpeed's config that would do what the Trainer does, and who does it here."""
+"""Blocks of DeepSpeed's config that are refused because the Trainer does the same, and the way to do it."""
 
 KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
@@ -78,20 +81,20 @@ KEYS = (
     *("tensorboard", "wandb", "csv_monitor", "comet", "gradient_allreduce_op", "log_level", "timers"),
     *("disable_python_gc", "dataloader_drop_last", "use_node_local_storage", "seq_parallel_communication_data_type"),
 )
-"""Further keys of DeepSpeed's config."""
+"""Other keys at the top of DeepSpeed's config."""
 
 CHECKPOINTING = (
     *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints"),
     *("synchronize_checkpoint_boundary", "profile"),
 )
 PRECISIONS = {"32-true": None, "bf16-mixed": None, "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-"""The Trainer's precisions, and the block of the config that each stands for; None: parameters in float32."""
+"""The Trainer's precisions and the config's block for each; None means parameters in float32."""
 
 Config = dict[str, Any]
 
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
-    """The error for a setting of the config."""
+    """Return the error for a setting of the config."""
     return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
 
 
@@ -100,7 +103,7 @@ def _end(sentence: str) -> str:
 
 
 def shown(path: Iterable[str], value: object) -> str:
-    """A setting as the user has written it.
+    """Format a setting as the user wrote it in the config.
 
     Example:
         >>> shown(("zero_optimization", "stage"), 2)
@@ -118,10 +121,13 @@ def shown(path: Iterable[str], value: object) -> str:
 
 
 def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
-    """A config as a dict: from a file, or as it was given; whole numbers are integers.
+    """Return the user's config as a dict, with counts as integers.
+
+    Args:
+        given: a dict, the path of a JSON file, or None for an empty config.
 
     Raises:
-        MisconfigurationException: there is no such file, it is no JSON, or no dict.
+        MisconfigurationException: the file cannot be read, is not JSON, or does not contain a dict.
     """
     if given is None:
         return {}
@@ -157,14 +163,15 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
-    """Refuse what DeepSpeed would pass over without a word.
+    """Refuse keys that DeepSpeed would silently ignore.
 
     Args:
-        config: the user's.
-        zero_keys: those of "zero_optimization", by the package that is installed.
+        config: the user's config.
+        zero_keys: keys of "zero_optimization" in the installed version of DeepSpeed.
 
     Raises:
-        MisconfigurationException: for an unknown key, with the nearest one; for a block that the Trainer stands for.
+        MisconfigurationException: for an unknown key, with the nearest one, and for a block whose work the Trainer
+            does.
     """
     for key, value in config.items():
         if key in LOOPS:
@@ -189,19 +196,19 @@ def _known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ..
 
 
 def whole_numbers(arguments: Mapping[str, Any]) -> Config:
-    """The strategy's arguments, 2e8 as 200000000 where something is counted."""
+    """Return the strategy's arguments with counts as integers (2e8 becomes 200000000)."""
     return {name: _plain(value, (name,)) for name, value in arguments.items()}
 
 
 def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
-    """The config with what the strategy's arguments say.
+    """Return the config with the strategy's arguments merged in.
 
     Args:
-        arguments: those that are not None, by name.
-        config: the user's.
+        arguments: the arguments that are not None, by name.
+        config: the user's config; not changed.
 
     Raises:
-        MisconfigurationException: an argument and the config say different things.
+        MisconfigurationException: an argument and the config have different values.
     """
     made = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     made.setdefault(ZERO, {})
@@ -217,6 +224,7 @@ def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
             f"DeepSpeedStrategy(stage={stage!r}): choose 1 (optimizer states are cut over the ranks), 2 (gradients, "
             'too) or 3 (parameters, too); without any of them use strategy="ddp".'
         )
+    # the block is for stage 3: before it parameters are whole on each device
     if stage != 3:
         zero.pop("offload_param", None)
     return made
@@ -258,10 +266,10 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
 
 
 def disk(config: Mapping[str, Any]) -> str | None:
-    """The folder to which states or parameters are offloaded; None: none is.
+    """Return the folder to which states or parameters are offloaded; None without offload to a disk.
 
     Raises:
-        MisconfigurationException: it is not named, or there is no such folder.
+        MisconfigurationException: the folder is not named, or does not exist.
     """
     for key in ("offload_optimizer", "offload_param"):
         block = config[ZERO].get(key) or {}
@@ -281,19 +289,22 @@ def disk(config: Mapping[str, Any]) -> str | None:
 
 
 def _enabled(config: Config, block: str) -> object:
-    """What the block of a precision says of itself; None where it says nothing."""
+    """Return "enabled" of a precision's block; None if it is missing."""
     return (config.get(block) or {}).get("enabled")
 
 
 def of_precision(config: Config, precision: str, device: str) -> None:
-    """Let the config say the Trainer's precision.
+    """Write the Trainer's precision into the config.
 
     Args:
-        device: type of the run's.
+        config: changed in place.
+        precision: the Trainer's, a key of `PRECISIONS`.
+        device: the run's device type.
 
     Raises:
-        MisconfigurationException: it says another.
+        MisconfigurationException: the config has a different precision, or asks for float16 on a CPU.
     """
+    # DeepSpeed accepts both names; only "bf16" is documented
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
@@ -324,10 +335,10 @@ def of_precision(config: Config, precision: str, device: str) -> None:
 
 
 def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
-    """Windows are the loop's, and the engine's are of one micro-batch.
+    """Set the engine's accumulation to one micro-batch: the loop decides where a window ends.
 
     Raises:
-        MisconfigurationException: the config says another number than the Trainer.
+        MisconfigurationException: the config has a different number than the Trainer.
     """
     said = config.get("gradient_accumulation_steps", "auto")
     if said not in ("auto", flag):
@@ -340,7 +351,9 @@ def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
 
 
 def of_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """A bound of the config's holds where the Trainer has none.
+    """Set the norm to which the engine clips: the config's if the Trainer has none.
+
+    With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 
     Raises:
         MisconfigurationException: the two differ, or clipping is by value.
@@ -360,7 +373,10 @@ def of_clipping(config: Config, value: float | None, algorithm: str | None) -> N
 
 
 def of_batches(config: Config) -> dict[str, int]:
-    """What the config says of batch sizes, for `check_batches`; the engine itself counts by ones."""
+    """Take the batch sizes out of the config and return them for `check_batches`.
+
+    The engine only uses them to count samples, so its batch size is 1.
+    """
     said = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
     config["train_micro_batch_size_per_gpu"] = 1
     return {key: size for key, size in said.items() if size != "auto"}
@@ -370,9 +386,9 @@ def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, 
     """Compare the config's batch sizes with the training loader's.
 
     Args:
-        said: as `of_batches` gives it.
-        batch_size: of the loader.
-        micro_batches: of a window.
+        said: sizes in the config, as returned by `of_batches`.
+        batch_size: batch size of the loader.
+        micro_batches: number of micro-batches in an accumulation window.
         world: number of ranks.
 
     Raises:
@@ -392,16 +408,17 @@ def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, 
 
 
 def of_optimizer(config: Config, optimizer: object) -> None:
-    """The module makes the optimizer.
+    """Compare the config's optimizer with the one that `configure_optimizers` returned.
 
     Raises:
-        MisconfigurationException: the config names another, or other settings.
+        MisconfigurationException: the config names another optimizer or other settings.
     """
     block = config.pop("optimizer", None)
     if block is None:
         return
     name = type(optimizer).__name__
     kind, settings = str(block.get("type", name)), dict(block.get("params", {}))
+    # these select an implementation and do not change the update
     for key in ("torch_adam", "adam_w_mode", "fused"):
         settings.pop(key, None)
     if kind.lower() not in (name.lower(), name.lower().removeprefix("deepspeedcpu")):
@@ -423,19 +440,25 @@ def _alike(value: Any) -> Any:
 
 
 def fill_in(config: Config, device: str, numel: int) -> None:
-    """What the engine needs and nobody has said.
+    """Set defaults for the engine's required settings, in place.
 
     Args:
-        device: type of the run's.
-        numel: elements of the module's parameters, for which no bucket need be larger.
+        config: the merged config.
+        device: the run's device type.
+        numel: number of elements in the module's parameters; no bucket is larger.
     """
     zero = config[ZERO]
+    # even, as the engine flattens a group to an even number of elements
     largest = min(BUCKETS, numel + numel % 2)
     zero.setdefault("allgather_bucket_size", largest)
     zero.setdefault("reduce_bucket_size", largest)
+    # it overlaps by CUDA streams
     zero.setdefault("overlap_comm", device == "cuda")
+    # one sub group: each is a step of the optimizer of its own
     if zero.get("stage") == 3:
         zero.setdefault("sub_group_size", 1_000_000_000_000)
     config.setdefault("zero_allow_untested_optimizer", True)
-    config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers step on the CPU, too
+    # otherwise offload accepts only DeepSpeedCPUAdam, which needs a compiler; torch's optimizers step on the CPU, too
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    # never: the Trainer prints
     config.setdefault("steps_per_print", 2**31)

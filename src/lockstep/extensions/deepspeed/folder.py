@@ -1,14 +1,14 @@
-"""The folders that DeepSpeed's own engine writes (ZeRO), read parameter by parameter, whatever ranks have written them.
+"""Checkpoint folders of DeepSpeed's engine (ZeRO), read parameter by parameter for any number of ranks.
 
-In the folder are
+A folder contains
 
-    ``latest``                                   the name of the folder below, ``checkpoint``
-    ``*_model_states.pt``                        weights, shapes, buffers, and the rest of the run: one, in stage 3 of
-                                                 each rank
-    ``zero_pp_rank_R_mp_rank_00_optim_states.pt``  rank R's run of the flattened float32 weights and optimizer states
-    ``zero_to_fp32.py``                          DeepSpeed's script that makes a file of whole weights
+    ``latest``                                   name of the inner folder, ``checkpoint``
+    ``*_model_states.pt``                        weights, shapes, buffers, and the rest of the run; one file, in stage 3
+                                                 one per rank
+    ``zero_pp_rank_R_mp_rank_00_optim_states.pt``  rank R's slice of the flattened float32 weights and optimizer states
+    ``zero_to_fp32.py``                          DeepSpeed's script that converts the folder to a file of whole weights
 
-These are pickles of DeepSpeed's classes, which torch reads with ``weights_only=False`` alone.
+The files are pickles of DeepSpeed's classes, which torch reads only with ``weights_only=False``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lockstep.extensions.deepspeed import package
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
 TAG = "checkpoint"
-"""The name of the folder with the files, as Lightning has it."""
+"""Name of the inner folder, as in Lightning."""
 NAMES = "optimizer's parameters"
-"""The key of the strategy's own part: names by the numbers that the optimizer's state dict has."""
+"""Key in the strategy's entry of a checkpoint: parameters' names by their numbers in the optimizer's state dict."""
 PICKLED = (
     "{path!r} is in DeepSpeed's own format, whose files are pickles of its classes and may run code. If you trust its "
     "author, read it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)); or make one free "
@@ -51,24 +51,25 @@ _ENGINES = frozenset(
         *("ds_version", "universal_checkpoint_info"),
     }
 )
-"""What the engine itself puts beside the run."""
+"""Entries that the engine adds to those of the run."""
 
 
 def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint of DeepSpeed's engine as one process would have written it. No other rank is asked.
+    """Read a checkpoint of DeepSpeed's engine as one process would have written it. Not collective.
 
-    Weights are whole and in float32. The optimizer's states are there if lockstep had the engine write it.
+    Weights are whole and in float32. The optimizer's states are included if lockstep wrote the folder: Lightning does
+    not record which state belongs to which parameter.
 
     Args:
-        path: of the folder.
-        place: makes what a tensor is put into. If that has some of the elements, as ``start`` and ``to_local`` say, it
-            gets them; else a whole tensor is given. None: whole tensors.
-        weights_only: False, or it is refused.
+        path: the folder.
+        place: returns the target of a tensor. A target with ``start`` and ``to_local`` (a shard) receives its
+            elements; otherwise the whole tensor is returned. None: whole tensors.
+        weights_only: must be False.
 
     Raises:
-        MisconfigurationException: ``weights_only`` is not False, or the model was cut by more than ZeRO.
+        MisconfigurationException: ``weights_only`` is not False, or the model uses tensor or pipeline parallelism.
         ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
-        CorruptCheckpoint: a file is not there, or damaged.
+        CorruptCheckpoint: a file is missing or damaged.
     """
     folder = storage.local(path)
     if weights_only is not False:
@@ -95,13 +96,13 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
 
 
 def written_by(path: PathLike) -> int:
-    """The number of ranks that have written a folder."""
+    """Return the number of ranks that wrote a folder."""
     folder = storage.local(path)
     return len(_by_rank(folder / (folder / LATEST).read_text().strip(), "optim"))
 
 
 def _by_rank(folder: Path, kind: str) -> list[Path]:
-    """The files of a kind, "model" or "optim", by rank."""
+    """Return the files of a kind, "model" or "optim", in the order of ranks."""
     found = {}
     for file in folder.glob(f"*_{kind}_states.pt"):
         parts = re.fullmatch(rf"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_{kind}_states\.pt", file.name)
@@ -117,7 +118,7 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
 
 
 def _opened(file: Path) -> dict[str, Any]:
-    """What a file holds, its tensors read when they are looked at."""
+    """Load a file; its tensors are memory-mapped and read on access."""
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
@@ -125,7 +126,7 @@ def _opened(file: Path) -> dict[str, Any]:
     return found
 
 
-# -- from runs of flattened groups to parameters -------------------------------------------------------------
+# -- from slices of flattened groups to parameters -----------------------------------------------------------
 
 
 @dataclass
@@ -133,11 +134,11 @@ class _Group:
     """Parameters that the engine has flattened together.
 
     Attributes:
-        shapes: by the parameters' names, in their order.
-        starts: of each parameter: in the flattened group; in stage 3 in each rank's run.
-        flat: by kind ("fp32", "exp_avg"): the runs of all ranks.
-        plain: what the optimizer keeps for the group as a whole.
-        even: each rank has its share of each parameter (stage 3), and not of the group.
+        shapes: shape by the parameter's name, in the group's order.
+        starts: first index of each parameter in the flattened group; in stage 3 in each rank's slice.
+        flat: slices of all ranks, by kind ("fp32", "exp_avg").
+        plain: states that the optimizer has for the whole group.
+        even: True if each rank has a share of each parameter (stage 3); False if it has a share of the group.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -147,13 +148,15 @@ class _Group:
     even: bool
 
     def whole(self, name: str, kind: str) -> Tensor:
-        """One parameter's values of a kind."""
+        """Return a parameter's values of a kind in its shape."""
         shape, start, runs = torch.Size(self.shapes[name]), self.starts[name], self.flat[kind]
         numel = shape.numel()
+        # the last rank's share is padded to the length of the others
         if self.even:
             share = -(-numel // len(runs))
             return torch.cat([run[start : start + share] for run in runs])[:numel].view(shape)
         found = []
+        # a parameter may start in one rank's slice and end in a later one
         for run in runs:
             found.append(run[max(start, 0) : max(start + numel, 0)])
             start -= run.numel()
@@ -161,10 +164,11 @@ class _Group:
 
 
 def _sizes(shapes: Mapping[str, Any], number: int, states: list[dict[str, Any]], even: bool) -> list[int]:
-    """The elements that each parameter takes: of the flattened group, or, where it is ``even``, of a rank's run."""
+    """Return the length of each parameter with padding, in the flattened group or, if ``even``, in a rank's slice."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     if even:
         return [-(-size // len(states)) for size in sizes]
+    # older versions did not align parameters
     paddings = states[0].get("param_alignment_paddings")
     if paddings is None:
         return sizes
@@ -187,7 +191,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """The module's state dict."""
+    """Return the module's state dict."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -195,7 +199,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
     made: dict[str, Any] = {}
     for name, value in first["module"].items():
         own = shared.get(name, name)
-        plain = name.removeprefix("_forward_module.")  # of Lightning's earlier versions
+        plain = name.removeprefix("_forward_module.")  # written by earlier versions of Lightning
         if own != name and own in made:
             made[plain] = made[own]
         elif own in trained:
@@ -210,7 +214,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """The states of an optimizer by its parameters' numbers."""
+    """Return the optimizer's states by the numbers of its parameters."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():
@@ -221,7 +225,7 @@ def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | No
             if key != "fp32"
         }
         if state or group.plain:
-            # an optimizer counts in place, for each parameter by itself
+            # cloned for each parameter: optimizers increment `step` in place
             plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.plain.items()}
             made[number] = {**plain, **state}
     return made
@@ -229,7 +233,8 @@ def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | No
 
 def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
     target: Any = None if place is None else place(name, whole.shape, whole.dtype)
-    if not hasattr(target, "start"):  # else each rank cuts what it needs
+    # the files are mapped into memory: without a copy the values would be read later, when the folder may be gone
+    if not hasattr(target, "start"):
         return whole.detach().clone()
     part = target.to_local()
     part.copy_(whole.detach().flatten()[target.start : target.start + part.numel()])
@@ -241,14 +246,14 @@ def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write a whole checkpoint into a folder as the engine does on one rank, with stage 2.
+    """Write a whole checkpoint into a folder as the engine does on one rank with stage 2.
 
     Args:
-        checkpoint: as it was read; of a run under `DeepSpeedStrategy`, which notes the names of parameters.
-        folder: empty.
+        checkpoint: a loaded checkpoint of a run under `DeepSpeedStrategy`, which saves the parameters' names.
+        folder: an empty folder.
 
     Raises:
-        MisconfigurationException: nothing says which parameters the optimizer's states are of.
+        MisconfigurationException: the checkpoint has no optimizer states, or not the names of their parameters.
         ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
     """
     names = checkpoint.get(format.KEY, {}).get("strategy", {}).get(NAMES)
@@ -264,6 +269,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
     groups: _Trained = []
     for group in checkpoint["optimizer_states"][0]["param_groups"]:
         trained = {number: names[number] for number in group["params"] if number in names}
+        # the engine has no group for frozen parameters
         if trained:
             groups.append(({**group, "params": [len(groups)]}, trained))
     (folder / TAG).mkdir()
@@ -273,13 +279,13 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
 
 
 _Trained = list[tuple[dict[str, Any], dict[int, str]]]
-"""The optimizer's groups that are trained, each with its parameters: number to name."""
+"""Trained groups of the optimizer, each with the names of its parameters by number."""
 
 
 def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Other names of trained tensors, and the tensors that are not trained.
+    """Return further names of trained tensors, and the tensors that are not trained.
 
-    Which of the latter are buffers is not known, and the engine looks for its frozen parameters alone.
+    The latter include buffers: a checkpoint does not mark them, and the engine only looks up its frozen parameters.
     """
     known = {weights[name].data_ptr(): name for name in trained}
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -321,7 +327,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
     flats, states, paddings = [], {}, []
     for number, (_, trained) in enumerate(groups):
         flat = torch.cat([weights[name].detach().float().flatten() for name in trained.values()])
-        padding = flat.numel() % 2  # the engine makes groups of an even length
+        padding = flat.numel() % 2  # the engine pads a group to an even length
         first = saved.get(next(iter(trained)), {})
         states[number] = {
             key: _flattened([saved[each][key] for each in trained], padding) if key != "step" else value

@@ -20,15 +20,15 @@ MIDDLE = (
 
 
 class ZeroGradients(Gradients[ZeroEngine]):
-    """Of DeepSpeed's engine; ``.grad`` is empty."""
+    """Gradients in DeepSpeed's engine; ``.grad`` is empty."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """This rank's parts, and the norms that offloading has noted of them."""
+        """Return this rank's shards, and their norms as recorded by offload."""
         return [*self.holder.gradients(), *self.holder.norms()]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, ``.grad`` is the whole gradient, to be looked at: what is done to it is lost. Collective."""
+        """Fill ``.grad`` with whole gradients inside. Changes to them are lost. Collective."""
         zero = self.holder
         if not zero.has_gradients:
             yield
@@ -44,5 +44,5 @@ class ZeroGradients(Gradients[ZeroEngine]):
                 parameter.grad = None
 
     def held(self) -> dict[str, Any]:
-        """Refuse it within a window."""
+        """Raise: a checkpoint cannot hold the gradients of an unfinished window."""
         raise MisconfigurationException(MIDDLE)

@@ -1,4 +1,4 @@
-"""The package `deepspeed` as this process needs it: on which device, by which group, and without building anything."""
+"""Import of the package `deepspeed` for this run's device and process group, without building its kernels."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ OLDEST = (0, 19, 8)
 """The oldest version of DeepSpeed whose gradients were compared with those of one process."""
 
 SHARED_MEMORY = "deepspeed_shm_comm"
-"""DeepSpeed's own all-reduce within a host, which a compiler builds at the first start unless it is switched off."""
+"""DeepSpeed's all-reduce within a host. It is compiled at the first start unless it is switched off."""
 
 
 def is_installed() -> bool:
-    """Whether the package is there; it is not imported."""
+    """Return True if the package is installed, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -73,8 +73,9 @@ def check_installed(what: str) -> None:
 
 
 def bring_in() -> None:
-    """Import the package, without what it says and looks for meanwhile."""
-    with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
+    """Import the package without its log lines and its optional imports."""
+    # its autotuner imports mlflow, if it is installed; that takes half of the time
+    with _quiet(), _without("mlflow"):
         importlib.import_module("deepspeed")
     with _compiled_later():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
@@ -82,14 +83,14 @@ def bring_in() -> None:
 
 @contextmanager
 def prepared(device: torch.device, level: int) -> Iterator[None]:
-    """Import DeepSpeed for ranks on this kind of device, joined to the process group that is there now.
+    """Import DeepSpeed for this kind of device and connect it to the current process group.
 
-    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. What the user asks for
-    (``DeepSpeedCPUAdam``, say) is built when it is made, which is said then.
+    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. Extensions that the user
+    needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
 
     Args:
-        device: of this rank.
-        level: of its log on rank 0; the other ranks tell errors alone.
+        device: this rank's device.
+        level: level of DeepSpeed's log on rank 0; other ranks log errors only.
     """
     bring_in()
     with _quiet():
@@ -113,11 +114,12 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Inside, this package counts as not installed, unless it is imported already."""
+    """Make imports of a package fail inside, unless it is imported already."""
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None  # type: ignore[assignment]  # which is how Python knows that an import fails
+    # Python raises ModuleNotFoundError for an entry that is None
+    sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -126,9 +128,10 @@ def _without(name: str) -> Iterator[None]:
 
 @contextmanager
 def _compiled_later() -> Iterator[None]:
-    """Inside, a function is compiled when it is first called: torch's compiler takes seconds to import.
+    """Delay ``torch.compile`` to the first call of a decorated function inside.
 
-    DeepSpeed decorates functions of an optimizer, Muon, which it imports in any case.
+    DeepSpeed always imports its optimizer Muon, which has decorated functions, and torch's compiler takes seconds to
+    import.
     """
     own = torch.compile
 
@@ -154,7 +157,10 @@ def _compiled_later() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Inside, DeepSpeed finds its own all-reduce not to be compatible; looking at all its extensions takes a while."""
+    """Mark DeepSpeed's all-reduce as not compatible inside, so that it is not built.
+
+    This also avoids its slow check of all extensions.
+    """
     from deepspeed import ops
 
     names = vars(ops)
@@ -171,7 +177,7 @@ def _without_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def torchs_names_quiet() -> Iterator[None]:
-    """Inside, torch does not tell at each call that functions which DeepSpeed uses will have other names."""
+    """Hide torch's deprecation warnings for collectives that DeepSpeed calls by their old names inside."""
     with DEEPSPEED_WARNINGS.inside():
         before = list(warnings.filters)
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -180,12 +186,13 @@ def torchs_names_quiet() -> Iterator[None]:
         try:
             yield
         finally:
-            if added in warnings.filters and added not in before:  # it may be within another
+            # an outer use of this context still needs the filter
+            if added in warnings.filters and added not in before:
                 warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def zero_keys() -> list[str]:
-    """The keys of "zero_optimization" in a config of DeepSpeed's."""
+    """Return the keys of "zero_optimization" in the installed version of DeepSpeed."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -193,9 +200,10 @@ def zero_keys() -> list[str]:
 
 
 def uses_checkpointing(module: torch.nn.Module) -> bool:
-    """Whether a layer's ``forward`` names ``deepspeed.checkpointing``, or its function ``checkpoint``."""
+    """Return True if a layer's ``forward`` names ``deepspeed.checkpointing`` or its function ``checkpoint``."""
     import deepspeed
 
+    # by the names in its code: a run to find out would need a batch
     own = (deepspeed.checkpointing, deepspeed.checkpointing.checkpoint)
     for layer in module.modules():
         forward = type(layer).forward
@@ -211,7 +219,10 @@ def uses_checkpointing(module: torch.nn.Module) -> bool:
 
 
 def configure_checkpointing(block: Mapping[str, Any]) -> None:
-    """Let ``deepspeed.checkpointing`` work as the config's block says; nothing is cut without model parallelism."""
+    """Configure ``deepspeed.checkpointing`` by the config's block.
+
+    Activations are not partitioned, which would need model parallelism.
+    """
     import deepspeed
 
     deepspeed.checkpointing.configure(
@@ -234,7 +245,7 @@ def _accelerator(kind: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, logs tell errors alone: an import says on which device it is, and more."""
+    """Log errors only inside: importing DeepSpeed logs its device and more."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -247,7 +258,7 @@ _known_group: object = None
 
 
 def _forget_other_groups() -> None:
-    """DeepSpeed keeps groups for the life of the process; those of another default group are dead."""
+    """Drop process groups that DeepSpeed made in an earlier default group, which is destroyed by now."""
     global _known_group
     here = dist.group.WORLD
     if here is _known_group:
@@ -264,12 +275,12 @@ def _forget_other_groups() -> None:
     _known_group = here
 
 
-# -- what is built --------------------------------------------------------------------------------------------
+# -- builds of extensions -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _builds_watched() -> Iterator[None]:
-    """Inside, a build of an extension of DeepSpeed's is told, and does not wait for one that was killed."""
+    """Log builds of DeepSpeed's extensions inside, and keep them from waiting for a build that was killed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = OpBuilder.jit_load
@@ -292,7 +303,7 @@ def _builds_watched() -> Iterator[None]:
 
 
 def check_compiler(name: str) -> None:
-    """Refuse to build an extension where nothing can.
+    """Check that an extension can be built.
 
     Raises:
         MisconfigurationException: torch finds no C++ compiler.
@@ -308,7 +319,7 @@ def check_compiler(name: str) -> None:
 
 
 def can_use_disks() -> bool:
-    """Whether DeepSpeed can keep states on a disk here: its extension for that needs libaio and its headers."""
+    """Return True if DeepSpeed can offload to a disk: its extension for that needs libaio and its headers."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with _quiet():
@@ -316,21 +327,22 @@ def can_use_disks() -> bool:
 
 
 def build_folder(name: str) -> Path | None:
-    """Where torch builds an extension of this name; None where it does not say."""
+    """Return the folder in which torch builds an extension; None if this torch has no such function."""
     from torch.utils import cpp_extension
 
+    # private in torch, so it may be missing
     find: Callable[[str, bool], str] | None = getattr(cpp_extension, "_get_build_directory", None)
     return None if find is None else Path(find(name, False))
 
 
 def remove_stale_lock(folder: Path) -> bool:
-    """Remove the lock of a build that was killed, on which all later ones would wait for ever.
+    """Remove the lock of a build that was killed; later builds would wait for it forever.
 
-    A build holds its lock open as long as it runs, so a lock that no process has open is a dead one's. This is known
-    on Linux alone.
+    A running build has its lock file open, so a lock that no process has open is stale. This is only checked on
+    Linux, by ``/proc``.
 
     Returns:
-        whether there was such a lock.
+        True if a lock was removed.
     """
     lock = folder / "lock"
     processes = Path("/proc")
@@ -341,7 +353,7 @@ def remove_stale_lock(folder: Path) -> bool:
         try:
             if Path(os.readlink(descriptor)) == target:
                 return False
-        except OSError:  # of another user, or gone
+        except OSError:  # another user's process, or one that has ended
             continue
     lock.unlink(missing_ok=True)
     log.info(f"A build of a DeepSpeed extension was killed earlier: its lock {str(lock)!r} is removed.")

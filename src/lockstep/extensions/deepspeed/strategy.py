@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1 to 3 by the package's own engine, with windows, data and checkpoints of the Trainer."""
+"""DeepSpeed's engine (ZeRO stages 1 to 3) with the Trainer's accumulation windows, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -56,47 +56,49 @@ NO_EFFECT = {
     "logging_batch_size_per_gpu": "the loader says how large a batch is",
     "remote_device": "`offload_params_device` says where parameters are kept",
 }
-"""Arguments of Lightning's strategy that have no effect here, and why."""
+"""Arguments of Lightning's strategy without an effect, and the reasons."""
 
 
 class DeepSpeedStrategy(ShardedStrategy):
-    """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
+    """One process per device, on DeepSpeed's engine with ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
 
-    The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
-    to the default. See `docs/deepspeed.md`.
+    The arguments are those of Lightning's strategy. None takes the value of ``config``, or the default if ``config``
+    does not have it. See `docs/deepspeed.md`.
 
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
-        stage: of ZeRO: 1 cuts optimizer states over the ranks, 2 gradients, too, 3 parameters, too. Default: 2.
+        zero_optimization: must be True.
+        stage: ZeRO's stage: 1 shards optimizer states over the ranks, 2 also gradients, 3 also parameters. Default: 2.
         offload_optimizer: keep optimizer states on ``offload_optimizer_device`` ("cpu"), and step there.
         offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
-        nvme_path: a folder on a fast disk, where a device is "nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: of the offload.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: of the disk.
-        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: of ZeRO.
-        allgather_bucket_size, reduce_bucket_size: the same; buckets have at most 2e8 elements.
-        zero_allow_untested_optimizer: False: refuse optimizers that DeepSpeed does not name as tested.
-        config: DeepSpeed's own: a JSON file, or a dict. What belongs to the Trainer may stand there if it says the
-            same.
-        logging_level: of DeepSpeed's log, on rank 0.
-        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of precision="16-mixed".
-        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: of
-            ``deepspeed.checkpointing``, where the model uses it.
+        offload_params_device, offload_optimizer_device: "cpu" or "nvme".
+        nvme_path: a folder on a fast disk, for the device "nvme".
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO.
+        allgather_bucket_size, reduce_bucket_size: size of a bucket, in elements; at most 2e8 by default.
+        zero_allow_untested_optimizer: if False, refuse optimizers that DeepSpeed does not list as tested.
+        config: DeepSpeed's config: a JSON file, or a dict. Settings of the Trainer may be repeated in it with the same
+            value.
+        logging_level: level of DeepSpeed's log on rank 0.
+        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: loss scaling with
+            precision="16-mixed".
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary:
+            settings of ``deepspeed.checkpointing``, if the model uses it.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
-        nccl: NCCL's variables, as of ``DDPStrategy``.
-        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
-        activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same.
-        checkpoint_format: "sharded": a folder that all ranks write, each its part; any strategy reads it on any number
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        nccl: NCCL's variables, as in ``DDPStrategy``.
+        activation_checkpointing: recompute activations in the backward: True (in the repeated blocks), or classes.
+        activation_checkpointing_policy: layers to recompute, as classes or a policy function.
+        activation_checkpointing_save: results that are kept in such layers.
+        checkpoint_format: "sharded": a folder in which each rank writes its shards; any strategy reads it on any number
             of ranks. "full": the same in one file, gathered by rank 0. "deepspeed": the engine's own folder.
-        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
-        **others: further arguments of Lightning's strategy, taken where they have no effect.
+        async_save: with "sharded": each rank copies its shards and continues to train while a thread writes them.
+        **others: further arguments of Lightning's strategy, accepted if they have no effect.
 
     Raises:
-        MisconfigurationException: for an argument that has no place here, that nobody knows, or that the config
-            contradicts.
+        MisconfigurationException: an argument is unknown or not supported, or has a different value than the config.
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
@@ -186,10 +188,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._evaluates: Any = None
         self._said_sizes: dict[str, int] = {}
         self._has_ended = False
-        self._call = ExitStack()  # what is there for the length of a call
+        self._call = ExitStack()  # contexts that last for one call of fit, validate, test or predict
 
     def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
-        """Choose what writes checkpoints."""
+        """Select the writer of checkpoints."""
         self._format = checkpoint_format
         if checkpoint_format not in FORMATS:
             raise MisconfigurationException(
@@ -215,19 +217,21 @@ class DeepSpeedStrategy(ShardedStrategy):
                 'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
                 'fit, or after one; or choose checkpoint_format="sharded".'
             )
-        with package.torchs_names_quiet():  # it may be after the call
+        # `save_checkpoint` may be called after the fit, when the context of the call has ended
+        with package.torchs_names_quiet():
             self._zero.save(folder, deepspeed_folder.TAG, rest)
 
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As of any ranks; the engine scales the loss where floats have 16 bits."""
+        """Check the precision, and leave the scaling of a float16 loss to the engine."""
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
                 f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
                 f"choose one of {', '.join(settings.PRECISIONS)}."
             )
         settings.of_precision(self._config, precision.name, device.type)
+        # a copy: the user may pass the same plugin to another Trainer
         if precision.scaler is not None:
             precision = copy(precision)
             precision.scaler = None
@@ -236,6 +240,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def setup_environment(self) -> None:
         """Join the other ranks, and import DeepSpeed."""
         super().setup_environment()
+        # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
         self._call.enter_context(told_local_rank(self.world.local_rank))
         self._call.enter_context(package.prepared(self.root_device, self._level))
@@ -249,12 +254,13 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
+        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         self._end_engine()
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
         self.precision.convert_module(module)
+        # in stage 3 `partition` fills layer by layer, so that a model fits that is too large for one device
         if self._stage != 3:
             fill(module, self.root_device)
         sources = stand_in(module)
@@ -282,7 +288,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._watch(module)
 
     def _choose_recomputation(self) -> None:
-        """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
+        """Apply the config's block: to ``deepspeed.checkpointing`` if the model calls it, else to repeated blocks."""
         block = self._config.get("activation_checkpointing", {})
         on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
         if not on:
@@ -301,15 +307,16 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """The type in which the engine keeps parameters; None: float32."""
+        """Dtype of the engine's parameters; None: float32."""
         blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """The engine's config, as far as it is known before there is an optimizer."""
+        """Return the engine's config without the optimizer's settings, which need the optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._said_sizes = settings.of_batches(made)
+        # the loop decides both: it reports the last backward of a window, and sets the norm before a step
         made["gradient_accumulation_steps"] = 1
         made["gradient_clipping"] = 0.0
         numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
@@ -323,7 +330,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Give the module and its optimizer to DeepSpeed's engine."""
+        """Make DeepSpeed's engine for the module and its optimizer."""
         from lockstep.extensions.deepspeed.engine import ZeroEngine
         from lockstep.extensions.deepspeed.gradients import ZeroGradients
 
@@ -341,6 +348,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
         self.gradients = ZeroGradients(self, self._zero)
         self._exact = {}
+        # the engine's buffers have the gradients, so the optimizer's own method would clear nothing
         vars(optimizer)["zero_grad"] = self._zero_grad
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -348,7 +356,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._zero.zero_grad()
 
     def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
-        """Refuse what the engine cannot do, by name; gives the one optimizer."""
+        """Refuse what the engine cannot do, and return the only optimizer."""
         module = self.module
         kind = type(module).__name__
         if not module.automatic_optimization:
@@ -392,7 +400,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return optimizer
 
     def _check_dtypes(self, optimizer: Optimizer) -> None:
-        """Refuse trained parameters of several types, which the engine would lay end to end in one of them."""
+        """Refuse trained parameters of several dtypes: the engine would concatenate them in one of the dtypes."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         of_dtype: dict[torch.dtype, str] = {}
         for name, parameter in self.module.named_parameters():
@@ -407,7 +415,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
 
     def _check_callbacks(self) -> None:
-        """Refuse callbacks that change the module's parameters where those are not what is trained."""
+        """Refuse callbacks that change the module's parameters if the engine trains other tensors."""
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
@@ -440,14 +448,14 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
+        """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
     def teardown(self) -> None:
-        """Take the engine's hooks away; in stage 3 the module stays in partitions."""
+        """Remove the engine's hooks; in stage 3 the module stays partitioned."""
         super().teardown()
         self._end_evaluation()
         if self._zero is not None and not self._has_ended:
@@ -468,7 +476,8 @@ class DeepSpeedStrategy(ShardedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
+        """Call a method of the module inside the engine's hooks, which gather parameters in stage 3."""
+        # here and not at setup: the loader exists only from the first training step on
         if self._said_sizes and torch.is_grad_enabled():
             self._check_sizes()
         return super().run(fn, *args)
@@ -496,13 +505,13 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._said_sizes = {}
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Backward with gradients averaged over the ranks and cut, by the engine."""
+        """Run the engine's backward, which averages gradients over the ranks and shards them."""
         assert self._zero is not None
         self._zero.backward(loss, self.sync_gradients, self.drops_gradients, self._own_backward)
         self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
+        """Let the engine clip the whole gradient by its 2-norm in the next step."""
         assert self._zero is not None
         if algorithm != "norm":
             settings.of_clipping({}, value, algorithm)
@@ -519,10 +528,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._zero.step()
         self.left_out = bool(getattr(self._zero.zero, "overflow", False))
 
-    # -- what it holds
+    # -- states
 
     def held(self) -> dict[str, list[Tensor]]:
-        """This rank's parts, the engine's float32 weights among the optimizer's states, and its buckets."""
+        """Return this rank's tensors by kind; the engine's float32 weights count as optimizer states."""
         held = super().held()
         if self._zero is None or self._has_ended:
             parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
@@ -530,7 +539,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return {**held, **self._zero.held()}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter in float32 and its gradient, gathered one by one."""
+        """Yield the name, float32 value and gradient of each parameter, gathered one by one. Collective."""
         if self._zero is not None:
             self._zero.take_changes()
         for name, parameter in self.named_parameters().items():
@@ -544,7 +553,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
-        """What this rank has of a parameter: of one that is trained, the float32 elements that it updates."""
+        """Return this rank's shard of a parameter: the engine's float32 elements if it is trained."""
         if self._zero is not None and self._zero.knows(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):
@@ -553,16 +562,19 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value
 
     def _kept(self, value: Tensor) -> Tensor:
-        """What becomes of a part in a checkpoint: itself, or where rank 0 writes, the whole there."""
+        """Return the value that a checkpoint has for a shard: itself, or the whole tensor if rank 0 writes."""
         if self.saves_shards:
             return value
+        # gathered one by one, and only rank 0 keeps the result, in CPU memory
         whole = self._made_whole(value)
         return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizer: this rank's parts; with "full" as of one process, on rank 0, without values elsewhere.
+        """Return the states of module and optimizer.
 
-        With "deepspeed" the engine writes them, and here are names alone.
+        With "sharded" these are this rank's shards. With "full" rank 0 has whole tensors, and the other ranks have
+        tensors on the meta device. With "deepspeed" the engine writes states itself, and this contains only names and
+        settings.
         """
         self._refuse_alone(alone)
         zero = self._zero
@@ -579,8 +591,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         return EngineState(module, [zero.optimizer_state(self._kept)], {deepspeed_folder.NAMES: zero.names()})
 
     def _module_state(self) -> dict[str, Any]:
-        """The module's state dict with the engine's own values of parameters."""
+        """Return the module's state dict with the engine's values of parameters."""
         made = self.module.state_dict()
+        # a shared parameter has several names and is gathered once
         done: dict[int, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name not in made:
@@ -605,7 +618,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return place
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """The same, of the engine's own folders, too, with a line where other ranks have written it."""
+        """Load a checkpoint. Log a line for an engine's folder that a different number of ranks wrote."""
         found = super().load_checkpoint(filepath, weights_only)
         if is_engines(filepath) and deepspeed_folder.written_by(filepath) != self.world.size:
             rank_zero_info(
@@ -616,7 +629,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return found
 
     def load(self, state: EngineState) -> None:
-        """Take this rank's parts; a tensor without memory, as `save` gives, leaves what there is."""
+        """Load this rank's shards. A tensor on the meta device, as from `save`, leaves the current value."""
         if state.module is not None:
             kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
             self._load_module(state.module, kept)
@@ -625,7 +638,8 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._zero.load_optimizer_state(saved)
 
     def _load_all_but(self, others: set[str], saved: dict[str, Any]) -> None:
-        """Let the module take what is saved, strictly if it says so; ``others`` come by other ways."""
+        """Load what is saved but ``others`` into the module, strictly if the module has strict loading."""
+        # torch's own strict check would report the names that are loaded elsewhere
         strict = self.module.strict_loading
         rest = {name: value for name, value in saved.items() if name not in others}
         found = self.module.load_state_dict(rest, strict=strict and not others)
@@ -647,7 +661,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
-        """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
+        """Return the engine's float32 values of a parameter that the module rounds; in stage 3 this rank's elements."""
         flat = _elements(value).flatten()
         if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)
