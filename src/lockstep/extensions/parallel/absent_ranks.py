@@ -1,4 +1,4 @@
-"""Which rank was not there where a collective has failed, and what it has reported of itself."""
+"""Reports of ranks that were missing in a failed collective."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from lockstep.ground import comm
 
 PATIENCE = 3.0
-"""Seconds in which ranks that failed in the same collective report; they fail within moments of each other."""
+"""Seconds to wait for the reports of ranks whose collective failed as well; they fail at almost the same time."""
 
 LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
-"""What a failed collective says, unlike an error of this rank's own."""
+"""Words in the error of a failed collective, which an error of this rank does not have."""
 QUOTED = re.compile("'[^']*'")
-"""Names in an error: a parameter may be called left."""
+"""Names in an error; they are ignored, since a parameter may be called "left"."""
 
 
 @contextlib.contextmanager
 def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
-    """Where a collective fails in this block, say which rank was not there, and what it has said of itself.
+    """Name the missing ranks, with their own errors, if a collective inside fails.
 
     Args:
-        group: the ranks of the collective.
-        doing: what it is for; with ``number`` alike on every rank, and used once.
-        number: of the round that comes, or is under way.
+        group: process group of the collective.
+        doing: purpose of the collective. With ``number`` it is used once, and is the same on all ranks.
+        number: number of the current or next round.
     """
     try:
         yield
@@ -41,7 +41,8 @@ def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Before this rank, perhaps alone, raises ``error``: for the ranks that will miss it in round ``number``."""
+    """Publish an error that this rank is about to raise, for the ranks that wait for it in round ``number``."""
+    # without a store, or with one whose process has ended, the error itself is still raised
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{_key(group, number)}{comm.rank(group)}", f"{type(error).__name__}: {error}")
@@ -52,12 +53,12 @@ def _key(group: comm.Group, moment: object) -> str:
 
 
 def describe_absent(group: comm.Group, moment: str, number: int) -> str:
-    """After a collective has failed here: the ranks of ``group`` that do not report the same, in a sentence.
+    """Describe, after a failed collective, the ranks of ``group`` that did not report the same failure.
 
     Args:
-        group: the ranks of the collective.
-        moment: which one it was; alike on every rank, and used once.
-        number: of its round.
+        group: process group of the collective.
+        moment: name of the collective; used once, and the same on all ranks.
+        number: number of its round.
     """
     mine = comm.rank(group)
     try:
@@ -73,7 +74,7 @@ def describe_absent(group: comm.Group, moment: str, number: int) -> str:
                 if rank not in said and store.check([f"{words}{rank}"]):
                     said[rank] = store.get(f"{words}{rank}").decode()
             time.sleep(0.05)
-    except RuntimeError:  # DistError and its kind are
+    except RuntimeError:  # the base of DistError
         return "the ranks' common store does not answer: the process that keeps it, that of rank 0, has ended"
     if not absent:
         return "all ranks were there: the connection between them failed"

@@ -1,4 +1,4 @@
-"""Communication hooks of a fit: checked, attached, saved and resumed; local steps, after which weights differ."""
+"""Communication hooks of a fit (check, attach, save, resume), and local steps, after which weights differ."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from lockstep.precision.base import LossScaler
 
 
 class DivergedWeights:
-    """This rank's own weights and optimizers, beside the mean that others are shown.
+    """This rank's weights and optimizers while they differ from those of other ranks.
 
     Args:
-        module: of the fit.
-        optimizers: whose states part with the weights, and do not meet again.
-        scaler: of 16-bit precision, or None: it follows this rank's overflows.
-        share_buffers: whether the mean comes with rank 0's buffers; else each rank keeps its own.
+        module: the fit's module.
+        optimizers: the fit's optimizers. Their states start to differ with the weights, and stay different.
+        scaler: the loss scaler of 16-bit precision, or None; it follows this rank's overflows.
+        share_buffers: if True, the mean has rank 0's buffers; else each rank keeps its own.
 
     Attributes:
-        differ: whether the ranks' weights may differ now.
-        parted: whether they ever did, in this fit or the one that it goes on from: optimizers differ since then.
+        differ: True if the ranks' weights may differ now.
+        parted: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class DivergedWeights:
 
     @property
     def shown(self) -> bool:
-        """Whether the module holds the mean now, and this rank's own weights are put aside."""
+        """True while the module has the ranks' mean instead of this rank's own weights."""
         return self._own is not None
 
     def step(self) -> None:
-        """A step is made with this rank's or node's gradients alone."""
+        """Record a step with the gradients of this rank or node only."""
         self.differ = self.parted = True
 
     def meet(self) -> None:
-        """All ranks have taken the same parameters."""
+        """Record that all ranks have the same parameters."""
         self.differ = False
 
-    # -- looking
+    # -- the mean
 
     def show_mean(self) -> None:
-        """Put the mean in the place of this rank's weights and buffers, until `show_own`. Collective."""
+        """Replace this rank's weights and buffers by the mean, until `show_own`. Collective."""
         if self._own is None:
             parameters, buffers = self._parameters(), dict(self._module.named_buffers())
             self._own = {name: tensor.detach().clone() for name, tensor in {**parameters, **buffers}.items()}
@@ -80,18 +80,19 @@ class DivergedWeights:
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Put this rank's weights and buffers back."""
+        """Restore this rank's weights and buffers."""
         if self._own is not None:
             _copy(self._own, self._tensors())
             self._own = None
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The module's, and those that the optimizers alone have."""
+        """Return the parameters of the module, and those that only the optimizers have."""
         return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Those that were trained: a frozen one is alike on all ranks, and the mean of equals may round."""
+        """Return the parameters that were trained in some step."""
         named = self.named_parameters()
+        # not frozen ones: they are equal on all ranks, and the mean of equal numbers may round
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
         return {name: parameter for name, parameter in named.items() if name in self._trained}
 
@@ -101,10 +102,10 @@ class DivergedWeights:
     # -- saving
 
     def state_dict(self, leader: int) -> dict[str, Any]:
-        """What this rank alone needs to go on with the same bits, on the CPU.
+        """Return this rank's state for a resume with the same bits, on the CPU.
 
         Args:
-            leader: the first of the ranks that have the same parameters and optimizers, who alone saves them.
+            leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
         """
         if not self.parted:
             return {}
@@ -112,6 +113,7 @@ class DivergedWeights:
         if self.differ:
             own = self._own or {**self._parameters(), **dict(self._module.named_buffers())}
             buffers = {name for name, _ in self._module.named_buffers()}
+            # ranks of a node have the same parameters, but each has its own buffers
             mine = comm.rank() == leader
             state["tensors"] = {name: tensor.detach() for name, tensor in own.items() if mine or name in buffers}
         if comm.rank() == leader:
@@ -122,7 +124,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of what `state_dict` gave on all ranks, which are as many now."""
+        """Load this rank's state from the `state_dict` of all ranks; their number must be the same as when saved."""
         mine = states[comm.rank()]
         if not mine:
             return
@@ -146,23 +148,23 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class HookedLocalSteps:
-    """Post-local SGD in a fit: counts rounds with the hook's state, and averages after steps.
+    """Post-local SGD in a fit: local steps counted by the hook's state, and averages after steps.
 
     Args:
-        state: of the hook, lockstep's or torch's; its subgroup is made.
-        module, optimizers: of the fit.
-        period: steps from one average to the next.
-        outer: arguments of an outer optimizer in place of the averages, or None.
-        reducer: of the fit.
-        scaler: of 16-bit precision, or None.
-        take_buffers: gives all ranks rank 0's buffers; None where each keeps its own.
+        state: the hook's state, lockstep's or torch's, with its subgroup.
+        module, optimizers: the fit's module and optimizers.
+        period: steps between two averages.
+        outer: arguments of an outer optimizer that replaces the averages, or None.
+        reducer: the fit's reducer.
+        scaler: the loss scaler of 16-bit precision, or None.
+        take_buffers: broadcasts rank 0's buffers; None if each rank keeps its own.
 
     Attributes:
         apart: this rank's own weights.
-        leader: the first of the ranks whose gradients are averaged with this one's in a local step.
+        leader: the first of the ranks whose gradients are averaged with this rank's in a local step.
 
     Raises:
-        MisconfigurationException: for an optimizer that averages or shards by itself.
+        MisconfigurationException: an optimizer averages or shards over the ranks itself.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class HookedLocalSteps:
             members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
         self.leader = members[0]
         self._members = members
-        self._parts = len(members) < comm.world_size()  # else all ranks still take every step together
+        self._parts = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
         self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
 
@@ -206,34 +208,35 @@ class HookedLocalSteps:
     @property
     def _rounds(self) -> int:
         state = self._state
+        # torch's state has `iter`, lockstep's `iteration`
         return int(state.iter if hasattr(state, "iter") else state.iteration)
 
     @property
     def differ(self) -> bool:
-        """Whether the ranks' weights may differ now."""
+        """True if the ranks' weights may differ now."""
         return self.apart.differ
 
     # -- a window
 
     def round(self) -> None:
-        """A round of gradients begins; the hook counts it while it runs."""
+        """Record that a round of gradients starts. The hook itself counts rounds."""
         if self._parts and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
 
     def averaged_ranks(self) -> Sequence[int]:
-        """The ranks over which gradients are averaged in the next round."""
+        """Return the ranks over which the next round's gradients are averaged."""
         local = self._rounds >= self._state.start_localSGD_iter
         return self._members if local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
         over = self._reducer.round_group
         if over is False:
             return weight, 1
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """An optimizer has stepped: average if it is time. Collective then."""
+        """Record an optimizer's step, and average if a period ends; collective then."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
             self.apart.meet()
             if self._take_buffers is not None:
@@ -242,20 +245,20 @@ class HookedLocalSteps:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have alike: the count of steps, and the outer optimizer."""
+        """Return the state that is the same on all ranks: the number of steps, and the outer optimizer."""
         return {"start": self._start, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
+        """Continue from a saved state."""
         self._start_averaging(state["start"])
         self._averager.load_state_dict(state["averager"])
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone needs: its own weights and optimizers."""
+        """Return the state of this rank: its own weights and optimizers."""
         return self.apart.state_dict(self.leader)
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's own weights; with none to take, all go on from the checkpoint's, which are the mean."""
+        """Load this rank's own weights. Without any, all ranks continue from the checkpoint's, which are the mean."""
         if states:
             self.apart.load_state_dict(states)
         elif isinstance(self._averager, ParameterAverager):
@@ -266,20 +269,20 @@ class HookedLocalSteps:
 
 
 POST_LOCAL = "start_localSGD_iter"
-"""What the states of post-local SGD have, torch's and lockstep's: the round from which on steps are local."""
+"""Attribute of post-local SGD's states, torch's and lockstep's: the first round with local steps."""
 
 
 class CommunicationHook(AttachableHook):
-    """What ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ...)`` stands for.
+    """Communication hook of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ...)``.
 
     Args:
         hook, state, wrapper: as in `lockstep.engines.ddp.strategy.DDPStrategy`.
-        period: steps from one average of the parameters to the next, under post-local SGD.
-        outer: arguments of `OuterOptimizer`, which takes the place of the averages; None: no such.
+        period: steps between two averages of the parameters, under post-local SGD.
+        outer: arguments of an `OuterOptimizer` that replaces the averages, or None.
 
     Raises:
-        MisconfigurationException: for arguments that lack each other, or do not go together.
-        TypeError, ValueError: ``hook`` cannot be one, by its signature.
+        MisconfigurationException: an argument needs another one that is missing, or two do not fit.
+        TypeError, ValueError: ``hook`` has the wrong signature.
     """
 
     def __init__(
@@ -319,7 +322,7 @@ class CommunicationHook(AttachableHook):
         self.hook = hook
         self.state = state
         self._period, self._outer = period, outer
-        self._nodes: tuple[Any, Any] | None = None  # the default group, and the group of this node in it
+        self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
         self._lent = False
 
     def _say_unused(self, period: int | Mapping[int, int] | None, outer: Mapping[str, Any] | None) -> None:
@@ -336,7 +339,7 @@ class CommunicationHook(AttachableHook):
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a hook at all."""
+        """True if there is a hook."""
         return self.hook is not None
 
     # -- a fit
@@ -344,16 +347,16 @@ class CommunicationHook(AttachableHook):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> HookedLocalSteps | None:
-        """Let the hook carry ``reducer``'s buckets. Collective.
+        """Let the hook reduce ``reducer``'s buckets. Collective.
 
         Args:
-            reducer: of this fit, before its first round.
-            module, optimizers: of the fit.
-            node_rank: this process's node, as the launcher or the cluster tells it.
+            reducer: this fit's reducer, before its first round.
+            module, optimizers: the fit's module and optimizers.
+            node_rank: index of this process's node, from the launcher or the cluster.
             **of_steps: further arguments of `lockstep.extensions.parallel.comm_hooks.HookedLocalSteps`.
 
         Returns:
-            the local steps of this fit, under post-local SGD.
+            the fit's local steps under post-local SGD, else None.
         """
         assert self.hook is not None
         check_hook(self.state, self.hook, [p for p in module.parameters() if p.requires_grad])
@@ -366,11 +369,12 @@ class CommunicationHook(AttachableHook):
         return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
     def _lend_node_group(self, node_rank: int) -> None:
-        """Give the state a subgroup of the ranks of one node, where it names none."""
+        """Set the state's subgroup to the ranks of this node, if it has none."""
         state = self.state
         together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
         if state.subgroup is not None or not together or comm.world_size() == 1:
             return
+        # a second fit in the same default group uses the same subgroup
         if self._nodes is None or self._nodes[0] is not dist.group.WORLD:
             nodes = comm.all_gather_object(node_rank)
             mine = [rank for rank, node in enumerate(nodes) if node == node_rank]
@@ -378,7 +382,7 @@ class CommunicationHook(AttachableHook):
         state.subgroup, self._lent = self._nodes[1], True
 
     def detach(self) -> None:
-        """The fit is over: take back what was lent to the state. What it remembers stays."""
+        """Remove the subgroup that `attach` set. The state keeps its memory for the next fit."""
         if self._lent:
             self.state.subgroup, self._lent = None, False
 
@@ -388,13 +392,13 @@ class CommunicationHook(AttachableHook):
     # -- checkpoints
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """What each rank alone needs: the hook's memory, its own weights and optimizers; by rank, on rank 0.
+        """Return the state of each rank (the hook's memory, own weights and optimizers), by rank, on rank 0.
 
         Collective, unless ``alone``.
 
         Args:
-            local: of the fit.
-            alone: ask no other rank, and leave out weights and optimizers, which are those of the checkpoint then.
+            local: the fit's local steps.
+            alone: return only this rank's state without weights and optimizers, which are then the checkpoint's.
         """
         own = local.rank_state() if local is not None and not alone else {}
         mine = snapshot({"hook": save_state(self.state), **({"apart": own} if own else {})})
@@ -403,7 +407,7 @@ class CommunicationHook(AttachableHook):
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Take this rank's part, of as many ranks or of another number of them."""
+        """Load this rank's state, also if the number of ranks has changed."""
         world, rank = comm.world_size(), comm.rank()
         memories = share_states([state["hook"] for state in states], world)
         if memories:
@@ -431,7 +435,7 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
 
 
 def _check_period(period: object) -> None:
-    """Refuse a ``model_averaging_period`` that is no number of steps, nor a mapping of such."""
+    """Refuse a ``model_averaging_period`` that is neither a number of steps nor a mapping from one."""
     if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
         raise MisconfigurationException(
             f"DDPStrategy(model_averaging_period={period!r}): a number of steps above 0, or a mapping of such to "
@@ -442,10 +446,10 @@ def _check_period(period: object) -> None:
 
 
 def _checked_outer(outer: object) -> dict[str, Any] | None:
-    """``outer_optimizer`` as arguments of `OuterOptimizer`.
+    """Return ``outer_optimizer`` as arguments of `OuterOptimizer`.
 
     Raises:
-        MisconfigurationException: for anything but a dict of its arguments.
+        MisconfigurationException: it is not a dict of such arguments.
     """
     if outer is None:
         return None

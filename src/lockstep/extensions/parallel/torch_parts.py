@@ -1,4 +1,4 @@
-"""The private parts of torch that this extension uses."""
+"""Private parts of torch that this extension uses."""
 
 from lockstep.ground.torch_support import DDP, Part
 

@@ -1,4 +1,4 @@
-"""What a container may wrap: its group, why a module cannot be wrapped, and what has changed in it since then."""
+"""Checks of a container's module: its process group, reasons not to wrap it, and changes after it was wrapped."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
-    """The process group of a container: the given one, that of the mesh, or the default one.
+    """Return the process group of a container: the given one, that of the mesh, or the default one.
 
     Args:
-        group: None for the default one.
-        mesh: a device mesh, if any; where it is a part of a larger one, ``module`` is made ready for that.
-        module: what is wrapped.
+        group: a process group; None is the default one.
+        mesh: a 1-D device mesh, or None. If it is part of a larger mesh, ``module`` is transformed as torch does it.
+        module: the module to be wrapped.
 
     Raises:
-        ValueError: there is none, or this rank is not in it.
-        MisconfigurationException: this torch lacks what a container needs.
+        MisconfigurationException: there is no process group, this rank is not in it, or this version of torch lacks
+            parts that a container needs.
     """
     refuse_without(DDP, DDP, "train on one device", PARTS)
     if not comm.is_distributed():
@@ -60,6 +60,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
             f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
             "members only"
         )
+    # the first parameter is enough: all are on devices of one type
     for parameter in module.parameters() if isinstance(module, nn.Module) else ():
         comm.travel_by(parameter.device, found)
         break
@@ -67,7 +68,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
 
 
 def _problem_of(parameter: Tensor) -> str | None:
-    """Why a parameter has no gradient that can be averaged, if so, and the way out."""
+    """Return the reason why a parameter's gradient cannot be averaged, with a remedy; None if it can."""
     if isinstance(parameter, UninitializedParameter):
         return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
     if parameter.is_meta:
@@ -84,7 +85,7 @@ def _problem_of(parameter: Tensor) -> str | None:
 
 
 def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
-    """The name of a part that averages some of the ``trained`` parameters itself: torch's container, or ours."""
+    """Return the name of an inner container (torch's or ours) that averages some of the ``trained`` parameters."""
     for name, part in module.named_modules():
         own = (id(parameter) for parameter in part.parameters())
         averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
@@ -94,9 +95,9 @@ def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) ->
 
 
 def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
-    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
+    """Return the reason why gradients of ``module`` cannot be averaged, with a remedy; None if they can.
 
-    A container of lockstep may be wrapped again, whole and over the same ``group``: the outer one averages then.
+    A container of lockstep may be wrapped again as a whole over the same ``group``; then the outer one averages.
     """
     if not isinstance(module, nn.Module):
         return f"module={module!r}: give a torch.nn.Module"
@@ -122,7 +123,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
 
 
 def _yields(container: nn.Module, group: comm.Group) -> bool:
-    """Whether this container can let another one of ``group`` do its work."""
+    """Return True if a container can be wrapped again over ``group``, so that the outer one averages."""
     if not hasattr(container, "use_reducer"):
         return False
     settings = vars(container)
@@ -131,7 +132,10 @@ def _yields(container: nn.Module, group: comm.Group) -> bool:
 
 
 def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
+    """Return whether forwards synchronize buffers, from a container's two arguments.
+
+    ``broadcast_buffers`` is deprecated, as in torch. Default: True.
+    """
     if broadcast_buffers is not None:
         warnings.warn(
             f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
@@ -146,11 +150,13 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
 
 
 def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
+    """Describe a parameter whose gradient would not be averaged; None without one.
+
+    The caller puts the rank in front of the sentence.
 
     Args:
-        frozen: parameters that were so when the model was wrapped.
-        late: those since then; None where nobody minds.
+        frozen: parameters that were frozen when the model was wrapped, by name.
+        late: parameters added since then; None if they are not checked.
     """
     for name, parameter in frozen.items():
         if parameter.requires_grad:
@@ -168,7 +174,10 @@ def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -
 
 
 def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
+    """Describe a parameter whose dtype, shape or device no longer fits its bucket; None without one.
+
+    The caller puts the rank in front of the sentence.
+    """
     for bucket in buckets:
         for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
             before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]

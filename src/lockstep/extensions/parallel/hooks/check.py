@@ -1,4 +1,4 @@
-"""What is wrong with a communication hook, said before the first step; and what its state needs before it."""
+"""Checks of a communication hook, and preparation of its state, before the first step."""
 
 from __future__ import annotations
 
@@ -29,27 +29,26 @@ _DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
 
 
 def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
-    """Make sure that ``hook(state, bucket)`` can work.
+    """Check that ``hook(state, bucket)`` can work.
 
     Args:
         state: the hook's first argument.
         hook: a communication hook: a function of a state and a `GradBucket` that returns a future of the reduced
             gradients.
-        parameters: whose gradients it will get; their devices and dtypes are looked at.
-        group: the ranks.
+        parameters: the parameters of the buckets; their devices and dtypes are checked.
+        group: process group of the ranks.
 
     Raises:
-        TypeError: not callable, or not with two arguments.
-        ValueError: annotated for something else than buckets and futures.
-        MisconfigurationException: a hook that cannot work here, or one that was given another one's state; with what
-            to take instead.
+        TypeError: it is not callable, or not with two arguments.
+        ValueError: its annotations are not those of buckets and futures.
+        MisconfigurationException: the hook cannot work here, or has the state of another hook.
     """
     check_pair(state, hook)
     _refuse_broken(torch_name(innermost(hook)), list(parameters), group)
 
 
 def check_pair(state: object, hook: object) -> None:
-    """The part of `check_hook` that needs neither parameters nor ranks."""
+    """Check a hook and its state, without parameters and ranks; a part of `check_hook`."""
     if not callable(hook):
         raise TypeError(
             f"Communication hook must be callable, as hook(state, bucket); ddp_comm_hook={hook!r} is a "
@@ -69,7 +68,7 @@ def check_pair(state: object, hook: object) -> None:
 def _check_signature(hook: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # written in C: nothing to look at
+    except (TypeError, ValueError):  # a function in C without a signature
         return
     try:
         signature.bind(None, None)
@@ -91,7 +90,7 @@ def _check_signature(hook: Callable[..., object]) -> None:
 
 
 def _says(annotation: object, word: str) -> bool:
-    """Whether an annotation is not there, or has the word in it, or is open."""
+    """Return True if the annotation is missing, is Any or object, or mentions the word."""
     return annotation is inspect.Parameter.empty or any(w in _named(annotation) for w in (word, "Any", "object"))
 
 
@@ -120,12 +119,12 @@ def _check_state(state: object, inner: object) -> None:
 
 
 def _takes_group(inner: object) -> bool:
-    """Whether a hook's state is its process group."""
+    """Return True if the hook's state is its process group."""
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 
 def _has_group(state: object) -> bool:
-    """Whether a hook's state names a process group."""
+    """Return True if the hook's state has a process group."""
     torchs = ("PostLocalSGDState", "PowerSGDState")
     return isinstance(state, _OWN_STATES) or any(_is_torch_state(state, kind) for kind in torchs)
 
@@ -161,25 +160,26 @@ def _carried_by(group: comm.Group, device: torch.device) -> str:
 
 
 def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
-    """Give a hook's state what it needs before the first step; collective, on all ranks of ``group``.
+    """Set the process groups in a hook's state before the first step. Collective on ``group``.
 
-    Post-local SGD, lockstep's and torch's, gets the group of this rank's node where none was given (torch's own way to
-    make one needs GPUs). A state that names no process group gets ``group``,
-    unless that is the default group.
+    A state of post-local SGD, lockstep's or torch's, without a subgroup gets that of this rank's node. A state without
+    a process group gets ``group``, unless that is the default group.
 
     Args:
-        state: of a hook; ones that are not known are left as they are.
-        group: the ranks; ``None`` is the default group.
-        hook: whose state it is; needed where ``state`` is None.
+        state: a hook's state; a state of an unknown class is not changed.
+        group: process group of the ranks; ``None`` is the default group.
+        hook: the state's hook; needed if ``state`` is None.
 
     Returns:
-        The state to register: ``state`` itself, or ``group`` in place of None for a hook whose state is its group.
+        the state to register: ``state`` itself, or ``group`` instead of None for a hook whose state is its group.
     """
-    named = group is not None and group is not dist.group.WORLD  # with the default one it could not be pickled
+    # None already means the default group, and a state with a group cannot be pickled
+    named = group is not None and group is not dist.group.WORLD
     if named and _has_group(state) and state.process_group is None:
         state.process_group = group
     if isinstance(state, PostLocalSGDState):
         state.prepare()
+    # torch's own default, `dist.new_subgroups()`, needs GPUs
     elif _is_torch_state(state, "PostLocalSGDState") and state.subgroup is None and _averages_in_nodes(state):
         state.subgroup = node_group(state.process_group)
     if state is None and group is not None and _takes_group(innermost(hook)):

@@ -1,4 +1,4 @@
-"""What a hook remembers of each parameter from round to round, and the same as plain data in a checkpoint."""
+"""Memory of a hook for each parameter, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Tensors by parameter, saved by their places in the buckets.
+    """Tensors for each parameter, saved by the parameter's place in the buckets.
 
-    Buckets may be laid out anew (the reducer does so after its first round, and when parameters are thawed), so
-    records belong to parameters. A checkpoint has no parameters to name them by: there they stand by bucket and place,
-    and the checkpoint's bucket plan is laid out before they are asked for.
+    A checkpoint does not contain parameters, so it has the records by bucket and place. Its bucket plan is restored
+    before they are used.
     """
 
     def __init__(self) -> None:
+        # by parameter: the layout changes after the first round, and when parameters are unfrozen
         self._records: Any = WeakIdKeyDictionary()
         self._layout: dict[int, list[Record]] = {}
         self._saved: dict[int, list[Record]] = {}
 
     def records(self, bucket: GradBucket) -> list[Record]:
-        """The record of each parameter in ``bucket``, for the caller to fill and change.
+        """Return the record of each parameter in ``bucket``; the caller may change them.
 
         Raises:
-            ValueError: what was loaded was saved with other buckets.
+            ValueError: the loaded state was saved with another bucket layout.
         """
         parameters, index = bucket.parameters(), bucket.index()
         saved = self._saved.pop(index, None)
@@ -50,13 +50,14 @@ class Memory:
             if record is None:
                 record = self._records[parameter] = {}
             found.append(record)
+        # a new round may have fewer buckets than the last one
         if bucket.index() == 0:
-            self._layout.clear()  # a round begins, perhaps with fewer buckets than the last
+            self._layout.clear()
         self._layout[index] = found
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"saved": self.state_dict()}  # in another process there are other parameters
+        return {"saved": self.state_dict()}  # parameters are other objects in another process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -82,11 +83,11 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """What the records take."""
+        """Size of the records, in bytes."""
         return sum(value.nbytes for record in self._records.values() for value in record.values())
 
     def state_dict(self) -> dict[int, list[Record]]:
-        """Copies, by bucket and place."""
+        """Return copies of the records by bucket and place."""
         layout = {**self._layout, **self._saved}
         return {
             index: [{name: value.detach().clone() for name, value in record.items()} for record in records]
@@ -94,7 +95,7 @@ class Memory:
         }
 
     def load_state_dict(self, saved: dict[int, list[Record]]) -> None:
-        """Take what `state_dict` gave; parameters get it when their buckets come."""
+        """Load the result of `state_dict`. Parameters get their records when their buckets are first used."""
         self._records.clear()
         self._layout.clear()
         self._saved = {
@@ -117,7 +118,7 @@ _NUMBERS_OF_POWER_SGD = (
 
 
 def save_state(state: Any) -> dict[str, Any] | None:
-    """What this rank's ``state`` holds: tensors (copies) and plain types.
+    """Return the contents of this rank's ``state`` as tensors (copies) and plain types.
 
     Returns:
         None for states without a memory: a process group, None, an object without ``state_dict()``.
@@ -127,6 +128,7 @@ def save_state(state: Any) -> dict[str, Any] | None:
         saved: dict[str, Any] = {name: getattr(state, name) for name in _NUMBERS_OF_POWER_SGD}
         for name in _TENSORS_OF_POWER_SGD:
             saved[name] = {index: tensor.detach().clone() for index, tensor in getattr(state, name).items()}
+        # plain types: a checkpoint is read with weights_only=True
         saved["rng"] = _save_numpy(state.rng)
         return saved
     if kind == "PostLocalSGDState":
@@ -137,15 +139,15 @@ def save_state(state: Any) -> dict[str, Any] | None:
 
 
 def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | None = None) -> None:
-    """Let ``state`` go on from what `save_state` gave on this rank.
+    """Restore ``state`` from the result of `save_state` on this rank.
 
     Args:
-        state: one of the same class, made with the same settings.
-        saved: of `save_state`; None does nothing.
-        device: where gradients are, for torch's states, which do not look; by default tensors stay where they are.
+        state: a state of the same class with the same settings.
+        saved: result of `save_state`; None does nothing.
+        device: device of the gradients, to which tensors of torch's states are moved; None moves nothing.
 
     Raises:
-        ValueError: ``state`` has nothing to load into, or ``saved`` is another class's.
+        ValueError: ``state`` has no ``load_state_dict``, or ``saved`` is from another class.
     """
     if saved is None:
         return
@@ -175,10 +177,10 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
 
 
 def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dict[str, Any] | None]:
-    """What ranks saved, for another number of ranks.
+    """Return the ranks' saved states for another number of ranks.
 
-    With as many ranks each gets its own. With another number, each gets the mean of all errors, so that the errors'
-    mean over ranks, which is owed to the gradients, stays what it was; all else is alike on all ranks.
+    With the same number each rank gets its own state. Otherwise each gets the mean of all errors, which keeps the
+    errors' mean over the ranks; the other entries are the same on all ranks.
     """
     if len(saved) == world or not saved:
         return list(saved)
