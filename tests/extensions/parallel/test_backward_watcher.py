@@ -300,5 +300,5 @@ def _in_context(folder: str) -> list[str]:
 def test_a_forward_whose_gradients_would_stay_in_a_context_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for rank, (refused, *others) in enumerate(ranks(2).run(_in_context, str(tmp_path), timeout=60)):
         assert refused.startswith(f"rank {rank}: a forward in a context of torch.distributed.autograd")
-        assert "run forward and loss.backward() outside of it" in refused
+        assert "Run forward and loss.backward() outside of it" in refused
         assert others == ["", "", "1"]

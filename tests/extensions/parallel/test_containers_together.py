@@ -80,7 +80,7 @@ def test_a_loss_that_depends_on_no_output_does_not_hang_the_others(ranks: RankPo
         late = rank == 1 and how in ("another loss", "nothing")
         assert len(said) == late
         if late:
-            assert said[0].startswith("rank 1: an optimizer steps, and no backward has reached the outputs")
+            assert said[0].startswith("rank 1: an optimizer steps, but no backward has reached the outputs")
 
 
 def _looking() -> tuple[int, int]:
@@ -175,7 +175,7 @@ def _leaving(shared: bool) -> str:
 def test_a_rank_that_leaves_early_is_named_by_the_others(ranks: RankPool, shared: bool) -> None:
     said = ranks(3).run(_leaving, shared)
     for rank in (0, 2):
-        assert said[rank].startswith(f"rank {rank}, averaging the gradients of round 2: rank 1 was not there")
+        assert said[rank].startswith(f"rank {rank}, averaging the gradients of round 2: rank 1 is missing")
 
 
 def _failing(how: str) -> str:
@@ -204,14 +204,14 @@ def _failing(how: str) -> str:
     ("how", "said"),
     [
         ("added", "MisconfigurationException: rank 1: parameter 'left_over' was added to the model"),
-        ("cast", "MisconfigurationException: rank 1: parameter 'left.bias' has become torch.float32 of shape (2,)"),
+        ("cast", "MisconfigurationException: rank 1: parameter 'left.bias' is torch.float32 of shape (2,)"),
         ("forward", "RuntimeError: "),  # what torch says of shapes differs between its releases
     ],
 )
 def test_what_one_rank_raises_is_told_by_the_others(ranks: RankPool, how: str, said: str) -> None:
     """They said that it was gone, failed, or elsewhere in its program."""
     first, second = ranks(2).run(_failing, how)
-    assert first.startswith(f"rank 0, averaging the gradients of round 2: rank 1 was not there: it raised {said}")
+    assert first.startswith(f"rank 0, averaging the gradients of round 2: rank 1 is missing: it raised {said}")
     assert second in first
 
 
@@ -227,7 +227,7 @@ def _named(text: str) -> bool:
 
 def test_a_parameter_called_left_is_no_lost_rank(ranks: RankPool) -> None:
     """Its name in an error was taken for the news of a rank that has gone."""
-    assert ranks(2).run(_named, "parameter 'left.weight' got a gradient") == [True] * 2
+    assert ranks(2).run(_named, "parameter 'left.weight' has a gradient") == [True] * 2
     assert ranks(2).run(_named, "rank 1 left") == [False] * 2
 
 
@@ -298,7 +298,7 @@ def _empty() -> nn.Module:
 
 
 UNUSABLE = [
-    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* run one batch"),
+    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* Run one batch"),
     (_meta, r"parameter 'weight' of Linear is on the meta device .*to_empty"),
     (_expanded, r"parameter 'bias' of Linear is expanded: .*clone"),
     (_frozen, "Linear: no parameter requires a gradient"),

@@ -59,9 +59,9 @@ def test_a_backward_that_ends_by_hand_is_refused() -> None:
     assert not net.require_manual_backward_finalization
     assert not net.should_finalize_after_backward
     net.require_manual_backward_finalization = False
-    with pytest.raises(MisconfigurationException, match="finalization=True: gradients are there"):
+    with pytest.raises(MisconfigurationException, match="finalization=True: gradients are averaged"):
         net.require_manual_backward_finalization = True
-    with pytest.raises(MisconfigurationException, match=r"finalize_backward\(\): gradients are there"):
+    with pytest.raises(MisconfigurationException, match=r"finalize_backward\(\): gradients are averaged"):
         net.finalize_backward()
 
 
@@ -110,7 +110,7 @@ def test_settings_have_the_gradients_of_one_process(ranks: RankPool, name: str) 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mixed_precision": "fp16"}, "mixed_precision='fp16': leave it out.*torch.autocast"),
+    ({"mixed_precision": "fp16"}, "mixed_precision='fp16' is not supported.*torch.autocast"),
     ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, "delay_all_reduce_named_params .* give both"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
     ({"bucket_cap_mb_list": [25, -1]}, r"bucket_cap_mb_list=\[25, -1\]"),

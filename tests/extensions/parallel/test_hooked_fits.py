@@ -61,11 +61,11 @@ def on_nodes() -> None:
         ),
         (
             {"ddp_comm_hook": power_sgd, "ddp_comm_state": PowerSGDState(), "ddp_comm_wrapper": fp16},
-            "ddp_comm_wrapper=fp16.*a function that is given the hook",
+            "ddp_comm_wrapper=fp16.*a function that takes a hook",
         ),
         (
             {"ddp_comm_hook": fp16, "ddp_comm_state": PostLocalSGDState(8), "model_averaging_period": 4},
-            "fp16 was given the state of type PostLocalSGDState",
+            "fp16 has the state of type PostLocalSGDState",
         ),
         ({"ddp_comm_hook": fp16, "model_averaging_period": 0}, "model_averaging_period=0"),
         ({"ddp_comm_hook": fp16, "model_averaging_period": -4}, "model_averaging_period=-4"),

@@ -67,7 +67,7 @@ LOOPS = {
     "elasticity": "lockstep resumes on any number of ranks",
     "torch_autocast": "choose the precision by Trainer(precision=...)",
     "amp": "choose the precision by Trainer(precision=...)",
-    "zenflow": "it updates weights beside the loop",
+    "zenflow": "it updates weights outside the loop",
     "compile": "compile the module by torch.compile",
 }
 """Blocks of DeepSpeed's config that are refused because the Trainer does the same, and the way to do it."""
@@ -138,16 +138,16 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
             source = json.loads(path.read_text())
         except OSError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}): give the path "
-                f"of a JSON file, seen from {os.getcwd()!r}, or a dict."
+                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}). Give the path "
+                f"of a JSON file, relative to {os.getcwd()!r}, or a dict."
             ) from None
         except ValueError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file is no JSON ({error}): mend it, or give a dict."
+                f"DeepSpeedStrategy(config={str(given)!r}): the file is not JSON ({error}). Correct it, or give a dict."
             ) from None
     if not isinstance(source, Mapping):
         raise MisconfigurationException(
-            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that holds one."
+            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that contains one."
         )
     return {key: _plain(value, (key,)) for key, value in source.items()}
 
@@ -188,7 +188,7 @@ def _known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ..
     for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's page on its config for those that it has"
+            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's documentation of its config"
             raise refuse(shown((*path, key), value), f"DeepSpeed has no such key: {way}")
 
 
@@ -221,8 +221,8 @@ def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
     stage = zero.setdefault("stage", 2)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise MisconfigurationException(
-            f"DeepSpeedStrategy(stage={stage!r}): choose 1 (optimizer states are cut over the ranks), 2 (gradients, "
-            'too) or 3 (parameters, too); without any of them use strategy="ddp".'
+            f"DeepSpeedStrategy(stage={stage!r}): choose 1 (shards optimizer states over the ranks), 2 (gradients, "
+            'too) or 3 (parameters, too). To shard nothing, use strategy="ddp".'
         )
     # the block is for stage 3: before it parameters are whole on each device
     if stage != 3:
@@ -237,8 +237,8 @@ def _put(config: Config, path: tuple[str, ...], value: Any, argument: str) -> No
         inner = inner.setdefault(name, {})
     if last in inner and inner[last] != value:
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({argument}, config=...): the config says {shown(path, inner[last])}: give one of them, "
-            "or the same in both."
+            f"DeepSpeedStrategy({argument}, config=...): the config has {shown(path, inner[last])}. Give one of them, "
+            "or the same value in both."
         )
     inner[last] = value
 
@@ -254,8 +254,8 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
     on = arguments.get(flag)
     if on is False and there.get("device", "none") != "none":
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({flag}=False, config=...): the config says {shown((ZERO, name), there)}: give one of "
-            "them, or the same in both."
+            f"DeepSpeedStrategy({flag}=False, config=...): the config has {shown((ZERO, name), there)}. Give one of "
+            "them, or the same value in both."
         )
     if on:
         block = config[ZERO][name] = dict(there)
@@ -276,10 +276,9 @@ def disk(config: Mapping[str, Any]) -> str | None:
         if block.get("device") == "nvme":
             path = block.get("nvme_path")
             if path is None or not Path(path).is_dir():
-                said = shown((ZERO, key, "device"), "nvme")
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy: {said}, nvme_path={path!r}: give by nvme_path a folder that is there, on a "
-                    "fast disk."
+                    f"DeepSpeedStrategy: {shown((ZERO, key, 'device'), 'nvme')}, nvme_path={path!r}: this is not a "
+                    "folder. Set nvme_path to an existing folder on a fast disk."
                 )
             return str(path)
     return None
@@ -309,13 +308,13 @@ def of_precision(config: Config, precision: str, device: str) -> None:
         config["bf16"] = config.pop("bfloat16")
     if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
         place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
-        said = (
+        setting = (
             place
             if precision.startswith("16")
             else f"DeepSpeedStrategy(config=...): {shown(('fp16', 'enabled'), True)}"
         )
         raise MisconfigurationException(
-            f'{said}: DeepSpeed does not compute in float16 on a CPU: use Trainer(precision="bf16-mixed"), or a GPU.'
+            f'{setting}: DeepSpeed does not compute in float16 on a CPU. Use Trainer(precision="bf16-mixed"), or a GPU.'
         )
     wanted = PRECISIONS[precision]
     for block in ("fp16", "bf16"):
@@ -325,7 +324,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
             fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'
             raise refuse(
                 shown((block, "enabled"), enabled),
-                f'Trainer(precision="{precision}") says otherwise: give {fits}, or leave the block out of the config',
+                f'Trainer(precision="{precision}") differs. Use {fits}, or remove the block from the config',
             )
     for block in ("fp16", "bf16"):
         if block == wanted:
@@ -340,12 +339,12 @@ def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
     Raises:
         MisconfigurationException: the config has a different number than the Trainer.
     """
-    said = config.get("gradient_accumulation_steps", "auto")
-    if said not in ("auto", flag):
+    steps = config.get("gradient_accumulation_steps", "auto")
+    if steps not in ("auto", flag):
         raise refuse(
-            shown(("gradient_accumulation_steps",), said),
-            f"Trainer(accumulate_grad_batches={flag!r}) says otherwise: give the Trainer that number, and leave it out "
-            "of the config",
+            shown(("gradient_accumulation_steps",), steps),
+            f"Trainer(accumulate_grad_batches={flag!r}) differs. Set the number in the Trainer, and remove it from the "
+            "config",
         )
     config["gradient_accumulation_steps"] = 1
 
@@ -358,18 +357,18 @@ def of_clipping(config: Config, value: float | None, algorithm: str | None) -> N
     Raises:
         MisconfigurationException: the two differ, or clipping is by value.
     """
-    said = config.get("gradient_clipping", 0.0)
-    if value is not None and said not in ("auto", 0.0, 0, value):
+    norm = config.get("gradient_clipping", 0.0)
+    if value is not None and norm not in ("auto", 0.0, 0, value):
         raise refuse(
-            shown(("gradient_clipping",), said),
-            f"Trainer(gradient_clip_val={value!r}) says otherwise: give one of them, or the same in both",
+            shown(("gradient_clipping",), norm),
+            f"Trainer(gradient_clip_val={value!r}) differs. Give one of them, or the same value in both",
         )
     if value is not None and algorithm == "value":
         raise MisconfigurationException(
-            f'Trainer(gradient_clip_val={value!r}, gradient_clip_algorithm="value"): DeepSpeed clips by the norm of '
-            'the whole gradient alone: use gradient_clip_algorithm="norm", or strategy="fsdp".'
+            f'Trainer(gradient_clip_val={value!r}, gradient_clip_algorithm="value"): DeepSpeed clips only by the norm '
+            'of the whole gradient. Use gradient_clip_algorithm="norm", or strategy="fsdp".'
         )
-    config["gradient_clipping"] = 0.0 if said == "auto" or value is not None else float(said)
+    config["gradient_clipping"] = 0.0 if norm == "auto" or value is not None else float(norm)
 
 
 def of_batches(config: Config) -> dict[str, int]:
@@ -377,16 +376,16 @@ def of_batches(config: Config) -> dict[str, int]:
 
     The engine only uses them to count samples, so its batch size is 1.
     """
-    said = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
+    sizes = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
     config["train_micro_batch_size_per_gpu"] = 1
-    return {key: size for key, size in said.items() if size != "auto"}
+    return {key: size for key, size in sizes.items() if size != "auto"}
 
 
-def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
+def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
     """Compare the config's batch sizes with the training loader's.
 
     Args:
-        said: sizes in the config, as returned by `of_batches`.
+        sizes: sizes in the config, as returned by `of_batches`.
         batch_size: batch size of the loader.
         micro_batches: number of micro-batches in an accumulation window.
         world: number of ranks.
@@ -398,12 +397,12 @@ def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, 
         "train_micro_batch_size_per_gpu": batch_size,
         "train_batch_size": batch_size * micro_batches * world,
     }
-    for key, size in said.items():
+    for key, size in sizes.items():
         if size != right[key]:
             raise refuse(
                 shown((key,), size),
-                f"the training loader has batch_size={batch_size}, which makes {right[key]} here: leave it out, or let "
-                "the loader have that size",
+                f"the training loader has batch_size={batch_size}, which makes {right[key]} here. Remove the key from "
+                "the config, or change the loader's batch_size",
             )
 
 
@@ -424,18 +423,18 @@ def of_optimizer(config: Config, optimizer: object) -> None:
     if kind.lower() not in (name.lower(), name.lower().removeprefix("deepspeedcpu")):
         raise refuse(
             shown(("optimizer", "type"), kind),
-            f"`configure_optimizers` returns {name}: return the other one there, and leave the block out",
+            f"`configure_optimizers` returns {name}. Return {kind} there, and remove the block from the config",
         )
     own = getattr(optimizer, "defaults", {})
-    for key, said in settings.items():
-        if said != "auto" and key in own and _alike(said) != _alike(own[key]):
+    for key, value in settings.items():
+        if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
-                shown(("optimizer", "params", key), said),
-                f"`configure_optimizers` returns {name}({key}={own[key]!r}): say it in one place",
+                shown(("optimizer", "params", key), value),
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Set it in one of the two places",
             )
 
 
-def _alike(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 

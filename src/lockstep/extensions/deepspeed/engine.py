@@ -25,9 +25,9 @@ from lockstep.ground.parameters import is_partitioned
 from lockstep.ground.tree import tensors_in
 
 DIFFERENT = (
-    "DeepSpeed adds up gradients in the order in which they come, and the ranks differ: rank {rank} has {theirs} where "
-    "rank 0 has {zero}. Let all ranks use the same parameters in the same order in each micro-batch, or train with "
-    'strategy="ddp" or "fsdp", which know them apart.'
+    "DeepSpeed reduces gradients in the order of the backward, and the ranks' orders differ: rank {rank} has {theirs} "
+    "where rank 0 has {zero}. Use the same parameters in the same order on all ranks in each micro-batch, or use "
+    'strategy="ddp" or "fsdp", which have no such limit.'
 )
 
 
@@ -214,7 +214,7 @@ class ZeroEngine:
         other = next(rank for rank, each in enumerate(orders) if each != orders[0])
         pairs = zip_longest(orders[0], orders[other])
         first = next(pair for pair in pairs if pair[0] != pair[1])
-        zero, theirs = ("none more" if number is None else repr(names[number]) for number in first)
+        zero, theirs = ("no further parameter" if number is None else repr(names[number]) for number in first)
         raise MisconfigurationException(DIFFERENT.format(rank=other, theirs=theirs, zero=zero))
 
     # -- one window

@@ -36,12 +36,13 @@ TAG = "checkpoint"
 NAMES = "optimizer's parameters"
 """Key in the strategy's entry of a checkpoint: parameters' names by their numbers in the optimizer's state dict."""
 PICKLED = (
-    "{path!r} is in DeepSpeed's own format, whose files are pickles of its classes and may run code. If you trust its "
-    "author, read it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)); or make one free "
-    "of code of it: lockstep checkpoint convert --pickled {path} NEW"
+    "{path!r} is in DeepSpeed's own format: its files are pickles, which can run code. If you trust its author, read "
+    "it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)), or convert it to a checkpoint "
+    "without code: lockstep checkpoint convert --pickled {path} NEW"
 )
 FOREIGN = (
-    "{path!r} was written for a model that is cut over ranks itself (tensor or pipeline parallel): ZeRO alone is read"
+    "{path!r} was written for a model with tensor or pipeline parallelism. Only checkpoints of ZeRO without them can "
+    "be read"
 )
 _ENGINES = frozenset(
     {
@@ -90,7 +91,8 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
             checkpoint["optimizer_states"] = [{**optimizers[0], "state": _optimizer(groups, names, place)}]
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(folder)!r} is not as DeepSpeed's engine writes it ({format.first_line(error)})."
+            f"The checkpoint {str(folder)!r} does not have the format of DeepSpeed's engine "
+            f"({format.first_line(error)})."
         ) from error
     return checkpoint
 
@@ -111,8 +113,8 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
         found[int(parts[1] or 0)] = file
     if not found or sorted(found) != list(range(len(found))):
         raise CorruptCheckpoint(
-            f"The checkpoint {str(folder.parent)!r} lacks files {folder.name}/*_{kind}_states.pt: it has those of the "
-            f"ranks {sorted(found)}. Resume from an earlier checkpoint, or fetch the folder again."
+            f"The checkpoint {str(folder.parent)!r} lacks files {folder.name}/*_{kind}_states.pt: it has those of "
+            f"ranks {sorted(found)}. Resume from an earlier checkpoint, or copy the folder again."
         )
     return [found[rank] for rank in sorted(found)]
 
@@ -259,9 +261,9 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
     names = checkpoint.get(format.KEY, {}).get("strategy", {}).get(NAMES)
     if names is None or not checkpoint.get("optimizer_states"):
         raise MisconfigurationException(
-            "A checkpoint becomes one of DeepSpeed's engine if it holds an optimizer's states and the names of its "
-            "parameters, which DeepSpeedStrategy saves and other strategies do not: go on from it in a fit with "
-            'strategy="deepspeed", and save there.'
+            "The checkpoint cannot be converted to DeepSpeed's format: it lacks an optimizer's states or the names of "
+            "its parameters, which only DeepSpeedStrategy saves. Resume it in a fit with "
+            'strategy="deepspeed", and save it there.'
         )
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", "writing DeepSpeed's own files")

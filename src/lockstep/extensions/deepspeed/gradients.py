@@ -13,9 +13,9 @@ from lockstep.extensions.deepspeed.engine import ZeroEngine
 from lockstep.ground.errors import MisconfigurationException
 
 MIDDLE = (
-    "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
-    "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
-    "`every_n_train_steps` be multiples of accumulate_grad_batches."
+    "DeepSpeedStrategy: a checkpoint within an accumulation window cannot be saved: it does not contain the gradients "
+    "of the window's first micro-batches. Save at the end of a window: make `val_check_interval` and "
+    "`every_n_train_steps` multiples of accumulate_grad_batches."
 )
 
 

@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from lockstep.ground.errors import MisconfigurationException
 
 COUNTED = (
-    "DeepSpeed: parameter {name!r} has a gradient again, after steps without one. {kind} counts the steps of all "
-    "parameters of a group together, and its update would not be that of one process. Give what is not trained in "
-    'each step a parameter group of its own in `configure_optimizers`; or use strategy="fsdp".'
+    "DeepSpeed: parameter {name!r} has a gradient again after steps without one. {kind} counts steps per parameter "
+    "group here, so the update would differ from one process. Put parameters that are not trained in each step into a "
+    'parameter group of their own in `configure_optimizers`, or use strategy="fsdp".'
 )
 SWAPPED = (
-    "DeepSpeed: parameter {name!r} has no gradient in this step (it is frozen, or nothing used it), and the states of "
-    "{kind} are on a disk, where it would be updated all the same: offload to the CPU, or leave the parameter out of "
-    "the optimizer."
+    "DeepSpeed: parameter {name!r} has no gradient in this step (it is frozen or unused), but would be updated, since "
+    "the states of {kind} are on a disk. Offload to the CPU, or remove the parameter from the optimizer."
 )
 
 

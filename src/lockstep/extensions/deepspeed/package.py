@@ -29,13 +29,13 @@ from lockstep.ground.rank import log
 DEEPSPEED_BUILDS = Installation(
     "DeepSpeed's OpBuilder.jit_load",
     ("extensions/deepspeed/package.py",),
-    "a build is told, and does not wait for one that was killed",
+    "logs builds, and keeps them from waiting for one that was killed",
     stays=False,
 )
 DEEPSPEED_WARNINGS = Installation(
     "warnings.filters",
     ("extensions/deepspeed/package.py",),
-    "torch tells at each collective of DeepSpeed's that the function will have another name",
+    "hides torch's warnings on old names of functions at each of DeepSpeed's collectives",
     stays=False,
 )
 
@@ -67,8 +67,8 @@ def check_installed(what: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise MisconfigurationException(
-            f"{what} needs deepspeed {oldest} or newer: the gradients of older ones are not tested, and {version} is "
-            'installed. Run `pip install "torch-lockstep[deepspeed]"`.'
+            f"{what} needs deepspeed {oldest} or newer, and {version} is installed. The gradients of older versions "
+            'are not tested. Run `pip install "torch-lockstep[deepspeed]"`.'
         )
 
 
@@ -291,7 +291,7 @@ def _builds_watched() -> Iterator[None]:
             remove_stale_lock(folder)
             if not any(folder.glob("*.so")):
                 check_compiler(self.name)
-                log.info(f"DeepSpeed builds its extension {self.name!r}: this takes half a minute, once.")
+                log.info(f"DeepSpeed builds its extension {self.name!r}. This takes about half a minute, once.")
         return own(self, verbose)
 
     with DEEPSPEED_BUILDS.inside():
@@ -313,8 +313,8 @@ def check_compiler(name: str) -> None:
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         raise MisconfigurationException(
-            f"DeepSpeed has to build its extension {name!r}, and there is no C++ compiler ({compiler!r}): install one "
-            "(g++), or use torch.optim.AdamW in the place of DeepSpeed's own optimizers."
+            f"DeepSpeed must build its extension {name!r}, and there is no C++ compiler ({compiler!r}). Install one "
+            "(g++), or use torch.optim.AdamW instead of DeepSpeed's own optimizers."
         )
 
 
@@ -356,5 +356,5 @@ def remove_stale_lock(folder: Path) -> bool:
         except OSError:  # another user's process, or one that has ended
             continue
     lock.unlink(missing_ok=True)
-    log.info(f"A build of a DeepSpeed extension was killed earlier: its lock {str(lock)!r} is removed.")
+    log.info(f"A build of a DeepSpeed extension was killed earlier. Its lock {str(lock)!r} is removed.")
     return True

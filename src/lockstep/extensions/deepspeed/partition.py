@@ -18,7 +18,7 @@ from lockstep.ground.parameters import is_partitioned
 DEEPSPEED_LINEAR = Installation(
     "torch.nn.functional.linear",
     ("extensions/deepspeed/partition.py",),
-    "in forwards and backwards of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
+    "keeps linear layers of stage 3 from saving a view of a parameter, which would keep its memory",
     stays=False,
 )
 

@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from lockstep.extensions.deepspeed.engine import ZeroEngine
 
 THAWED = (
-    "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
-    "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
-    'group with lr=0.0 until its time, say; or use strategy="fsdp".'
+    "DeepSpeed: parameter {name!r} would not be trained: it was frozen, or not in the optimizer, when the fit started "
+    "and the engine was made. Let it require gradients from the start, for example in a group with lr=0.0, or use "
+    'strategy="fsdp".'
 )
 FORMATS = ("sharded", "full", "deepspeed")
 NO_EFFECT = {
-    "load_full_weights": "checkpoints hold whole weights in any case",
-    "logging_batch_size_per_gpu": "the loader says how large a batch is",
-    "remote_device": "`offload_params_device` says where parameters are kept",
+    "load_full_weights": "whole weights can be read from all checkpoints",
+    "logging_batch_size_per_gpu": "the batch size is the loader's",
+    "remote_device": "`offload_params_device` sets the device of parameters",
 }
 """Arguments of Lightning's strategy without an effect, and the reasons."""
 
@@ -168,8 +168,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._take_others(DeepSpeedStrategy, others, NO_EFFECT)
         if zero_optimization is not True:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
-                'gradients, which strategy="ddp" does faster.'
+                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): ZeRO cannot be switched off. Without it "
+                'use strategy="ddp", which reduces whole gradients faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._save_by(checkpoint_format, async_save)
@@ -179,8 +179,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._stage = int(zero["stage"])
         if offload_parameters and self._stage != 3:
             rank_zero_info(
-                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
-                "on each device until stage 3."
+                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: before stage 3 "
+                "parameters are whole on each device."
             )
         self._level = logging_level
         self._exact: dict[int, Tensor] = {}
@@ -202,8 +202,8 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._save_in_parts(async_save)
         elif async_save:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): parts alone are written "
-                'in the background: leave checkpoint_format at "sharded".'
+                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): only "
+                'checkpoint_format="sharded" can be written in the background. Use it, or async_save=False.'
             )
         elif checkpoint_format == "deepspeed":
             self.saves_shards = True
@@ -214,8 +214,8 @@ class DeepSpeedStrategy(ShardedStrategy):
     def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
         if self._zero is None:
             raise MisconfigurationException(
-                'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
-                'fit, or after one; or choose checkpoint_format="sharded".'
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): the engine, which saves, does not exist before a '
+                'fit. Save during or after a fit, or use checkpoint_format="sharded".'
             )
         # `save_checkpoint` may be called after the fit, when the context of the call has ended
         with package.torchs_names_quiet():
@@ -227,8 +227,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Check the precision, and leave the scaling of a float16 loss to the engine."""
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
-                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
-                f"choose one of {', '.join(settings.PRECISIONS)}."
+                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32. '
+                f"Choose one of {', '.join(settings.PRECISIONS)}."
             )
         settings.of_precision(self._config, precision.name, device.type)
         # a copy: the user may pass the same plugin to another Trainer
@@ -248,8 +248,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         path = settings.disk(self._config)
         if path is not None and not package.can_use_disks():
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
-                'install it with its headers (libaio-dev), or offload to the "cpu".'
+                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed needs libaio to offload to a disk, and it is not "
+                'installed. Install it with its headers (libaio-dev), or offload to the "cpu".'
             )
 
     @does("taking rank 0's weights")
@@ -299,8 +299,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         elif not self._recomputation.is_on:
             self._recompute(True, None, None)
             rank_zero_info(
-                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing, so the repeated blocks are "
-                "recomputed as by activation_checkpointing=True."
+                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing. The repeated blocks are "
+                "recomputed instead, as with activation_checkpointing=True."
             )
         if "partition_activations" in on:
             rank_zero_info("DeepSpeed: partition_activations has no effect without model parallelism.")
@@ -322,8 +322,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
         if not numel:
             raise MisconfigurationException(
-                f"{type(self.module).__name__} has no parameters for DeepSpeed to cut. Layers in a plain list or dict "
-                "are not the module's: use nn.ModuleList or nn.ModuleDict."
+                f"{type(self.module).__name__} has no parameters. Layers in a plain list or dict are not registered: "
+                "use nn.ModuleList or nn.ModuleDict."
             )
         settings.fill_in(made, self.root_device.type, numel)
         return made
@@ -361,18 +361,18 @@ class DeepSpeedStrategy(ShardedStrategy):
         kind = type(module).__name__
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{kind}: automatic_optimization=False under DeepSpeed: its engine has to know which backward is the "
-                'last before a step. Let the Trainer step, or use strategy="fsdp".'
+                f"{kind}: automatic_optimization=False under DeepSpeed: its engine must receive which backward is the "
+                'last one before a step. Use automatic optimization, or strategy="fsdp".'
             )
         if len(optimizers) != 1:
             raise MisconfigurationException(
                 f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
-                'Put their parameters into groups of one, or use strategy="fsdp".'
+                'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         if isinstance(optimizers[0], CombinedOptimizer):
             raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine lays the parameters of "
-                'one optimizer end to end. Put them into groups of one, or use strategy="fsdp".'
+                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine steps one optimizer. "
+                'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         for name, way in (
             ("configure_gradient_clipping", "use Trainer(gradient_clip_val=...)"),
@@ -380,19 +380,19 @@ class DeepSpeedStrategy(ShardedStrategy):
         ):
             if getattr(type(module), name) is not getattr(LightningModule, name):
                 raise MisconfigurationException(
-                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one go, on this rank's part of "
-                    f'the gradients: {way}, or strategy="fsdp".'
+                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one call, on this rank's shard "
+                    f'of the gradients. Instead {way}, or use strategy="fsdp".'
                 )
         optimizer = optimizers[0]
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
-                f"{type(optimizer).__name__}: none of its parameters needs gradients: there is nothing to train."
+                f"{type(optimizer).__name__}: none of its parameters requires a gradient. There is nothing to train."
             )
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise MisconfigurationException(
-                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32: "
-                    'convert it by module.float(), or use strategy="fsdp".'
+                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32. "
+                    'Convert it by module.float(), or use strategy="fsdp".'
                 )
         self._check_dtypes(optimizer)
         self._check_tested(optimizer)
@@ -409,9 +409,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         if len(of_dtype) > 1 and self._dtype is None:
             some = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())
             raise MisconfigurationException(
-                f"{type(self.module).__name__}: parameter {some}, and DeepSpeed lays those that are trained end to end "
-                "in one type: freeze those of the others (`requires_grad_(False)`), convert them by "
-                'module.float(), or use strategy="fsdp".'
+                f"{type(self.module).__name__}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze "
+                "the others (`requires_grad_(False)`), convert them by module.float(), or use "
+                'strategy="fsdp".'
             )
 
     def _check_callbacks(self) -> None:
@@ -419,16 +419,16 @@ class DeepSpeedStrategy(ShardedStrategy):
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
-            where, way = "under stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
+            where, way = "in stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
         elif self._dtype is not None:
-            where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
+            where = f"with precision={self.precision.name!r} the engine trains float32 weights, not the module's"
             way = 'precision="32-true" or "bf16-mixed"'
         for callback in callbacks:
             name = type(callback).__name__
             if callback.replaces_parameters is True:
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
-                    'trains: use strategy="ddp".'
+                    f"DeepSpeedStrategy with {name}: the callback replaces the parameters that the engine trains. Use "
+                    'strategy="ddp".'
                 )
             if where is not None and callback.averages_weights is True:
                 raise MisconfigurationException(
@@ -444,7 +444,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             tested = ", ".join(sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS}))
             raise MisconfigurationException(
                 f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: DeepSpeed "
-                f"names as tested {tested}: use one of them, or leave the argument out."
+                f"has tested {tested}. Use one of them, or remove the argument."
             )
 
     def check_trained(self, replaced: bool = False) -> None:
@@ -522,8 +522,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         assert self._zero is not None
         if closure is not None:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine steps by gradients that are "
-                'there already: use an optimizer without a closure, or strategy="ddp".'
+                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine does not compute gradients "
+                'again. Use an optimizer without a closure, or strategy="ddp".'
             )
         self._zero.step()
         self.left_out = bool(getattr(self._zero.zero, "overflow", False))
@@ -622,9 +622,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         found = super().load_checkpoint(filepath, weights_only)
         if is_engines(filepath) and deepspeed_folder.written_by(filepath) != self.world.size:
             rank_zero_info(
-                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.written_by(filepath)} ranks, and "
-                f"here are {self.world.size}: it is read parameter by parameter, as DeepSpeed's universal format has "
-                "them."
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.written_by(filepath)} ranks and "
+                f"is read by {self.world.size}, parameter by parameter."
             )
         return found
 

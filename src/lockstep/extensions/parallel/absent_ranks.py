@@ -63,26 +63,26 @@ def describe_absent(group: comm.Group, moment: str, number: int) -> str:
     mine = comm.rank(group)
     try:
         store = dist.distributed_c10d._get_default_store()
-        here, words = _key(group, moment), _key(group, number)
+        here, failed = _key(group, moment), _key(group, number)
         store.set(f"{here}{mine}", "1")
         absent = [rank for rank in range(comm.world_size(group)) if rank != mine]
-        said: dict[int, str] = {}
+        errors: dict[int, str] = {}
         until = time.monotonic() + PATIENCE
-        while len(said) < len(absent) and time.monotonic() < until:
+        while len(errors) < len(absent) and time.monotonic() < until:
             absent = [rank for rank in absent if not store.check([f"{here}{rank}"])]
             for rank in absent:
-                if rank not in said and store.check([f"{words}{rank}"]):
-                    said[rank] = store.get(f"{words}{rank}").decode()
+                if rank not in errors and store.check([f"{failed}{rank}"]):
+                    errors[rank] = store.get(f"{failed}{rank}").decode()
             time.sleep(0.05)
     except RuntimeError:  # the base of DistError
-        return "the ranks' common store does not answer: the process that keeps it, that of rank 0, has ended"
+        return "the ranks' store does not answer: its process, that of rank 0, has ended"
     if not absent:
-        return "all ranks were there: the connection between them failed"
+        return "no rank is missing: the connection between the ranks failed"
     for rank in absent:
-        if rank in said:
-            return f"rank {rank} was not there: it raised {said[rank]}"
-    who = f"rank {absent[0]} was" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} were"
+        if rank in errors:
+            return f"rank {rank} is missing: it raised {errors[rank]}"
+    who = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
     return (
-        f"{who} not there: gone, failed, or elsewhere in its program (a loss that depends on no output of the model, a "
-        "batch more or less than on the other ranks: see skip_backward() and join())"
+        f"{who} missing: ended, failed, or elsewhere in its program (a loss that depends on no output of the model, or "
+        "another number of batches: see skip_backward() and join())"
     )

@@ -94,8 +94,8 @@ class ParameterAverager:
         """Return the groups of torch's averager by period, smallest first."""
         if not callable(getattr(averager, "average_parameters", None)):
             raise MisconfigurationException(
-                f"ParameterAverager(period={averager!r}): a number of steps, a mapping of numbers of steps to numbers "
-                "of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+                f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
+                "numbers of ranks, or an averager of torch.distributed.algorithms.model_averaging"
             )
         self._torchs = averager
         self.steps = averager.step
@@ -157,12 +157,13 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
     shown = f"ParameterAverager(period={dict(periods)}, start={start!r})"
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in [*periods, start])
     if not periods or not whole or min(periods) < 1 or start < 0:
-        raise MisconfigurationException(f"{shown}: periods are numbers of steps above 0, and start is at least 0")
+        raise MisconfigurationException(f"{shown}: give periods of at least 1 step, and a start of at least 0")
     sizes = [size for _, size in sorted(periods.items())]
     if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
         raise MisconfigurationException(
-            f"{shown} for {world} ranks: each number of ranks divides {world}, larger periods go with more ranks, and "
-            f"the largest with all {world}; {{4: 2, 16: {world}}} averages pairs after 4 steps and all after 16"
+            f"{shown} for {world} ranks: each number of ranks must divide {world}, larger periods need more ranks, and "
+            f"the largest period all {world}. For example {{4: 2, 16: {world}}} averages pairs after 4 steps and all "
+            "after 16"
         )
 
 
@@ -288,12 +289,12 @@ class OuterOptimizer:
         whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
         if not whole or period < 1 or start < 0:
             raise MisconfigurationException(
-                f"OuterOptimizer(period={period!r}, start={start!r}): period is a number of steps above 0, and start "
-                "one of at least 0"
+                f"OuterOptimizer(period={period!r}, start={start!r}): give a period of at least 1 step, and a start of "
+                "at least 0"
             )
         if compression not in _SENT_IN:
             raise MisconfigurationException(
-                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None for none'
+                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None'
             )
         self.period = period
         self.start = start
@@ -373,8 +374,8 @@ class OuterOptimizer:
             return
         if len(state["begun"]) != len(self._parameters):
             raise ValueError(
-                f"the outer optimizer's state is of {len(state['begun'])} parameters, and there are "
-                f"{len(self._parameters)}: it belongs to another model"
+                f"the outer optimizer's state has {len(state['begun'])} parameters, but the model has "
+                f"{len(self._parameters)}. Load the state of the same model"
             )
         # a run that starts with averaged steps has no outer optimizer yet
         self._begin()

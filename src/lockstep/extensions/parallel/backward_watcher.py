@@ -23,15 +23,15 @@ from lockstep.ground.installed import Installation
 OPTIMIZER_HOOK = Installation(
     "torch's hook before each optimizer step",
     ("extensions/parallel/backward_watcher.py",),
-    "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
+    "reports a step to containers that wait for a backward; torch's loop over its hooks fails if one is removed in it",
 )
 
 # -- contexts of torch.distributed.autograd ------------------------------------------------------------------
 
 
 IN_CONTEXT = (
-    "a forward in a context of torch.distributed.autograd, whose backward leaves gradients where no rank averages "
-    "them: run forward and loss.backward() outside of it, or take torch's DistributedDataParallel"
+    "a forward in a context of torch.distributed.autograd, whose backward does not write to .grad, so gradients are "
+    "not averaged. Run forward and loss.backward() outside of it, or use torch's DistributedDataParallel"
 )
 
 _has_agent = getattr(rpc, "_is_current_rpc_agent_set", bool)  # torch is built without RPC on some systems
@@ -82,11 +82,10 @@ def step_all(parameters: Iterable[Parameter]) -> None:
 
 
 SKIPPED = (
-    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
-    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
-    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
-    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
-    "forward that only looks belongs under torch.no_grad()"
+    "rank {rank}: an optimizer steps, but no backward has reached the outputs of the last forward in training mode. "
+    "The other ranks may wait for this one, so it takes part now with zero gradients; clipping and unscaling before "
+    "the step did not include the others' gradients. Call skip_backward() instead of the backward, or let the loss "
+    "depend on the outputs (loss + 0 * outputs.sum()). Run forwards without a backward under torch.no_grad()"
 )
 DEPTH = 3
 """Depth of the search for tensors in attributes of objects that are not collections."""

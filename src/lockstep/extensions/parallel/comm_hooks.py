@@ -182,8 +182,8 @@ class HookedLocalSteps:
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
-                    f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: that optimizer "
-                    "averages or shards over the ranks by itself; return the plain one from `configure_optimizers`."
+                    f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
+                    "averages or shards over the ranks itself. Return the inner one from `configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
@@ -299,12 +299,12 @@ class CommunicationHook(AttachableHook):
                 if value is not None:
                     shown = name_of(value) if callable(value) else type(value).__qualname__
                     raise MisconfigurationException(
-                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it; give both."
+                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it. Give both."
                     )
         elif not callable(hook):
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_hook={type(hook).__qualname__}(...)): a hook is a function of a state and a "
-                "bucket; what it remembers is ddp_comm_state."
+                "bucket. Give its state as ddp_comm_state."
             )
         else:
             hook = _wrapped(hook, wrapper)
@@ -313,8 +313,8 @@ class CommunicationHook(AttachableHook):
         if self.is_local and period is None:
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
-                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never meet "
-                "again; give the number of steps between averages, model_averaging_period=4 for instance."
+                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never be "
+                "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
         _check_period(period)
         if not self.is_local:
@@ -329,12 +329,12 @@ class CommunicationHook(AttachableHook):
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if outer is not None:
             raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps, which need {needs}."
+                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
             )
         if period is not None:
             rank_zero_warn(
-                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} all ranks take every "
-                "step together."
+                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
+                "in every step."
             )
 
     @property
@@ -429,8 +429,8 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
         return wrapper(hook)
     except TypeError as error:
         raise MisconfigurationException(
-            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}): a wrapper is a function that is given the hook and "
-            f"returns another, fp16_wrapper for instance; {error}."
+            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}) failed ({error}). Give a function that takes a hook and "
+            "returns another one, for example fp16_wrapper."
         ) from None
 
 
@@ -438,11 +438,13 @@ def _check_period(period: object) -> None:
     """Refuse a ``model_averaging_period`` that is neither a number of steps nor a mapping from one."""
     if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
         raise MisconfigurationException(
-            f"DDPStrategy(model_averaging_period={period!r}): a number of steps above 0, or a mapping of such to "
-            "numbers of ranks."
+            f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
+            "numbers to numbers of ranks."
         )
     if isinstance(period, int) and period < 1:
-        raise MisconfigurationException(f"DDPStrategy(model_averaging_period={period}): a number of steps above 0.")
+        raise MisconfigurationException(
+            f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
+        )
 
 
 def _checked_outer(outer: object) -> dict[str, Any] | None:
@@ -457,7 +459,7 @@ def _checked_outer(outer: object) -> dict[str, Any] | None:
     names = [name for name, one in named if one.kind is inspect.Parameter.KEYWORD_ONLY and name != "buffers"]
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
-            f"DDPStrategy(outer_optimizer={outer!r:.100}): a dict of arguments of lockstep's OuterOptimizer "
-            f"({', '.join(names)}); {{}} takes DiLoCo's."
+            f"DDPStrategy(outer_optimizer={outer!r:.100}): give a dict of arguments of lockstep's OuterOptimizer "
+            f"({', '.join(names)}); {{}} uses DiLoCo's."
         )
     return dict(outer)

@@ -66,8 +66,8 @@ MADE_ANEW = (
 )
 """Attributes that a copy of a container makes itself."""
 WHOLE = (
-    "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
-    "overlaps the computation. Compile its blocks instead: for block in model.blocks: block.compile()"
+    "{name} is compiled as a whole: all gradients arrive at the end of its backward, so no reduction overlaps the "
+    "computation. Compile its blocks instead: for block in model.blocks: block.compile()"
 )
 ALIKE = (
     *("bucket_cap_mb", "bucket_bytes_cap_list", "static_graph", "check_reduction", "shared_memory"),
@@ -177,10 +177,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         # a rank that raised alone would leave the others waiting in `check_alike`
         with raise_on_all(self.process_group):
             if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-                raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
+                raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both or neither")
             if mixed_precision is not None:
                 raise MisconfigurationException(
-                    f"{mixed_precision=}: leave it out, and run the forward under torch.autocast"
+                    f"{mixed_precision=} is not supported. Remove it, and run the forward under torch.autocast"
                 )
             self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
             problem = find_unusable(module, self.parameters_to_ignore, self.process_group)
@@ -224,8 +224,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._devices, out = choose_devices(device_ids, output_device, self.device)
         if len(self._devices) > 1 and isinstance(module, DistributedDataParallel):
             raise MisconfigurationException(
-                f"device_ids={device_ids!r}: the module is a DistributedDataParallel already, which has no "
-                "replicas: wrap the model inside of it (model.module)"
+                f"device_ids={device_ids!r}: the module is a DistributedDataParallel, which cannot be replicated. "
+                "Wrap the model inside it (model.module)"
             )
         self.device_ids = [as_id(device) for device in self._devices] or None
         self.output_device = None if out is None else as_id(out)
@@ -235,7 +235,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         caps = list(bucket_cap_mb_list or ())
         self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
         if min([self.bucket_cap_mb, *caps]) <= 0:
-            raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
+            raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: give sizes above 0")
         self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
 
@@ -402,7 +402,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._join_config.enable:
             if self._weight is not None:
                 raise MisconfigurationException(
-                    "weight() inside of join(): a rank without batches has no weight to give; use one of them"
+                    "weight() inside join(): a rank without batches has no weight. Use one of the two"
                 )
             Join.notify_join_context(self)
             meet(self, sync, buffers)
@@ -545,8 +545,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if enable and self.steps_together:
             raise RuntimeError(
-                "join() with sharded optimizers: a rank that has run out of batches would have to step, too; let it go "
-                "on with any batch that does not count, under `with model.weight(0):`"
+                "join() with sharded optimizers: a rank without batches would have to step as well. Let it continue "
+                "with any batch under `with model.weight(0):`, where its gradients do not count"
             )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -630,7 +630,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
                 "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
-                "another group cannot be found again; pickle model.module, or its state dict"
+                "other groups cannot be restored. Pickle model.module, or its state dict"
             )
         return self._kept()
 

@@ -33,7 +33,7 @@ def check_weight(n: float, rank: int) -> float:
     weight = float(n)
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"weight({n}) on rank {rank}: give what this rank's batch counts, 0 or more (its samples, say)"
+            f"weight({n}) on rank {rank}: give a finite number of at least 0, for example the number of samples"
         )
     return weight
 
@@ -94,8 +94,8 @@ class Weight:
         result = tree_map(weigh, outputs, Tensor)
         if any(tensor.requires_grad and id(tensor) not in weighed for tensor in find_tensors(result)):
             raise TypeError(
-                f"weight(): the model returned a {type(outputs).__name__} with tensors in the attributes of an object; "
-                "return them in a tuple, list, dict or dataclass, so that their gradients can be weighed"
+                f"weight(): the model returned a {type(outputs).__name__} with tensors in attributes of an object, "
+                "whose gradients cannot be weighted. Return them in a tuple, list, dict or dataclass"
             )
         return result
 
@@ -240,9 +240,9 @@ def meet(container: JoinedContainer, sync: bool, buffers: bool) -> None:
         missed = other.joining.active < comm.world_size(other.process_group)
         if other._join_config.enable and other._watch.expected and missed:
             raise RuntimeError(
-                f"join, rank {comm.rank(container.process_group)}: a forward of this model comes between the forward "
-                "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
-                "one module, or run each one's backward before the next one's forward"
+                f"join, rank {comm.rank(container.process_group)}: a forward of this model is between the forward and "
+                "the backward of another one, and ranks without batches cannot follow that. Wrap both models as one "
+                "module, or run each one's backward before the next one's forward"
             )
     _meet(container, agree(container.process_group, container.device, True, sync, buffers))
 

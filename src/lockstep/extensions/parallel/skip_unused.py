@@ -11,8 +11,8 @@ from lockstep.engines.ddp.transport import AllReduce, Size, Transport
 from lockstep.ground import comm
 
 USED_LATER = (
-    "skip_all_reduce_unused_params=True: parameter {name!r} got a gradient, and in the first backward no rank used it "
-    "or its bucket, which is no longer reduced since. Wrap the model without it where unused parameters change"
+    "skip_all_reduce_unused_params=True: parameter {name!r} has a gradient, but its bucket is not reduced, since no "
+    "rank used it in the first backward. Remove the argument if unused parameters change"
 )
 
 

@@ -18,7 +18,7 @@ from lockstep.ground.errors import MisconfigurationException
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: names of parameters and buffers that its container ignores."""
 ALWAYS = (
-    "gradients are there when backward() returns, and each bucket travels while the backward still runs: leave it at "
+    "gradients are averaged when backward() returns, and each bucket is sent while the backward runs. Leave it at "
     "False, and step after the backward"
 )
 
@@ -60,17 +60,19 @@ class TorchNames:
             names[places[id(parameter)]] = name
         if len(names) != len(places):
             raise ValueError(
-                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+                f"Expected param to name mapping of {len(names)} averaged parameters, but got {len(places)}"
             )
         return names
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
+            warnings.warn("static_graph is already True; remove the second call.", stacklevel=2)
             return
         if self.reducer.rounds:
-            said = "should be called before training loop starts, and a backward has been: give static_graph=True"
-            raise RuntimeError(f"_set_static_graph() {said} to the container")
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts, but a backward has run. Give "
+                "static_graph=True to the container"
+            )
         self.static_graph = True
         self._detach()
 
@@ -126,7 +128,7 @@ class TorchNames:
     ) -> None:
         """Synchronize buffers by ``hook(state, named_buffers)``, which may return futures."""
         if not callable(hook):
-            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): give something that can be called")
+            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): the hook must be callable")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:

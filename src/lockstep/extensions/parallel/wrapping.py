@@ -46,7 +46,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
-                f"Only 1D device mesh is supported, and device_mesh={mesh!r} has {mesh.ndim} dimensions: give one of "
+                f"Only 1D device mesh is supported, but device_mesh={mesh!r} has {mesh.ndim} dimensions. Give one of "
                 "them, as in mesh['replicate']"
             )
         if mesh._get_root_mesh() != mesh:
@@ -57,7 +57,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     found = dist.group.WORLD if group is None else group
     if dist.get_rank(found) < 0:
         raise MisconfigurationException(
-            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
+            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it. Wrap the model on its "
             "members only"
         )
     # the first parameter is enough: all are on devices of one type
@@ -70,16 +70,16 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
 def _problem_of(parameter: Tensor) -> str | None:
     """Return the reason why a parameter's gradient cannot be averaged, with a remedy; None if it can."""
     if isinstance(parameter, UninitializedParameter):
-        return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
+        return "belongs to a lazy module and has no shape yet. Run one batch through the model before you wrap it"
     if parameter.is_meta:
         return (
-            "is on the meta device and has no values: give it some before the model is wrapped "
+            "is on the meta device and has no values. Initialize it before you wrap the model "
             "(module.to_empty(device=...), then load a state dict or reset its parameters)"
         )
     if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
         return (
-            "is expanded: several of its elements are one place in memory, of which an optimizer would write each; "
-            "build it from a tensor of its own (tensor.expand(...).clone())"
+            "is expanded: several of its elements share memory, so an optimizer cannot update them. "
+            "Make a copy (tensor.expand(...).clone())"
         )
     return None
 
@@ -111,14 +111,14 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     if inner is not None:
         where = f"part {inner!r} of {kind}" if inner else "the module"
         return (
-            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
-            "model as a whole, once"
+            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
+            "model once, as a whole"
         )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
-        return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
+        return f"{kind} has parameters on {' and '.join(types)}. Move it to devices of one type"
     if not any(parameter.requires_grad for _, parameter in named):
-        return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the module without it"
     return None
 
 
@@ -138,8 +138,8 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
     """
     if broadcast_buffers is not None:
         warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
-            "it, buffers are rank 0's at the start in any case), which counts where both are given",
+            f"broadcast_buffers={broadcast_buffers} is deprecated. Use forward_sync_buffers={broadcast_buffers} (rank "
+            "0's buffers are then always taken at the start), which has priority if both are given",
             FutureWarning,
             stacklevel=3,
         )
@@ -161,14 +161,13 @@ def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             return (
-                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
-                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
-                "again now"
+                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now. Wrap the model "
+                "with the parameter unfrozen (requires_grad may change afterwards), or wrap it again now"
             )
     if late is not None and late.found is not None:
         return (
-            f"parameter {late.found!r} was added to the model after it was wrapped, and its gradient would not be "
-            "averaged: add it before, or wrap model.module again"
+            f"parameter {late.found!r} was added to the model after it was wrapped, so its gradient would not be "
+            "averaged. Add it before, or wrap model.module again"
         )
     return None
 
@@ -183,8 +182,8 @@ def find_cast(buckets: Iterable[Bucket]) -> str | None:
             before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
             if now != before:
                 return (
-                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
-                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
-                    "which follows, and not the module in it"
+                    f"parameter {name!r} is {now[0]} of shape {now[1]} on {now[2]}, but was {before[0]} of shape "
+                    f"{before[1]} on {before[2]} when the model was wrapped. Cast or move the container, not the "
+                    "module in it"
                 )
     return None

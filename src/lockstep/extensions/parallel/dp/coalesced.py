@@ -68,7 +68,7 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
     parameters, buffers = list(module.parameters()), list(module.buffers())
     # each replica would initialize weights of its own
     if any(is_lazy(tensor) for tensor in chain(parameters, buffers)):
-        raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
+        raise ValueError("DataParallel: the module is lazy and not initialized. Run a batch through it first.")
     homes = {tensor.device for tensor in chain(parameters, buffers)}
     away = [device for device in devices if homes != {device}]
     trained = [p for p in parameters if p.requires_grad]

@@ -69,7 +69,7 @@ class DataParallel(nn.Module):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.device != self.devices[0]:
                 raise ValueError(
-                    f"DataParallel: {name!r} is on {tensor.device}, and the first device is {self.devices[0]}: move "
+                    f"DataParallel: {name!r} is on {tensor.device}, but the first device is {self.devices[0]}. Move "
                     f'the module there first, by `module.to("{self.devices[0]}")`.'
                 )
 
@@ -114,12 +114,14 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
     leaves = [leaf for leaf in tree_leaves(batch, Tensor) if leaf.ndim]
     for leaf in leaves:
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise ValueError(f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}.")
+            raise ValueError(
+                f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}, without this dimension."
+            )
     counts = {leaf.shape[dim] for leaf in leaves}
     if len(counts) > 1:
         raise ValueError(
-            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, and are cut "
-            "there: give them the same number, or pass what belongs to all rows as a tensor without dimensions."
+            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, where they are "
+            "split. Give them the same number of rows; pass values for all rows as tensors without dimensions."
         )
     return counts.pop() if counts else None
 
@@ -237,7 +239,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
         except BaseException as error:
             errors[number] = error
             if number < len(devices) and hasattr(error, "add_note"):
-                error.add_note(f"This is of part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
+                error.add_note(f"Raised for part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
 
     def thread(number: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
@@ -280,7 +282,9 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
         return tensors(list(outputs))
     kinds = {type(output) for output in outputs}
     if len(kinds) > 1:
-        raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
+        raise ValueError(
+            f"DataParallel: the replicas returned {sorted(kind.__name__ for kind in kinds)}. Return one type."
+        )
     if isinstance(first, Mapping):
         return _join_mappings(outputs, tensors)
     if isinstance(first, list | tuple):
@@ -293,8 +297,8 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     for output in outputs:
         if not _is_same(first, output):
             raise ValueError(
-                f"DataParallel: the replicas gave {first!r:.60} and {output!r:.60}, and one of them would be lost: "
-                "give a tensor, or a list."
+                f"DataParallel: the replicas returned {first!r:.60} and {output!r:.60}, and one would be lost. "
+                "Return a tensor or a list."
             )
     return first
 
@@ -303,7 +307,10 @@ def _join_mappings(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any
     """Join mappings of one class by key."""
     first = outputs[0]
     if any(output.keys() != first.keys() for output in outputs):
-        raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
+        raise ValueError(
+            f"DataParallel: the replicas returned dicts with different keys; the first has {sorted(first)}. Return the "
+            "same keys for all parts."
+        )
     joined = {key: join([output[key] for output in outputs], tensors) for key in first}
     if not isinstance(first, MutableMapping):
         return type(first)(joined)
@@ -320,8 +327,8 @@ def _join_members(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]
         return [item for output in outputs for item in output]
     if any(len(output) != len(first) for output in outputs):
         raise ValueError(
-            f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
-            "members, which are put together one by one; give equally many."
+            f"DataParallel: the replicas returned a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
+            "members, which are joined one by one. Return the same number for all parts."
         )
     members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
     return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
@@ -373,13 +380,12 @@ def choose_devices(
     if not devices:
         if output_device is not None:
             raise MisconfigurationException(
-                f"output_device={output_device!r}: outputs are moved where device_ids says on which devices to run; "
-                "give those too, or leave it out"
+                f"output_device={output_device!r} without device_ids: outputs are not moved then. Give both, or neither"
             )
         return [], None
     if here != devices[0]:
         raise MisconfigurationException(
-            f"device_ids={device_ids!r}: the module is on {here}, and is to run on {devices[0]}: move it "
-            f'there first, by module.to("{devices[0]}"), or leave device_ids out'
+            f"device_ids={device_ids!r}: the module is on {here}, but shall run on {devices[0]}. Move it there first, "
+            f'by module.to("{devices[0]}"), or remove device_ids'
         )
     return devices, devices[0] if output_device is None else as_device(output_device)

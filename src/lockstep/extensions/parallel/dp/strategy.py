@@ -37,8 +37,8 @@ class DataParallelStrategy(Strategy):
         """Refuse several nodes."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
-                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): it is one process for the devices of one '
-                'node; use strategy="ddp".'
+                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
+                'node. Use strategy="ddp".'
             )
         super().setup_environment()
 
@@ -47,7 +47,7 @@ class DataParallelStrategy(Strategy):
         if not module.automatic_optimization:
             raise MisconfigurationException(
                 'Trainer(strategy="dp") with `automatic_optimization = False`: `training_step` runs on all devices at '
-                'the same time, so it cannot step optimizers; use strategy="ddp".'
+                'the same time, so it cannot step optimizers. Use strategy="ddp".'
             )
         super().setup_module(module, own_backward)
 

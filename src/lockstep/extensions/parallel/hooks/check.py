@@ -51,7 +51,7 @@ def check_pair(state: object, hook: object) -> None:
     """Check a hook and its state, without parameters and ranks; a part of `check_hook`."""
     if not callable(hook):
         raise TypeError(
-            f"Communication hook must be callable, as hook(state, bucket); ddp_comm_hook={hook!r} is a "
+            f"Communication hook must be callable, as hook(state, bucket), but ddp_comm_hook={hook!r} is a "
             f"{type(hook).__name__}"
         )
     _check_signature(hook)
@@ -59,8 +59,8 @@ def check_pair(state: object, hook: object) -> None:
     _check_state(state, inner)
     if torch_name(inner) == "batched_powerSGD_hook":
         raise MisconfigurationException(
-            "torch's batched_powerSGD_hook fails at its start iteration: it hands a 2-D matrix to a function that "
-            "takes 3-D ones. Take lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
+            "torch's batched_powerSGD_hook fails at its start iteration: it passes a 2-D matrix to a function that "
+            "needs 3-D ones. Use lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
             "powerSGD_hook"
         )
 
@@ -79,12 +79,12 @@ def _check_signature(hook: Callable[..., object]) -> None:
     bucket = signature.parameters.get("bucket")
     if bucket is not None and not _says(bucket.annotation, "GradBucket"):
         raise ValueError(
-            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} says "
+            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} has "
             f"{_named(bucket.annotation)}"
         )
     if not _says(signature.return_annotation, "Future"):
         raise ValueError(
-            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} says "
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} has "
             f"{_named(signature.return_annotation)}"
         )
 
@@ -113,7 +113,7 @@ def _check_state(state: object, inner: object) -> None:
         return
     if not fits:
         raise MisconfigurationException(
-            f"the communication hook {name_of(inner)} was given the state {_shown(state)}; it needs {wanted} "
+            f"the communication hook {name_of(inner)} has the state {_shown(state)}. Give it {wanted} "
             "(ddp_comm_state=, or the first argument of register_comm_hook)"
         )
 
@@ -145,12 +145,12 @@ def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group
     devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
     if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
         raise MisconfigurationException(
-            f"torch's {name} works with NCCL only, and these gradients do not travel by it. Take "
-            "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4): fewer bytes still, on the CPU too"
+            f"torch's {name} works with NCCL only, but these gradients are sent by another backend. Use "
+            "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4), which sends less and also runs on the CPU"
         )
     if name in _DROP_IMAGINARY and any(parameter.is_complex() for parameter in parameters):
         raise MisconfigurationException(
-            f"torch's {name} drops the imaginary part of complex gradients. Take fp16, bf16 or power_sgd of "
+            f"torch's {name} drops the imaginary part of complex gradients. Use fp16, bf16 or power_sgd of "
             "lockstep.engines.ddp.hooks"
         )
 

@@ -169,7 +169,7 @@ def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_complex():
             raise TypeError(
-                f"{wrapped.__qualname__}: the gradients are {buffer.dtype}, and no 16-bit dtype is complex; take the "
+                f"{wrapped.__qualname__}: the gradients are {buffer.dtype}, and no 16-bit dtype is complex. Use the "
                 "hook fp16 or bf16, which sends pairs of real numbers"
             )
         narrow = buffer.to(dtype)

@@ -65,18 +65,18 @@ class Memory:
 
     def _take(self, saved: list[Record], bucket: GradBucket) -> None:
         parameters, buffer = bucket.parameters(), bucket.buffer()
-        index, way = bucket.index(), "lay the buckets out as they were (reducer.replan), or do not load the state"
+        index, way = bucket.index(), "Restore the bucket layout (reducer.replan), or do not load the state"
         if len(saved) != len(parameters):
             raise ValueError(
                 f"the hook's state was saved with {len(saved)} parameters in bucket {index}, which has "
-                f"{len(parameters)} now: {way}"
+                f"{len(parameters)} now. {way}"
             )
         for place, (parameter, record) in enumerate(zip(parameters, saved, strict=True)):
             numbers = parameter.numel() * (2 if parameter.is_complex() else 1)
             if "error" in record and record["error"].numel() != numbers:
                 raise ValueError(
                     f"the hook's state was saved with {record['error'].numel()} numbers at place {place} of bucket "
-                    f"{index}, where there are {numbers} now: {way}"
+                    f"{index}, which has {numbers} there now. {way}"
                 )
         for parameter, record in zip(parameters, saved, strict=True):
             self._records[parameter] = {name: value.to(buffer.device) for name, value in record.items()}
@@ -165,14 +165,14 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
             state.load_state_dict(saved)
         else:
             raise ValueError(
-                f"the checkpoint holds a communication hook's state ({', '.join(map(str, saved))}), and this run's "
-                f"({'None' if state is None else type(state).__qualname__}) has no load_state_dict: resume with the "
-                "hook and the state of that run"
+                f"the checkpoint has a communication hook's state ({', '.join(map(str, saved))}), but this run's state "
+                f"({'None' if state is None else type(state).__qualname__}) has no load_state_dict. Resume with the "
+                "hook and the state of the saved run"
             )
     except KeyError as error:
         raise ValueError(
-            f"the checkpoint holds a communication hook's state without {error}: it belongs to another class than "
-            f"{type(state).__qualname__}; resume with the hook and the state of that run"
+            f"the checkpoint has a communication hook's state without {error}: it is of another class than "
+            f"{type(state).__qualname__}. Resume with the hook and the state of the saved run"
         ) from None
 
 

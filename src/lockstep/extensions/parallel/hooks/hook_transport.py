@@ -31,7 +31,7 @@ from lockstep.ground.installed import Installation
 EXIT_ORDERED = Installation(
     "atexit: end the threads of ordered messages",
     ("extensions/parallel/hooks/hook_transport.py",),
-    "a thread that wants the interpreter while it goes aborts it; from the import on",
+    "a thread that needs the interpreter while it exits aborts the process; installed at import",
 )
 
 # -- the ordered queue ---------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
     if isinstance(returned, torch._C.Future):
         return returned  # type: ignore[return-value]
     raise TypeError(
-        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}; it must "
+        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}. It must "
         f"return a torch.futures.Future of the reduced gradients, as in `{EXAMPLE}`"
     )
 
@@ -305,8 +305,8 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
         if fits and value.is_complex() == buffer.is_complex():
             return value.detach().reshape(-1)
     raise TypeError(
-        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}; "
-        f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} has {_described(value)}. "
+        f"For bucket {bucket.index()} it must have {_described(buffer)}, as in `{EXAMPLE}`"
     )
 
 

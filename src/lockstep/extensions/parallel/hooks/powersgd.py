@@ -54,8 +54,8 @@ class PowerSGDState:
         whole = isinstance(rank, int) and isinstance(start, int)
         if not whole or rank < 1 or start < 0 or min_compression_rate < 0:
             raise MisconfigurationException(
-                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): rank is "
-                "a whole number above 0, start one of at least 0, and the rate is at least 0"
+                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): give "
+                "integers, a rank of at least 1, and a start and a rate of at least 0"
             )
         self.process_group = process_group
         self.rank = rank
