@@ -17,6 +17,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.flat_part import FlatPart
+from lockstep.engines.gradients import Gradients
 from lockstep.extensions.deepspeed.left_alone import LeftAlone
 from lockstep.extensions.deepspeed.partition import align_numbers, lean_linear, span
 from lockstep.ground import comm
@@ -28,6 +29,13 @@ DIFFERENT = (
     "DeepSpeed reduces gradients in the order of the backward, and the ranks' orders differ: rank {rank} has {theirs} "
     "where rank 0 has {zero}. Use the same parameters in the same order on all ranks in each micro-batch, or use "
     'strategy="ddp" or "fsdp", which have no such limit.'
+)
+
+
+MIDDLE = (
+    "DeepSpeedStrategy: a checkpoint within an accumulation window cannot be saved: it does not contain the gradients "
+    "of the window's first micro-batches. Save at the end of a window: make `val_check_interval` and "
+    "`every_n_train_steps` multiples of accumulate_grad_batches."
 )
 
 
@@ -111,7 +119,7 @@ class ZeroEngine:
         rounds = any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16"))
         before = {id(p): p.data for p in module.parameters() if rounds and not is_partitioned(p)}
         align_numbers()
-        with _values_alike(), _adagrad_as_it_is():
+        with _without_own_choices():
             self.engine: Any = deepspeed.initialize(model=door, optimizer=self._inner, config=dict(config))[0]
         self.zero: Any = self.engine.optimizer
         self._stepping = self.zero.optimizer
@@ -125,18 +133,24 @@ class ZeroEngine:
         self.stage = int(self.engine.zero_optimization_stage())
         self._clips_by = float(self.engine.gradient_clipping())
         self.has_gradients = False
-        self.parameters: dict[str, Parameter] = {
-            name: p for name, p in module.named_parameters() if id(p) in self._trained()
-        }
+        trained = {id(p): p for group in self._trained_groups for p in group}
+        self.parameters: dict[str, Parameter] = {name: p for name, p in module.named_parameters() if id(p) in trained}
         self._known = {id(p) for p in self.parameters.values()}
-        self.pieces = {id(p): piece for p in self._trained().values() for piece in [self._piece(p)] if piece}
+        self.pieces = {id(p): piece for p in trained.values() for piece in [self._piece(p)] if piece}
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
         self._rounds = rounds
         self._versions = self._versions_now()
         known = {id(p): name for name, p in self.parameters.items()}
         swaps = bool(getattr(self.zero, "swap_optimizer", False))
         self._left_alone = LeftAlone(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
-        self._take_exact(before, exact)
+        # the engine took its float32 weights from the rounded module; set them to the values before rounding
+        with torch.no_grad():
+            for key, piece in self.pieces.items():
+                if key in exact:
+                    whole = exact[key].numel() != piece.size
+                    piece.of(piece.flat).copy_(piece.cut(exact[key]) if whole else exact[key])
+                elif key in before:
+                    piece.of(piece.flat).copy_(piece.cut(before[key]))
         self._used: set[int] = set()  # ids of parameters with a gradient in the window
         self._order: list[int] = []  # numbers of the window's parameters, in the order of the engine's buckets
         self._note_order()
@@ -148,9 +162,6 @@ class ZeroEngine:
     def _trained_groups(self) -> list[list[Parameter]]:
         groups: list[list[Parameter]] = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
         return groups
-
-    def _trained(self) -> dict[int, Parameter]:
-        return {id(p): p for group in self._trained_groups for p in group}
 
     @property
     def _flats(self) -> list[Tensor]:
@@ -172,16 +183,6 @@ class ZeroEngine:
         high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         return Piece(flat, high.start, low.start, high.numel)
-
-    def _take_exact(self, before: Mapping[int, Tensor], exact: Mapping[int, Tensor]) -> None:
-        """Set the engine's float32 weights to the module's values before rounding."""
-        with torch.no_grad():
-            for key, piece in self.pieces.items():
-                if key in exact:
-                    whole = exact[key].numel() != piece.size
-                    piece.of(piece.flat).copy_(piece.cut(exact[key]) if whole else exact[key])
-                elif key in before:
-                    piece.of(piece.flat).copy_(piece.cut(before[key]))
 
     def _note_order(self) -> None:
         """Record the order of gradients: the engine adds what is at the same place in the ranks' buckets."""
@@ -410,7 +411,17 @@ class ZeroEngine:
         """
         made = self.optimizer.state_dict()
         trained = {number: p for number, p in self._numbered(made) if id(p) in self._known}
-        mine = {number: self._kinds(parameter) for number, parameter in trained.items()}
+        mine: dict[int, tuple[list[str], dict[str, Any]]] = {}
+        for number, parameter in trained.items():
+            piece = self.pieces.get(id(parameter))
+            if piece is None:
+                mine[number] = [], {}
+                continue
+            own = self._stepping.state.get(piece.flat, {})
+            # states with a value per element have the flat tensor's shape; the others are the group's, such as `step`
+            shape = piece.flat.shape
+            kinds = [key for key, value in own.items() if isinstance(value, Tensor) and value.shape == shape]
+            mine[number] = kinds, {key: value for key, value in own.items() if key not in kinds}
         # a rank without a shard of a parameter does not have its states, but the dicts of all ranks are equal
         every = comm.all_gather_object(mine)
         states: dict[int, dict[str, Any]] = {}
@@ -435,13 +446,6 @@ class ZeroEngine:
         state = {"param_groups": self.optimizer.state_dict()["param_groups"]}
         return {number: by_id[id(p)] for number, p in self._numbered(state) if id(p) in by_id}
 
-    def _kinds(self, parameter: Parameter) -> tuple[list[str], dict[str, Any]]:
-        """Split a parameter's state on this rank: the keys with a value per element, and the other entries."""
-        piece = self.pieces.get(id(parameter))
-        state = {} if piece is None else self._stepping.state.get(piece.flat, {})
-        flat = [key for key, value in state.items() if piece is not None and _is_flat(value, piece)]
-        return flat, {key: value for key, value in state.items() if key not in flat}
-
     def _entry(self, key: str, flat: Tensor) -> Tensor:
         found: Tensor = self._stepping.state[flat][key].detach()
         return found
@@ -455,31 +459,27 @@ class ZeroEngine:
         self.optimizer.load_state_dict({**saved, "state": {}})
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for number, parameter in self._numbered(saved):
+            shape, piece = getattr(parameter, "ds_shape", parameter.shape), self.pieces.get(id(parameter))
             for key, value in saved["state"].get(number, {}).items():
-                self._take_state(states, parameter, key, value)
+                if isinstance(value, Tensor) and value.is_meta:
+                    continue
+                part = None
+                if isinstance(value, Tensor) and value.shape == shape and key != "step":
+                    # on all ranks, also those without a shard: gathering saved shards is collective
+                    part = self._cut(parameter, value)
+                if piece is None:
+                    continue
+                if part is not None:
+                    zeros = torch.zeros_like(piece.flat, requires_grad=False)
+                    piece.of(states[piece.flat].setdefault(key, zeros)).copy_(part)
+                else:
+                    states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
         for flat, found in states.items():
             self._stepping.state[flat].update(found)
         # the engine links parameters to their states for `safe_get_full_optimizer_state`; the old ones are replaced
         if self.stage != 3 and states:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
-
-    def _take_state(self, states: dict[Tensor, dict[str, Any]], parameter: Parameter, key: str, value: object) -> None:
-        """Copy this rank's shard of one entry of a parameter's state into ``states``, which are by flat tensor."""
-        shape, part = getattr(parameter, "ds_shape", parameter.shape), None
-        if isinstance(value, Tensor) and value.is_meta:
-            return
-        if isinstance(value, Tensor) and value.shape == shape and key != "step":
-            # on all ranks, also those without a shard: gathering saved shards is collective
-            part = self._cut(parameter, value)
-        piece = self.pieces.get(id(parameter))
-        if piece is None:
-            return
-        if part is not None:
-            flat = states[piece.flat].setdefault(key, torch.zeros_like(piece.flat, requires_grad=False))
-            piece.of(flat).copy_(part)
-        else:
-            states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
         """Return this rank's elements of a whole tensor or of saved shards; None without a shard."""
@@ -517,8 +517,33 @@ class ZeroEngine:
         return found
 
 
-def _is_flat(value: object, piece: Piece) -> bool:
-    return isinstance(value, Tensor) and value.shape == piece.flat.shape and value.dim() == 1
+class ZeroGradients(Gradients[ZeroEngine]):
+    """Gradients in DeepSpeed's engine; ``.grad`` is empty."""
+
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """Return this rank's shards, and their norms as recorded by offload."""
+        return [*self.holder.gradients(), *self.holder.norms()]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Fill ``.grad`` with whole gradients inside. Changes to them are lost. Collective."""
+        zero = self.holder
+        if not zero.has_gradients:
+            yield
+            return
+        for parameter in zero.parameters.values():
+            gradient = zero.whole_gradient(parameter)
+            if gradient is not None and gradient.shape == parameter.shape:
+                parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in zero.parameters.values():
+                parameter.grad = None
+
+    def held(self) -> dict[str, Any]:
+        """Raise: a checkpoint cannot hold the gradients of an unfinished window."""
+        raise MisconfigurationException(MIDDLE)
 
 
 def _copy_of(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
@@ -547,30 +572,20 @@ def _no_grad() -> Iterator[None]:
 
 
 @contextmanager
-def _values_alike() -> Iterator[None]:
-    """Keep the engine from broadcasting rank 0's weights inside.
-
-    The strategy has done so, and the engine fails on parameters without dimensions.
-    """
+def _without_own_choices() -> Iterator[None]:
+    """Keep the engine from changing weights and optimizer inside, while it is made."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    own = DeepSpeedEngine._broadcast_model
+    broadcast, adagrad = DeepSpeedEngine._broadcast_model, torch.optim.Adagrad
+    # the strategy has broadcast rank 0's weights, and the engine fails on parameters without dimensions
     DeepSpeedEngine._broadcast_model = lambda self: None
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._broadcast_model = own
-
-
-@contextmanager
-def _adagrad_as_it_is() -> Iterator[None]:
-    """Keep the engine from replacing the user's Adagrad inside: its own one has one parameter group."""
-    own = torch.optim.Adagrad
+    # the engine replaces Adagrad by its own one, which has one parameter group
     torch.optim.Adagrad = type("Adagrad", (), {})  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        torch.optim.Adagrad = own  # type: ignore[misc]
+        DeepSpeedEngine._broadcast_model = broadcast
+        torch.optim.Adagrad = adagrad  # type: ignore[misc]
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, storage
+from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.engine_folder import LATEST, Place
+from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.checkpoint.storage import PathLike
 from lockstep.extensions.deepspeed import package
+from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
 TAG = "checkpoint"
@@ -244,7 +246,40 @@ def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
     return stands_for
 
 
-# -- from parameters to the files of one rank ----------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+class EngineCheckpointIO(TorchCheckpointIO):
+    """Writer of folders in DeepSpeed's own format.
+
+    Attributes:
+        save: function of the strategy that lets the engine write into a folder. Its second argument is the rest of
+            the checkpoint: all entries but weights and optimizer states.
+    """
+
+    writes_shards = True
+    writes_all_weights = True  # also the frozen ones
+    save: Callable[[Path, dict[str, Any]], None]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Write a checkpoint folder. Collective.
+
+        Raises the errors of `ShardedCheckpointIO`; a URL is refused.
+        """
+        self._check_options(storage_options)
+        own = checkpoint.get(format.KEY, {})
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        written: dict[str, Any] = {}
+
+        def put_together(parts: list[Any]) -> list[None]:
+            ranks = {"ranks": parts} if "ranks" in own else {}
+            written.update(format.marked({**rest, format.KEY: {**own, **ranks}}))
+            return [None] * len(parts)
+
+        # rank 0's file has the entries of all ranks, so the others need nothing back
+        sharded.together(lambda: own["ranks"][comm.rank()] if "ranks" in own else None, put_together)
+        about = {**own.get("writer", {}), "epoch": rest.get("epoch"), "global_step": rest.get("global_step")}
+        sharded.write_by(lambda folder: self.save(folder, written), about, path)
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path) -> None:

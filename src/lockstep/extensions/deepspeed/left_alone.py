@@ -83,13 +83,11 @@ class LeftAlone:
                 self._put_back(parameter, flat, kept)
         for flat, state in idle:
             self._optimizer.state[flat] = state
-        self._note_missed(parts, {id(flat) for flat, _ in idle})
-
-    def _note_missed(self, parts: Sequence[tuple[Parameter, Tensor, Any]], idle: set[int]) -> None:
-        """Record parameters without a gradient in a step that their group counted (groups in ``idle`` did not)."""
+        uncounted = {id(flat) for flat, _ in idle}
         for parameter, flat, _ in parts:
+            # an optimizer that counts steps has a state which is not a value per element
             counts = len(self._flat_states(flat)) < len(self._optimizer.state.get(flat, {}))
-            if counts and id(flat) not in idle:
+            if counts and id(flat) not in uncounted:
                 self._missed.add(id(parameter))
 
     def _copied(self, flat: Tensor) -> dict[str, Any]:

@@ -99,7 +99,12 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
         from deepspeed.utils import logger
 
         if get_accelerator().device_name() != device.type:
-            set_accelerator(_accelerator(device.type))
+            # it chooses CUDA if there is a GPU, also for a run on CPUs
+            if device.type == "cpu":
+                from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+            else:
+                from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+            set_accelerator(Accelerator())
     before = logger.level
     logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
     _forget_other_groups()
@@ -231,16 +236,6 @@ def configure_checkpointing(block: Mapping[str, Any]) -> None:
         checkpoint_in_cpu=bool(block.get("cpu_checkpointing")),
         synchronize=bool(block.get("synchronize_checkpoint_boundary")),
     )
-
-
-def _accelerator(kind: str) -> Any:
-    if kind == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        return CPU_Accelerator()
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    return CUDA_Accelerator()
 
 
 @contextmanager

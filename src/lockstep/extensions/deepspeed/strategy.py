@@ -30,7 +30,6 @@ from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.extensions.deepspeed import config as settings
 from lockstep.extensions.deepspeed import folder as deepspeed_folder
 from lockstep.extensions.deepspeed import package
-from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
 from lockstep.extensions.deepspeed.partition import partition, put, span
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -186,7 +185,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._exact: dict[int, Tensor] = {}
         self._zero: ZeroEngine | None = None
         self._evaluates: Any = None
-        self._said_sizes: dict[str, int] = {}
+        self._config_sizes: dict[str, int] = {}
         self._has_ended = False
         self._call = ExitStack()  # contexts that last for one call of fit, validate, test or predict
 
@@ -207,7 +206,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
         elif checkpoint_format == "deepspeed":
             self.saves_shards = True
-            writer = EngineCheckpointIO()
+            writer = deepspeed_folder.EngineCheckpointIO()
             writer.save = self._engine_saves
             self.checkpoints = CheckpointWriter(writer)
 
@@ -256,7 +255,9 @@ class DeepSpeedStrategy(ShardedStrategy):
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
-        self._end_engine()
+        if self._zero is not None and not self._has_ended:
+            self._zero.end()
+        self._zero = None
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
         self.precision.convert_module(module)
@@ -315,7 +316,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Return the engine's config without the optimizer's settings, which need the optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
-        self._said_sizes = settings.of_batches(made)
+        self._config_sizes = settings.of_batches(made)
         # the loop decides both: it reports the last backward of a window, and sets the norm before a step
         made["gradient_accumulation_steps"] = 1
         made["gradient_clipping"] = 0.0
@@ -331,8 +332,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Make DeepSpeed's engine for the module and its optimizer."""
-        from lockstep.extensions.deepspeed.engine import ZeroEngine
-        from lockstep.extensions.deepspeed.gradients import ZeroGradients
+        from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
         optimizer = self._check_fit(optimizers)
@@ -394,25 +394,30 @@ class DeepSpeedStrategy(ShardedStrategy):
                     f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32. "
                     'Convert it by module.float(), or use strategy="fsdp".'
                 )
-        self._check_dtypes(optimizer)
-        self._check_tested(optimizer)
-        self._check_callbacks()
-        return optimizer
-
-    def _check_dtypes(self, optimizer: Optimizer) -> None:
-        """Refuse trained parameters of several dtypes: the engine would concatenate them in one of the dtypes."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         of_dtype: dict[torch.dtype, str] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if id(parameter) in trained:
                 of_dtype.setdefault(parameter.dtype, name)
+        # the engine would concatenate parameters of several dtypes in one of them
         if len(of_dtype) > 1 and self._dtype is None:
             some = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())
             raise MisconfigurationException(
-                f"{type(self.module).__name__}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze "
-                "the others (`requires_grad_(False)`), convert them by module.float(), or use "
-                'strategy="fsdp".'
+                f"{kind}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze the others "
+                '(`requires_grad_(False)`), convert them by module.float(), or use strategy="fsdp".'
             )
+        # the engine would only raise an assertion, which does not list the tested ones
+        if not self._config.get("zero_allow_untested_optimizer", True):
+            from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+            if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+                tested = ", ".join(sorted({tested.__name__ for tested in ZERO_SUPPORTED_OPTIMIZERS}))
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: "
+                    f"DeepSpeed has tested {tested}. Use one of them, or remove the argument."
+                )
+        self._check_callbacks()
+        return optimizer
 
     def _check_callbacks(self) -> None:
         """Refuse callbacks that change the module's parameters if the engine trains other tensors."""
@@ -435,18 +440,6 @@ class DeepSpeedStrategy(ShardedStrategy):
                     f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
                 )
 
-    def _check_tested(self, optimizer: Optimizer) -> None:
-        if self._config.get("zero_allow_untested_optimizer", True):
-            return
-        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-        if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-            tested = ", ".join(sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS}))
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: DeepSpeed "
-                f"has tested {tested}. Use one of them, or remove the argument."
-            )
-
     def check_trained(self, replaced: bool = False) -> None:
         """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         super().check_trained(replaced)
@@ -463,11 +456,6 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._has_ended = True
         self._call.close()
 
-    def _end_engine(self) -> None:
-        if self._zero is not None and not self._has_ended:
-            self._zero.end()
-        self._zero = None
-
     def _end_evaluation(self) -> None:
         if self._evaluates is not None:
             self._evaluates.end()
@@ -478,31 +466,25 @@ class DeepSpeedStrategy(ShardedStrategy):
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a method of the module inside the engine's hooks, which gather parameters in stage 3."""
         # here and not at setup: the loader exists only from the first training step on
-        if self._said_sizes and torch.is_grad_enabled():
-            self._check_sizes()
+        if self._config_sizes and torch.is_grad_enabled():
+            trainer = self.module.trainer
+            size = getattr(trainer.train_dataloader, "batch_size", None)
+            if isinstance(size, int):
+                settings.check_batches(self._config_sizes, size, trainer.accumulate_grad_batches, self.world.size)
+            self._config_sizes = {}
         return super().run(fn, *args)
 
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
-        return self._runner()(fn, *args)
-
-    def _runner(self) -> Callable[..., Any]:
         if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
-            return self._zero.run
+            return self._zero.run(fn, *args)
         if self._stage != 3:
-            return _called
+            return fn(*args)
+        # only an engine's hooks gather parameters; one without an optimizer does it outside a fit
         if self._evaluates is None:
             from lockstep.extensions.deepspeed.engine import evaluation
 
             self._evaluates = evaluation(self.module, self._engine_config())
-        runner: Callable[..., Any] = self._evaluates
-        return runner
-
-    def _check_sizes(self) -> None:
-        trainer = self.module.trainer
-        size = getattr(trainer.train_dataloader, "batch_size", None)
-        if isinstance(size, int):
-            settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
-        self._said_sizes = {}
+        return self._evaluates(fn, *args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the engine's backward, which averages gradients over the ranks and shards them."""
@@ -630,27 +612,23 @@ class DeepSpeedStrategy(ShardedStrategy):
     def load(self, state: EngineState) -> None:
         """Load this rank's shards. A tensor on the meta device, as from `save`, leaves the current value."""
         if state.module is not None:
-            kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
-            self._load_module(state.module, kept)
+            self._load_module(state.module)
         for saved in state.optimizers or ():
             if saved is not None and self._zero is not None:
                 self._zero.load_optimizer_state(saved)
 
-    def _load_all_but(self, others: set[str], saved: dict[str, Any]) -> None:
-        """Load what is saved but ``others`` into the module, strictly if the module has strict loading."""
-        # torch's own strict check would report the names that are loaded elsewhere
-        strict = self.module.strict_loading
+    def _load_module(self, given: dict[str, Any]) -> None:
+        kept = {name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
+        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
+        others, strict = cut | kept, self.module.strict_loading
         rest = {name: value for name, value in saved.items() if name not in others}
+        # torch's own strict check would report the names in `others`, which are not loaded by it
         found = self.module.load_state_dict(rest, strict=strict and not others)
         missing = [name for name in found.missing_keys if name not in others]
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
-
-    def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
-        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
-        self._load_all_but(cut | kept, saved)
         for name in cut - kept:
             put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):
@@ -670,10 +648,6 @@ class DeepSpeedStrategy(ShardedStrategy):
 
 def _elements(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, FlatPart) else value
-
-
-def _called(fn: Callable[..., Any], *args: object) -> Any:
-    return fn(*args)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
