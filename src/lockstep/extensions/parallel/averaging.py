@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -306,10 +307,12 @@ class OuterOptimizer:
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._group = group
         self._sent_in = _SENT_IN[compression]
-        self._make = optimizer or (lambda begun: _sgd(begun, lr, momentum, nesterov))
-        self._begun: list[Parameter] = []
+        # torch's SGD refuses nesterov without momentum
+        sgd = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+        self._make = sgd if optimizer is None else optimizer
+        self._origins: list[Parameter] = []  # the parameters at the last outer step
         if start == 0:
-            self._begin()
+            self._start_local()
 
     @property
     def agreed(self) -> bool:
@@ -326,34 +329,33 @@ class OuterOptimizer:
         if self.steps < self.start:
             return False
         if self.steps == self.start:
-            self._begin()
+            self._start_local()
             return False
         if (self.steps - self.start) % self.period:
             return False
-        self._outer_step()
+        assert self.optimizer is not None
+        with torch.no_grad():
+            # differences are small numbers, so 16 bits lose less of them than of the parameters
+            for origin, parameter in zip(self._origins, self._parameters, strict=True):
+                origin.grad = origin.detach() - parameter.detach()
+            gradients = [origin.grad for origin in self._origins if origin.grad is not None]
+            for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
+                collectives, sent = average(tensors, self._group, dtype)
+                self.collectives += collectives
+                self.bytes += sent
+            self.optimizer.step()
+            for origin, parameter in zip(self._origins, self._parameters, strict=True):
+                origin.grad = None
+                parameter.detach().copy_(origin)
         return True
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _start_local(self) -> None:
         """Record the current parameters, which are the same on all ranks, as the start of the next outer step."""
-        self._begun = [Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters]
-        self.optimizer = self._make(self._begun)
-
-    @torch.no_grad()
-    def _outer_step(self) -> None:
-        assert self.optimizer is not None
-        # differences are small numbers, so 16 bits lose less of them than of the parameters
-        for begun, parameter in zip(self._begun, self._parameters, strict=True):
-            begun.grad = begun.detach() - parameter.detach()
-        gradients = [begun.grad for begun in self._begun if begun.grad is not None]
-        for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
-            collectives, sent = average(tensors, self._group, dtype)
-            self.collectives += collectives
-            self.bytes += sent
-        self.optimizer.step()
-        for begun, parameter in zip(self._begun, self._parameters, strict=True):
-            begun.grad = None
-            parameter.detach().copy_(begun)
+        self._origins = [
+            Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters
+        ]
+        self.optimizer = self._make(self._origins)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters at the last outer step, the outer optimizer's state, and the number of steps.
@@ -362,7 +364,7 @@ class OuterOptimizer:
         """
         return {
             "steps": self.steps,
-            "begun": [parameter.detach().clone() for parameter in self._begun],
+            "begun": [parameter.detach().clone() for parameter in self._origins],
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
         }
 
@@ -370,7 +372,7 @@ class OuterOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
         if state["optimizer"] is None:
-            self._begun, self.optimizer = [], None
+            self._origins, self.optimizer = [], None
             return
         if len(state["begun"]) != len(self._parameters):
             raise ValueError(
@@ -378,15 +380,11 @@ class OuterOptimizer:
                 f"{len(self._parameters)}. Load the state of the same model"
             )
         # a run that starts with averaged steps has no outer optimizer yet
-        self._begin()
+        self._start_local()
         assert self.optimizer is not None
-        for begun, saved in zip(self._begun, state["begun"], strict=True):
-            begun.detach().copy_(saved)
+        for origin, saved in zip(self._origins, state["begun"], strict=True):
+            origin.detach().copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def _sgd(parameters: list[Parameter], lr: float, momentum: float, nesterov: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -328,12 +328,11 @@ def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
 def _attributes(item: object) -> list[str]:
     if isinstance(item, nn.Module):
         return []
-    slots = [name for kind in type(item).__mro__ for name in _as_tuple(getattr(kind, "__slots__", ()))]
-    return [*getattr(item, "__dict__", ()), *slots]
-
-
-def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = list(getattr(item, "__dict__", ()))
+    for kind in type(item).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots  # one slot may be a plain string
+    return names
 
 
 waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.WeakValueDictionary()
@@ -346,17 +345,13 @@ def hear_steps() -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Skip the backward of containers that still wait for it, if this optimizer would use their gradients."""
     for container in list(waiting_for_steps.values()):
-        _before_step(container, optimizer)
-
-
-def _before_step(container: WatchedContainer, optimizer: Optimizer) -> None:
-    """Skip the backward of a container that still waits for it, if this optimizer would use its gradients."""
-    if container._reducer is None or not container._watch.expected:
-        return
-    mine = {id(parameter) for parameter in container.module.parameters()}
-    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-        if not container._has_skipped:
-            container._has_skipped = True
-            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=4)
-        container.skip_backward()
+        if container._reducer is None or not container._watch.expected:
+            continue
+        mine = {id(parameter) for parameter in container.module.parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            if not container._has_skipped:
+                container._has_skipped = True
+                warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
+            container.skip_backward()

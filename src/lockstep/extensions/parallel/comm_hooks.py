@@ -316,26 +316,30 @@ class CommunicationHook(AttachableHook):
                 f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never be "
                 "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
-        _check_period(period)
-        if not self.is_local:
-            self._say_unused(period, outer)
+        if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
+            raise MisconfigurationException(
+                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
+                "numbers to numbers of ranks."
+            )
+        if isinstance(period, int) and period < 1:
+            raise MisconfigurationException(
+                f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
+            )
+        needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
+        if not self.is_local and outer is not None:
+            raise MisconfigurationException(
+                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
+            )
+        if not self.is_local and period is not None:
+            rank_zero_warn(
+                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
+                "in every step."
+            )
         self.hook = hook
         self.state = state
         self._period, self._outer = period, outer
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
         self._lent = False
-
-    def _say_unused(self, period: int | Mapping[int, int] | None, outer: Mapping[str, Any] | None) -> None:
-        needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
-        if outer is not None:
-            raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
-            )
-        if period is not None:
-            rank_zero_warn(
-                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
-                "in every step."
-            )
 
     @property
     def is_there(self) -> bool:
@@ -432,19 +436,6 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
             f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}) failed ({error}). Give a function that takes a hook and "
             "returns another one, for example fp16_wrapper."
         ) from None
-
-
-def _check_period(period: object) -> None:
-    """Refuse a ``model_averaging_period`` that is neither a number of steps nor a mapping from one."""
-    if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
-        raise MisconfigurationException(
-            f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
-            "numbers to numbers of ranks."
-        )
-    if isinstance(period, int) and period < 1:
-        raise MisconfigurationException(
-            f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
-        )
 
 
 def _checked_outer(outer: object) -> dict[str, Any] | None:

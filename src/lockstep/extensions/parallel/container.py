@@ -198,7 +198,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.static_graph = static_graph
             self.check_reduction = check_reduction
             self.shared_memory = shared_memory
-            self._take_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+            caps = list(bucket_cap_mb_list or ())
+            self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
+            if min([self.bucket_cap_mb, *caps]) <= 0:
+                raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: give sizes above 0")
+            # torch's names
+            self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
+            self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
             lines = [f"init_sync={init_sync}", *(f"{name}={getattr(self, name)}" for name in ALIKE)]
             lines += describe(module, self.parameters_to_ignore) if init_sync else []
         check_alike(type(module).__name__, lines, self.process_group)
@@ -210,7 +216,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._buffer_futures: list[Any] = []
         self._reducer: Reducer | None = None
         self._has_skipped = False  # a missing backward was reported
-        _tell_if_whole(module)
+        dynamo = sys.modules.get("torch._dynamo")  # not imported before something is compiled, since that is slow
+        whole = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if whole or module._compiled_call_impl is not None:
+            warn_once(WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))
         if init_sync:
             buffers = forward_sync_buffers is not None or self.forward_sync_buffers
             broadcast_module_state(self.module, self.process_group, ignored=self.parameters_to_ignore, buffers=buffers)
@@ -229,15 +238,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
         self.device_ids = [as_id(device) for device in self._devices] or None
         self.output_device = None if out is None else as_id(out)
-
-    def _take_bucket_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-        """Set the bucket sizes, also under torch's names."""
-        caps = list(bucket_cap_mb_list or ())
-        self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
-        if min([self.bucket_cap_mb, *caps]) <= 0:
-            raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: give sizes above 0")
-        self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
-        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
 
     # -- the reducer
 
@@ -346,13 +346,18 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 self._attach()
             # activation checkpointing repeats the forward inside the backward, on each rank at its own time
             if torch._C._current_graph_task_id() != -1:
-                return self._run_again(inputs, kwargs, grad)
+                outputs = self._run(inputs, kwargs)
+                if grad and self._world > 1:
+                    self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+                return outputs
             alone = self._world == 1 and self._comm_hook is None
             if alone and self._weight is None and not self._join_config.enable:
                 return self._run(inputs, kwargs)
             return self._run_together(inputs, kwargs, grad)
         except Exception as error:
-            self._report_failure(error)
+            # the other ranks wait for this one, and then name its error
+            if self._reducer is not None and self._world > 1:
+                report_failure(self.process_group, self._reducer.rounds + 1, error)
             raise
         finally:
             if profiled:
@@ -375,18 +380,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             empty = weight is not None and weight.weight == 0
             self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
         return outputs
-
-    def _run_again(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        """Repeat a forward inside the backward, for activation checkpointing. Not collective."""
-        outputs = self._run(inputs, kwargs)
-        if grad and self._world > 1:
-            self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
-        return outputs
-
-    def _report_failure(self, error: Exception) -> None:
-        """Publish the error of a forward for the other ranks, which wait for this one."""
-        if self._reducer is not None and self._world > 1:
-            report_failure(self.process_group, self._reducer.rounds + 1, error)
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
         """Check and synchronize with the other ranks before a forward. Collective."""
@@ -679,14 +672,6 @@ def _let_go(reducer: Reducer, process: int) -> None:
     # a forked child shares the parent's memory, so detaching there would break the parent's buffers
     if os.getpid() == process:
         reducer.detach()
-
-
-def _tell_if_whole(module: nn.Module) -> None:
-    """Warn once if a module is compiled as a whole."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported before something is compiled, since that is slow
-    whole = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    if whole or module._compiled_call_impl is not None:
-        warn_once(WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))
 
 
 # torch checks isinstance(container, its class): torch.distributed.checkpoint to remove "module." from names,

@@ -84,16 +84,6 @@ def _problem_of(parameter: Tensor) -> str | None:
     return None
 
 
-def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
-    """Return the name of an inner container (torch's or ours) that averages some of the ``trained`` parameters."""
-    for name, part in module.named_modules():
-        own = (id(parameter) for parameter in part.parameters())
-        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
-        if averages and not (part is module and _yields(part, group)):
-            return name
-    return None
-
-
 def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
     """Return the reason why gradients of ``module`` cannot be averaged, with a remedy; None if they can.
 
@@ -107,13 +97,17 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
         problem = _problem_of(parameter)
         if problem is not None:
             return f"parameter {name!r} of {kind} {problem}"
-    inner = _inner_container(module, {id(parameter) for _, parameter in named if parameter.requires_grad}, group)
-    if inner is not None:
-        where = f"part {inner!r} of {kind}" if inner else "the module"
-        return (
-            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
-            "model once, as a whole"
-        )
+    trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
+    for inner, part in module.named_modules():
+        own = (id(parameter) for parameter in part.parameters())
+        # by this attribute, which torch's container has as well
+        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
+        if averages and not (part is module and _yields(part, group)):
+            where = f"part {inner!r} of {kind}" if inner else "the module"
+            return (
+                f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
+                "model once, as a whole"
+            )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         return f"{kind} has parameters on {' and '.join(types)}. Move it to devices of one type"

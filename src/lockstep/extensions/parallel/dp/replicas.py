@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -202,17 +201,6 @@ def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable
     return replica
 
 
-def _autocast_of(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes this thread's autocast in another thread.
-
-    It is the autocast of the first device type with an active one, else the CPU's.
-    """
-    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
-    kind = kinds[0] if kinds else "cpu"
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
-
-
 def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
     """Run each call in a thread (the first in this one), and return the results.
 
@@ -226,7 +214,10 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
         BaseException: the error of the first call in the list that failed, with a note on its part of the batch
             (from Python 3.11 on).
     """
-    autocast = _autocast_of(devices)
+    # the autocast of the first device type with an active one, else the CPU's
+    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
+    kind = kinds[0] if kinds else "cpu"
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
     results: list[Any] = [None] * len(calls)
@@ -243,7 +234,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
     def thread(number: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
-            with autocast():
+            with torch.autocast(kind, dtype=dtype, enabled=enabled):
                 work(number)
 
     others = [threading.Thread(target=thread, args=(number,)) for number in range(1, len(calls))]

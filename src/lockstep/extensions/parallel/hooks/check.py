@@ -108,7 +108,8 @@ def _check_state(state: object, inner: object) -> None:
         kind = _TORCH_STATES[torch_name(inner) or ""]
         fits, wanted = _is_torch_state(state, kind), f"torch's {kind}(...)"
     elif _takes_group(inner):
-        fits, wanted = state is None or _is_group(state), "a process group, or None for the default one"
+        fits = state is None or isinstance(state, torch.distributed.ProcessGroup)
+        wanted = "a process group, or None for the default one"
     else:
         return
     if not fits:
@@ -123,16 +124,6 @@ def _takes_group(inner: object) -> bool:
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 
-def _has_group(state: object) -> bool:
-    """Return True if the hook's state has a process group."""
-    torchs = ("PostLocalSGDState", "PowerSGDState")
-    return isinstance(state, _OWN_STATES) or any(_is_torch_state(state, kind) for kind in torchs)
-
-
-def _is_group(state: object) -> bool:
-    return isinstance(state, torch.distributed.ProcessGroup)
-
-
 def _shown(state: object) -> str:
     return "None" if state is None else f"of type {type(state).__qualname__}"
 
@@ -142,8 +133,9 @@ def _is_torch_state(state: object, kind: str) -> bool:
 
 
 def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group) -> None:
-    devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
-    if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
+    kinds = {parameter.device.type for parameter in parameters} or {"cpu"}
+    grouped = comm.is_distributed()
+    if name in _QUANTIZATION and not (grouped and all(comm.backend_of(group, kind) == "nccl" for kind in kinds)):
         raise MisconfigurationException(
             f"torch's {name} works with NCCL only, but these gradients are sent by another backend. Use "
             "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4), which sends less and also runs on the CPU"
@@ -153,10 +145,6 @@ def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group
             f"torch's {name} drops the imaginary part of complex gradients. Use fp16, bf16 or power_sgd of "
             "lockstep.engines.ddp.hooks"
         )
-
-
-def _carried_by(group: comm.Group, device: torch.device) -> str:
-    return comm.backend_of(group, device.type) if comm.is_distributed() else ""
 
 
 def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
@@ -175,17 +163,15 @@ def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> 
     """
     # None already means the default group, and a state with a group cannot be pickled
     named = group is not None and group is not dist.group.WORLD
-    if named and _has_group(state) and state.process_group is None:
+    torchs = tuple(kind for kind in ("PostLocalSGDState", "PowerSGDState") if _is_torch_state(state, kind))
+    if named and (torchs or isinstance(state, _OWN_STATES)) and state.process_group is None:
         state.process_group = group
     if isinstance(state, PostLocalSGDState):
         state.prepare()
-    # torch's own default, `dist.new_subgroups()`, needs GPUs
-    elif _is_torch_state(state, "PostLocalSGDState") and state.subgroup is None and _averages_in_nodes(state):
-        state.subgroup = node_group(state.process_group)
+    elif "PostLocalSGDState" in torchs and state.subgroup is None:
+        averages = state.post_local_gradient_allreduce and comm.world_size(state.process_group) > 1
+        # torch's own default, `dist.new_subgroups()`, needs GPUs
+        state.subgroup = node_group(state.process_group) if averages else None
     if state is None and group is not None and _takes_group(innermost(hook)):
         return group
     return state
-
-
-def _averages_in_nodes(state: Any) -> bool:
-    return state.post_local_gradient_allreduce and comm.world_size(state.process_group) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
 from lockstep.extensions.parallel.hooks.hook_transport import torch_name
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # -- memory --------------------------------------------------------------------------------------------------
 
@@ -128,8 +125,15 @@ def save_state(state: Any) -> dict[str, Any] | None:
         saved: dict[str, Any] = {name: getattr(state, name) for name in _NUMBERS_OF_POWER_SGD}
         for name in _TENSORS_OF_POWER_SGD:
             saved[name] = {index: tensor.detach().clone() for index, tensor in getattr(state, name).items()}
-        # plain types: a checkpoint is read with weights_only=True
-        saved["rng"] = _save_numpy(state.rng)
+        # plain types, also of numpy's random state: a checkpoint is read with weights_only=True
+        name, keys, position, has_gauss, gauss = state.rng.get_state()
+        saved["rng"] = {
+            "name": str(name),
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
         return saved
     if kind == "PostLocalSGDState":
         return {"iter": state.iter}
@@ -158,7 +162,8 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
                 setattr(state, name, saved[name])
             for name in _TENSORS_OF_POWER_SGD:
                 setattr(state, name, {int(i): t.to(device or t.device, copy=True) for i, t in saved[name].items()})
-            _load_numpy(state.rng, saved["rng"])
+            rng = saved["rng"]
+            state.rng.set_state((rng["name"], rng["keys"].tolist(), rng["position"], rng["has_gauss"], rng["gauss"]))
         elif kind == "PostLocalSGDState":
             state.iter = saved["iter"]
         elif callable(getattr(state, "load_state_dict", None)):
@@ -198,20 +203,3 @@ def _merged(values: list[Any], errors: bool) -> Any:
     if errors and isinstance(first, Tensor):
         return torch.stack([value.cpu() for value in values]).mean(dim=0)
     return first
-
-
-def _save_numpy(rng: np.random.RandomState) -> dict[str, Any]:
-    state: Any = rng.get_state()
-    name, keys, position, has_gauss, gauss = state
-    return {
-        "name": str(name),
-        "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
-    }
-
-
-def _load_numpy(rng: np.random.RandomState, saved: dict[str, Any]) -> None:
-    keys = saved["keys"].tolist()
-    rng.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))

@@ -532,7 +532,12 @@ class HookTransport(AllReduce):
         if self._error is not None:
             return
         if bucket.is_sparse:
-            self._start_sparse(bucket)
+            group = self._over()
+            if group is False or comm.world_size(group) == 1:
+                bucket.work = completed(bucket.flat)
+                return
+            bucket.flat.mul_(1 / comm.world_size(group))
+            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
             return
         following = self._buckets()[bucket.index + 1 :]
         last = not following or following[0].is_sparse
@@ -547,14 +552,6 @@ class HookTransport(AllReduce):
             bucket.work = self._last = future_of(returned, self._hook)
         except Exception as error:
             self._error = error
-
-    def _start_sparse(self, bucket: Bucket) -> None:
-        group = self._over()
-        if group is False or comm.world_size(group) == 1:
-            bucket.work = completed(bucket.flat)
-            return
-        bucket.flat.mul_(1 / comm.world_size(group))
-        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
     def flush(self) -> None:
         """Wait until the hook's calls so far have started all their collectives."""

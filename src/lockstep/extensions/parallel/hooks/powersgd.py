@@ -196,7 +196,11 @@ class _Round:
         for matrix in self.matrices:
             q = matrix.record.get("q")
             if fresh or q is None or q.shape[1] != matrix.rank:
-                generator = torch.Generator().manual_seed(self._seed(matrix.place))
+                # all ranks draw the same numbers, which differ between rounds, buckets and parameters
+                seed = self.state.seed
+                for number in (self.round, self.bucket.index(), matrix.place):
+                    seed = (seed * 1_000_003 + number + 1) % 2**63
+                generator = torch.Generator().manual_seed(seed)
                 q = torch.randn(matrix.values.shape[1], matrix.rank, generator=generator).to(self.work)
             starts.append(q)
         return _orthonormal(starts)
@@ -233,12 +237,6 @@ class _Round:
         mean_in_halves(message, self.half, group, owed)
         if sent is not None and owed is not None:
             sent.sub_(owed)
-
-    def _seed(self, place: int) -> int:
-        seed = self.state.seed
-        for number in (self.round, self.bucket.index(), place):
-            seed = (seed * 1_000_003 + number + 1) % 2**63
-        return seed
 
 
 def _rows(parameter: Tensor) -> int:
