@@ -341,9 +341,9 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:
 
 def test_what_is_quiet_stays_so_behind_an_inner_block() -> None:
     """A save of the engine's own format within a fit let torch tell of its new names from there on."""
-    with package.torchs_names_quiet():
+    with package.hide_rename_warnings():
         outer = warnings.filters[0]
-        with package.torchs_names_quiet():
+        with package.hide_rename_warnings():
             pass
         assert outer in warnings.filters
     assert outer not in warnings.filters
@@ -356,7 +356,7 @@ def test_a_build_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numbers_like_2e8_are_whole_and_arguments_fill_the_config() -> None:
-    config = settings.merged(
+    config = settings.merge(
         {"stage": 3, "offload_optimizer": True}, settings.read({"zero_optimization": {"reduce_bucket_size": 2e8}})
     )
     assert config["zero_optimization"] == {

@@ -168,7 +168,7 @@ def look(folder: str, number: int) -> list[str]:
     zero = strategy._zero
     vars(zero.engine)["module"] = strategy.module
     zero.engine.load_checkpoint(back)
-    weights = {name: strategy._made_whole(value) for name, value in strategy._module_state().items()}
+    weights = {name: strategy._gather(value) for name, value in strategy._module_state().items()}
     states = zero.optimizer_state(lambda part: part.whole(torch.device("cpu")))["state"]
     wrong += [f"loaded {name}" for name, value in weights.items() if not torch.equal(value, saved["state_dict"][name])]
     for key, state in saved["optimizer_states"][0]["state"].items():

@@ -35,7 +35,7 @@ class Calls:
     def _prepare(self) -> None:
         self.told.append("prepare" if self.sync else "prepare alone")
 
-    def _backward_begins(self) -> None:
+    def _before_backward(self) -> None:
         assert self.sync or self.told == []
 
     def _backward_ended(self) -> None:
@@ -56,7 +56,7 @@ class Watched:
         self.x = torch.randn(2, 3, requires_grad=True)
 
     def __call__(self, outputs: Any, sync: bool = True) -> Any:
-        self.watch.forward_begins()
+        self.watch.before_forward()
         self.watch.outputs(outputs, sync)
         return outputs
 

@@ -102,7 +102,7 @@ def _end(sentence: str) -> str:
     return "?" if sentence.endswith("?") else "."
 
 
-def shown(path: Iterable[str], value: object) -> str:
+def format_setting(path: Iterable[str], value: object) -> str:
     """Format a setting as the user wrote it in the config.
 
     Example:
@@ -157,7 +157,7 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         return {key: _plain(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, float) and path[-1].endswith(WHOLE):
         if not value.is_integer():
-            raise refuse(shown(path, value), "give a whole number")
+            raise refuse(format_setting(path, value), "give a whole number")
         return int(value)
     return value
 
@@ -175,32 +175,32 @@ def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
     """
     for key, value in config.items():
         if key in LOOPS:
-            raise refuse(shown((key,), value), f"{LOOPS[key]}; leave the block out")
-    _known(config, (*KEYS, *LOOPS), ())
+            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; leave the block out")
+    _check_known(config, (*KEYS, *LOOPS), ())
     for block, known in ((ZERO, zero_keys), ("activation_checkpointing", CHECKPOINTING)):
         inner = config.get(block, {})
         if not isinstance(inner, Mapping):
-            raise refuse(shown((block,), inner), "give a dict")
-        _known(inner, tuple(known), (block,))
+            raise refuse(format_setting((block,), inner), "give a dict")
+        _check_known(inner, tuple(known), (block,))
 
 
-def _known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ...]) -> None:
+def _check_known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ...]) -> None:
     for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's documentation of its config"
-            raise refuse(shown((*path, key), value), f"DeepSpeed has no such key: {way}")
+            raise refuse(format_setting((*path, key), value), f"DeepSpeed has no such key: {way}")
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-def whole_numbers(arguments: Mapping[str, Any]) -> Config:
+def with_integers(arguments: Mapping[str, Any]) -> Config:
     """Return the strategy's arguments with counts as integers (2e8 becomes 200000000)."""
     return {name: _plain(value, (name,)) for name, value in arguments.items()}
 
 
-def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
+def merge(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
     """Return the config with the strategy's arguments merged in.
 
     Args:
@@ -237,8 +237,8 @@ def _put(config: Config, path: tuple[str, ...], value: Any, argument: str) -> No
         inner = inner.setdefault(name, {})
     if last in inner and inner[last] != value:
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({argument}, config=...): the config has {shown(path, inner[last])}. Give one of them, "
-            "or the same value in both."
+            f"DeepSpeedStrategy({argument}, config=...): the config has {format_setting(path, inner[last])}. Give one "
+            "of them, or the same value in both."
         )
     inner[last] = value
 
@@ -254,8 +254,8 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
     on = arguments.get(flag)
     if on is False and there.get("device", "none") != "none":
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({flag}=False, config=...): the config has {shown((ZERO, name), there)}. Give one of "
-            "them, or the same value in both."
+            f"DeepSpeedStrategy({flag}=False, config=...): the config has {format_setting((ZERO, name), there)}. Give "
+            "one of them, or the same value in both."
         )
     if on:
         block = config[ZERO][name] = dict(there)
@@ -265,7 +265,7 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
                 _put(block, (key,), arguments[argument], f"{argument}={arguments[argument]!r}")
 
 
-def disk(config: Mapping[str, Any]) -> str | None:
+def find_disk(config: Mapping[str, Any]) -> str | None:
     """Return the folder to which states or parameters are offloaded; None without offload to a disk.
 
     Raises:
@@ -277,8 +277,8 @@ def disk(config: Mapping[str, Any]) -> str | None:
             path = block.get("nvme_path")
             if path is None or not Path(path).is_dir():
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy: {shown((ZERO, key, 'device'), 'nvme')}, nvme_path={path!r}: this is not a "
-                    "folder. Set nvme_path to an existing folder on a fast disk."
+                    f"DeepSpeedStrategy: {format_setting((ZERO, key, 'device'), 'nvme')}, nvme_path={path!r}: this is "
+                    "not a folder. Set nvme_path to an existing folder on a fast disk."
                 )
             return str(path)
     return None
@@ -292,7 +292,7 @@ def _enabled(config: Config, block: str) -> object:
     return (config.get(block) or {}).get("enabled")
 
 
-def of_precision(config: Config, precision: str, device: str) -> None:
+def set_precision(config: Config, precision: str, device: str) -> None:
     """Write the Trainer's precision into the config.
 
     Args:
@@ -311,7 +311,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
         setting = (
             place
             if precision.startswith("16")
-            else f"DeepSpeedStrategy(config=...): {shown(('fp16', 'enabled'), True)}"
+            else f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
         )
         raise MisconfigurationException(
             f'{setting}: DeepSpeed does not compute in float16 on a CPU. Use Trainer(precision="bf16-mixed"), or a GPU.'
@@ -323,7 +323,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
             flag = {"fp16": "16-mixed", "bf16": "bf16-true"}[block]
             fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'
             raise refuse(
-                shown((block, "enabled"), enabled),
+                format_setting((block, "enabled"), enabled),
                 f'Trainer(precision="{precision}") differs. Use {fits}, or remove the block from the config',
             )
     for block in ("fp16", "bf16"):
@@ -333,7 +333,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
             config.pop(block, None)
 
 
-def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
+def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
     """Set the engine's accumulation to one micro-batch: the loop decides where a window ends.
 
     Raises:
@@ -342,14 +342,14 @@ def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
     steps = config.get("gradient_accumulation_steps", "auto")
     if steps not in ("auto", flag):
         raise refuse(
-            shown(("gradient_accumulation_steps",), steps),
+            format_setting(("gradient_accumulation_steps",), steps),
             f"Trainer(accumulate_grad_batches={flag!r}) differs. Set the number in the Trainer, and remove it from the "
             "config",
         )
     config["gradient_accumulation_steps"] = 1
 
 
-def of_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
+def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
     """Set the norm to which the engine clips: the config's if the Trainer has none.
 
     With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
@@ -360,7 +360,7 @@ def of_clipping(config: Config, value: float | None, algorithm: str | None) -> N
     norm = config.get("gradient_clipping", 0.0)
     if value is not None and norm not in ("auto", 0.0, 0, value):
         raise refuse(
-            shown(("gradient_clipping",), norm),
+            format_setting(("gradient_clipping",), norm),
             f"Trainer(gradient_clip_val={value!r}) differs. Give one of them, or the same value in both",
         )
     if value is not None and algorithm == "value":
@@ -371,7 +371,7 @@ def of_clipping(config: Config, value: float | None, algorithm: str | None) -> N
     config["gradient_clipping"] = 0.0 if norm == "auto" or value is not None else float(norm)
 
 
-def of_batches(config: Config) -> dict[str, int]:
+def take_batch_sizes(config: Config) -> dict[str, int]:
     """Take the batch sizes out of the config and return them for `check_batches`.
 
     The engine only uses them to count samples, so its batch size is 1.
@@ -385,7 +385,7 @@ def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int,
     """Compare the config's batch sizes with the training loader's.
 
     Args:
-        sizes: sizes in the config, as returned by `of_batches`.
+        sizes: sizes in the config, as returned by `take_batch_sizes`.
         batch_size: batch size of the loader.
         micro_batches: number of micro-batches in an accumulation window.
         world: number of ranks.
@@ -400,13 +400,13 @@ def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int,
     for key, size in sizes.items():
         if size != right[key]:
             raise refuse(
-                shown((key,), size),
+                format_setting((key,), size),
                 f"the training loader has batch_size={batch_size}, which makes {right[key]} here. Remove the key from "
                 "the config, or change the loader's batch_size",
             )
 
 
-def of_optimizer(config: Config, optimizer: object) -> None:
+def check_optimizer(config: Config, optimizer: object) -> None:
     """Compare the config's optimizer with the one that `configure_optimizers` returned.
 
     Raises:
@@ -422,14 +422,14 @@ def of_optimizer(config: Config, optimizer: object) -> None:
         settings.pop(key, None)
     if kind.lower() not in (name.lower(), name.lower().removeprefix("deepspeedcpu")):
         raise refuse(
-            shown(("optimizer", "type"), kind),
+            format_setting(("optimizer", "type"), kind),
             f"`configure_optimizers` returns {name}. Return {kind} there, and remove the block from the config",
         )
     own = getattr(optimizer, "defaults", {})
     for key, value in settings.items():
         if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
-                shown(("optimizer", "params", key), value),
+                format_setting(("optimizer", "params", key), value),
                 f"`configure_optimizers` returns {name}({key}={own[key]!r}). Set it in one of the two places",
             )
 
@@ -438,7 +438,7 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def fill_in(config: Config, device: str, numel: int) -> None:
+def set_defaults(config: Config, device: str, numel: int) -> None:
     """Set defaults for the engine's required settings, in place.
 
     Args:

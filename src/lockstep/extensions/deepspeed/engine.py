@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.engines.gradients import Gradients
-from lockstep.extensions.deepspeed.left_alone import LeftAlone
 from lockstep.extensions.deepspeed.partition import align_numbers, lean_linear, span
+from lockstep.extensions.deepspeed.unused import UnusedParameters
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import is_partitioned
@@ -39,7 +39,7 @@ MIDDLE = (
 )
 
 
-class Door(nn.Module):
+class AnyCall(nn.Module):
     """Module of the engine that calls any function, so that every method of the user runs inside the engine's hooks.
 
     Args:
@@ -113,17 +113,17 @@ class ZeroEngine:
         import deepspeed
 
         self.module, self.optimizer = module, optimizer
-        self._inner, self._groups = _copy_of(optimizer)
-        door = Door(module)
+        self._inner, self._groups = _copy_optimizer(optimizer)
+        outer = AnyCall(module)
         # the engine rounds the module to 16 bits when it is made, and then copies its float32 weights from there
         rounds = any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16"))
         before = {id(p): p.data for p in module.parameters() if rounds and not is_partitioned(p)}
         align_numbers()
         with _without_own_choices():
-            self.engine: Any = deepspeed.initialize(model=door, optimizer=self._inner, config=dict(config))[0]
+            self.engine: Any = deepspeed.initialize(model=outer, optimizer=self._inner, config=dict(config))[0]
         self.zero: Any = self.engine.optimizer
         self._stepping = self.zero.optimizer
-        # the engine's files have these names, and they are to be those of the user's module, not of `Door`
+        # the engine's files have these names, and they are to be those of the user's module, not of `AnyCall`
         names = self.engine.param_names
         for parameter in names:
             names[parameter] = names[parameter].removeprefix("module.")
@@ -135,14 +135,14 @@ class ZeroEngine:
         self.has_gradients = False
         trained = {id(p): p for group in self._trained_groups for p in group}
         self.parameters: dict[str, Parameter] = {name: p for name, p in module.named_parameters() if id(p) in trained}
-        self._known = {id(p) for p in self.parameters.values()}
+        self._trained_ids = {id(p) for p in self.parameters.values()}
         self.pieces = {id(p): piece for p in trained.values() for piece in [self._piece(p)] if piece}
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
         self._rounds = rounds
         self._versions = self._versions_now()
         known = {id(p): name for name, p in self.parameters.items()}
         swaps = bool(getattr(self.zero, "swap_optimizer", False))
-        self._left_alone = LeftAlone(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
+        self._unused = UnusedParameters(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
         # the engine took its float32 weights from the rounded module; set them to the values before rounding
         with torch.no_grad():
             for key, piece in self.pieces.items():
@@ -153,7 +153,7 @@ class ZeroEngine:
                     piece.of(piece.flat).copy_(piece.cut(before[key]))
         self._used: set[int] = set()  # ids of parameters with a gradient in the window
         self._order: list[int] = []  # numbers of the window's parameters, in the order of the engine's buckets
-        self._note_order()
+        self._record_order()
         # Adagrad has states from its construction, and the user may have loaded others
         if optimizer.state:
             self.load_optimizer_state(optimizer.state_dict())
@@ -184,7 +184,7 @@ class ZeroEngine:
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         return Piece(flat, high.start, low.start, high.numel)
 
-    def _note_order(self) -> None:
+    def _record_order(self) -> None:
         """Record the order of gradients: the engine adds what is at the same place in the ranks' buckets."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         put = self.zero.reduce_independent_p_g_buckets_and_remove_grads
@@ -261,13 +261,13 @@ class ZeroEngine:
 
     def step(self) -> None:
         """Update the parameters by the window's gradients. Collective."""
-        self._take_settings()
-        self.take_changes()
+        self._copy_settings()
+        self.copy_changes()
         try:
             if len(self._used) == len(self.parameters):
                 self.engine.step()
             else:
-                self._left_alone.step(self._used, self.engine.step)
+                self._unused.step(self._used, self.engine.step)
                 self._versions = self._versions_now()
         finally:
             self.zero.clip_grad = self._clips_by
@@ -275,7 +275,7 @@ class ZeroEngine:
         # torch's schedulers warn if the optimizer has not stepped before them
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def take_changes(self) -> None:
+    def copy_changes(self) -> None:
         """Copy in-place changes of the module's parameters into the engine's float32 weights.
 
         Changes are lost in stage 3, where a rank has no whole parameters, and with parameters in 16 bits, which are
@@ -288,20 +288,20 @@ class ZeroEngine:
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters.values()]
 
-    def _take_settings(self) -> None:
+    def _copy_settings(self) -> None:
         """Copy learning rates and other settings from the user's parameter groups to the engine's."""
         # by number, since `load_state_dict` replaces the dicts of the user's groups
         for number, theirs in self._groups.items():
             mine = self.optimizer.param_groups[number]
             theirs.update({key: value for key, value in mine.items() if key != "params"})
 
-    def untrained(self) -> str | None:
+    def find_untrained(self) -> str | None:
         """Return the name of a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         late = [
             id(p)
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if p.requires_grad and id(p) not in self._known
+            if p.requires_grad and id(p) not in self._trained_ids
         ]
         names = {id(p): name for name, p in self.module.named_parameters()}
         return names.get(late[0], "") if late else None
@@ -352,14 +352,14 @@ class ZeroEngine:
             tag: name of the inner folder with the files.
             rest: further entries of the checkpoint (the engine's ``client_state``).
         """
-        self._take_settings()
+        self._copy_settings()
         engine = vars(self.engine)
-        # the files have the names of the user's module, without those of `Door`
-        door, engine["module"] = engine["module"], self.module
+        # the files have the names of the user's module, without those of `AnyCall`
+        outer, engine["module"] = engine["module"], self.module
         try:
             self.engine.save_checkpoint(str(folder), tag=tag, client_state=rest)
         finally:
-            engine["module"] = door
+            engine["module"] = outer
 
     def end(self) -> None:
         """Remove the engine's hooks. Weights and optimizer states stay and can be saved."""
@@ -382,9 +382,9 @@ class ZeroEngine:
             return FlatPart(shape, 0, torch.empty(0, device=self._device), even)
         return FlatPart(shape, piece.start, piece.of(of(piece.flat)), even)
 
-    def knows(self, parameter: Parameter) -> bool:
+    def trains(self, parameter: Parameter) -> bool:
         """Return True if the engine trains this parameter."""
-        return id(parameter) in self._known
+        return id(parameter) in self._trained_ids
 
     def whole_gradient(self, parameter: Parameter) -> Tensor | None:
         """Return a parameter's whole gradient, averaged over the ranks. Collective.
@@ -393,7 +393,7 @@ class ZeroEngine:
         """
         from deepspeed.utils import safe_get_full_grad
 
-        if not self.has_gradients or id(parameter) not in self._known:
+        if not self.has_gradients or id(parameter) not in self._trained_ids:
             return None
         found: Tensor | None = safe_get_full_grad(parameter)
         return found
@@ -410,7 +410,7 @@ class ZeroEngine:
             finish: converts this rank's shard of a state to the value in the dict.
         """
         made = self.optimizer.state_dict()
-        trained = {number: p for number, p in self._numbered(made) if id(p) in self._known}
+        trained = {number: p for number, p in self._numbered(made) if id(p) in self._trained_ids}
         mine: dict[int, tuple[list[str], dict[str, Any]]] = {}
         for number, parameter in trained.items():
             piece = self.pieces.get(id(parameter))
@@ -546,7 +546,7 @@ class ZeroGradients(Gradients[ZeroEngine]):
         raise MisconfigurationException(MIDDLE)
 
 
-def _copy_of(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
+def _copy_optimizer(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
     """Copy an optimizer for its trained parameters alone.
 
     Returns:
@@ -596,7 +596,7 @@ def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., An
     import deepspeed
 
     align_numbers()
-    engine: Any = deepspeed.initialize(model=Door(module), config=dict(config))[0]
+    engine: Any = deepspeed.initialize(model=AnyCall(module), config=dict(config))[0]
 
     def run(fn: Callable[..., Any], *args: object) -> Any:
         with _no_grad(), lean_linear():

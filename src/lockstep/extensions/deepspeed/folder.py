@@ -79,10 +79,10 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
         raise MisconfigurationException(f"{PICKLED.format(path=str(folder))}.")
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", f"reading {str(folder)!r}")
-    package.bring_in()
+    package.import_quietly()
     files = folder / (folder / LATEST).read_text().strip()
-    models = [_opened(each) for each in _by_rank(files, "model")]
-    states = [_opened(each)["optimizer_state_dict"] for each in _by_rank(files, "optim")]
+    models = [_load(each) for each in _by_rank(files, "model")]
+    states = [_load(each)["optimizer_state_dict"] for each in _by_rank(files, "optim")]
     checkpoint = {key: value for key, value in models[0].items() if key not in _ENGINES}
     try:
         groups = list(_groups(models[0], states))
@@ -99,7 +99,7 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
     return checkpoint
 
 
-def written_by(path: PathLike) -> int:
+def count_ranks(path: PathLike) -> int:
     """Return the number of ranks that wrote a folder."""
     folder = storage.local(path)
     return len(_by_rank(folder / (folder / LATEST).read_text().strip(), "optim"))
@@ -121,7 +121,7 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _opened(file: Path) -> dict[str, Any]:
+def _load(file: Path) -> dict[str, Any]:
     """Load a file; its tensors are memory-mapped and read on access."""
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
@@ -207,13 +207,13 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
         if own != name and own in made:
             made[plain] = made[own]
         elif own in trained:
-            made[plain] = _placed(f"model.{plain}", trained[own].whole(own, "fp32"), place)
+            made[plain] = _place(f"model.{plain}", trained[own].whole(own, "fp32"), place)
         elif own in frozen and in_shares:
             shape = torch.Size(frozen[own])
             parts = [model["frozen_param_fragments"][own] for model in models]
-            made[plain] = _placed(f"model.{plain}", torch.cat(parts)[: shape.numel()].view(shape), place)
+            made[plain] = _place(f"model.{plain}", torch.cat(parts)[: shape.numel()].view(shape), place)
         else:
-            made[plain] = _placed(f"model.{plain}", value, place) if isinstance(value, Tensor) else value
+            made[plain] = _place(f"model.{plain}", value, place) if isinstance(value, Tensor) else value
     return made
 
 
@@ -224,7 +224,7 @@ def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | No
     for number, name in names.items():
         group = of_name[name]
         state = {
-            key: _placed(f"optimizer_0.state.{number}.{key}", group.whole(name, key), place)
+            key: _place(f"optimizer_0.state.{number}.{key}", group.whole(name, key), place)
             for key in group.flat
             if key != "fp32"
         }
@@ -235,7 +235,7 @@ def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | No
     return made
 
 
-def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
+def _place(name: str, whole: Tensor, place: Place | None) -> Tensor:
     target: Any = None if place is None else place(name, whole.shape, whole.dtype)
     # the files are mapped into memory: without a copy the values would be read later, when the folder may be gone
     if not hasattr(target, "start"):
@@ -302,7 +302,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
         )
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", "writing DeepSpeed's own files")
-    package.bring_in()
+    package.import_quietly()
     groups: _Trained = []
     for group in checkpoint["optimizer_states"][0]["param_groups"]:
         trained = {number: names[number] for number in group["params"] if number in names}

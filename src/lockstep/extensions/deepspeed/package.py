@@ -72,17 +72,17 @@ def check_installed(what: str) -> None:
         )
 
 
-def bring_in() -> None:
+def import_quietly() -> None:
     """Import the package without its log lines and its optional imports."""
     # its autotuner imports mlflow, if it is installed; that takes half of the time
     with _quiet(), _without("mlflow"):
         importlib.import_module("deepspeed")
-    with _compiled_later():
+    with _delay_compile():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 @contextmanager
-def prepared(device: torch.device, level: int) -> Iterator[None]:
+def import_for(device: torch.device, level: int) -> Iterator[None]:
     """Import DeepSpeed for this kind of device and connect it to the current process group.
 
     Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. Extensions that the user
@@ -92,7 +92,7 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
         device: this rank's device.
         level: level of DeepSpeed's log on rank 0; other ranks log errors only.
     """
-    bring_in()
+    import_quietly()
     with _quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -107,11 +107,11 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
             set_accelerator(Accelerator())
     before = logger.level
     logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
-    _forget_other_groups()
+    _drop_dead_groups()
     with _quiet(), _without_shared_memory():
         deepspeed.init_distributed(comm.backend_of(None, device.type), auto_mpi_discovery=False, verbose=False)
     try:
-        with _builds_watched(), torchs_names_quiet():
+        with _log_builds(), hide_rename_warnings():
             yield
     finally:
         logger.setLevel(before)
@@ -132,7 +132,7 @@ def _without(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _compiled_later() -> Iterator[None]:
+def _delay_compile() -> Iterator[None]:
     """Delay ``torch.compile`` to the first call of a decorated function inside.
 
     DeepSpeed always imports its optimizer Muon, which has decorated functions, and torch's compiler takes seconds to
@@ -181,7 +181,7 @@ def _without_shared_memory() -> Iterator[None]:
 
 
 @contextmanager
-def torchs_names_quiet() -> Iterator[None]:
+def hide_rename_warnings() -> Iterator[None]:
     """Hide torch's deprecation warnings for collectives that DeepSpeed calls by their old names inside."""
     with DEEPSPEED_WARNINGS.inside():
         before = list(warnings.filters)
@@ -252,7 +252,7 @@ def _quiet() -> Iterator[None]:
 _known_group: object = None
 
 
-def _forget_other_groups() -> None:
+def _drop_dead_groups() -> None:
     """Drop process groups that DeepSpeed made in an earlier default group, which is destroyed by now."""
     global _known_group
     here = dist.group.WORLD
@@ -274,7 +274,7 @@ def _forget_other_groups() -> None:
 
 
 @contextmanager
-def _builds_watched() -> Iterator[None]:
+def _log_builds() -> Iterator[None]:
     """Log builds of DeepSpeed's extensions inside, and keep them from waiting for a build that was killed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 

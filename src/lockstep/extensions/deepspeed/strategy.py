@@ -171,9 +171,9 @@ class DeepSpeedStrategy(ShardedStrategy):
                 'use strategy="ddp", which reduces whole gradients faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
-        self._save_by(checkpoint_format, async_save)
+        self._select_writer(checkpoint_format, async_save)
         self._user = settings.read(config)
-        self._config = settings.merged(settings.whole_numbers(given), self._user)
+        self._config = settings.merge(settings.with_integers(given), self._user)
         zero = self._config[settings.ZERO]
         self._stage = int(zero["stage"])
         if offload_parameters and self._stage != 3:
@@ -186,10 +186,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._zero: ZeroEngine | None = None
         self._evaluates: Any = None
         self._config_sizes: dict[str, int] = {}
-        self._has_ended = False
+        self._is_over = False
         self._call = ExitStack()  # contexts that last for one call of fit, validate, test or predict
 
-    def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
+    def _select_writer(self, checkpoint_format: str, async_save: bool) -> None:
         """Select the writer of checkpoints."""
         self._format = checkpoint_format
         if checkpoint_format not in FORMATS:
@@ -217,7 +217,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 'fit. Save during or after a fit, or use checkpoint_format="sharded".'
             )
         # `save_checkpoint` may be called after the fit, when the context of the call has ended
-        with package.torchs_names_quiet():
+        with package.hide_rename_warnings():
             self._zero.save(folder, deepspeed_folder.TAG, rest)
 
     # -- set up
@@ -229,7 +229,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32. '
                 f"Choose one of {', '.join(settings.PRECISIONS)}."
             )
-        settings.of_precision(self._config, precision.name, device.type)
+        settings.set_precision(self._config, precision.name, device.type)
         # a copy: the user may pass the same plugin to another Trainer
         if precision.scaler is not None:
             precision = copy(precision)
@@ -242,9 +242,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
         self._call.enter_context(told_local_rank(self.world.local_rank))
-        self._call.enter_context(package.prepared(self.root_device, self._level))
+        self._call.enter_context(package.import_for(self.root_device, self._level))
         settings.check_keys(self._user, package.zero_keys())
-        path = settings.disk(self._config)
+        path = settings.find_disk(self._config)
         if path is not None and not package.can_use_disks():
             raise MisconfigurationException(
                 f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed needs libaio to offload to a disk, and it is not "
@@ -255,11 +255,11 @@ class DeepSpeedStrategy(ShardedStrategy):
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
-        if self._zero is not None and not self._has_ended:
+        if self._zero is not None and not self._is_over:
             self._zero.end()
         self._zero = None
         self.module, self._own_backward = module, own_backward
-        self._has_ended = False
+        self._is_over = False
         self.precision.convert_module(module)
         # in stage 3 `partition` fills layer by layer, so that a model fits that is too large for one device
         if self._stage != 3:
@@ -316,7 +316,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Return the engine's config without the optimizer's settings, which need the optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
-        self._config_sizes = settings.of_batches(made)
+        self._config_sizes = settings.take_batch_sizes(made)
         # the loop decides both: it reports the last backward of a window, and sets the norm before a step
         made["gradient_accumulation_steps"] = 1
         made["gradient_clipping"] = 0.0
@@ -326,7 +326,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f"{type(self.module).__name__} has no parameters. Layers in a plain list or dict are not registered: "
                 "use nn.ModuleList or nn.ModuleDict."
             )
-        settings.fill_in(made, self.root_device.type, numel)
+        settings.set_defaults(made, self.root_device.type, numel)
         return made
 
     @does("starting DeepSpeed's engine")
@@ -338,10 +338,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         optimizer = self._check_fit(optimizers)
         made = self._engine_config()
         trainer = self.module.trainer
-        settings.of_optimizer(dict(self._config), optimizer)
-        settings.of_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
+        settings.check_optimizer(dict(self._config), optimizer)
+        settings.set_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
         clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
-        settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
+        settings.set_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
         made.update(clipping)
         self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         self._end_evaluation()
@@ -443,7 +443,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def check_trained(self, replaced: bool = False) -> None:
         """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         super().check_trained(replaced)
-        name = None if self._zero is None else self._zero.untrained()
+        name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
@@ -451,9 +451,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Remove the engine's hooks; in stage 3 the module stays partitioned."""
         super().teardown()
         self._end_evaluation()
-        if self._zero is not None and not self._has_ended:
+        if self._zero is not None and not self._is_over:
             self._zero.end()
-            self._has_ended = True
+            self._is_over = True
         self._call.close()
 
     def _end_evaluation(self) -> None:
@@ -475,7 +475,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return super().run(fn, *args)
 
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
-        if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
+        if self._zero is not None and not self._is_over and (self._stage == 3 or torch.is_grad_enabled()):
             return self._zero.run(fn, *args)
         if self._stage != 3:
             return fn(*args)
@@ -496,7 +496,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Let the engine clip the whole gradient by its 2-norm in the next step."""
         assert self._zero is not None
         if algorithm != "norm":
-            settings.of_clipping({}, value, algorithm)
+            settings.set_clipping({}, value, algorithm)
         self._zero.clip(value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -515,7 +515,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def held(self) -> dict[str, list[Tensor]]:
         """Return this rank's tensors by kind; the engine's float32 weights count as optimizer states."""
         held = super().held()
-        if self._zero is None or self._has_ended:
+        if self._zero is None or self._is_over:
             parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
             return {**held, "parameters": parts}
         return {**held, **self._zero.held()}
@@ -523,32 +523,32 @@ class DeepSpeedStrategy(ShardedStrategy):
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield the name, float32 value and gradient of each parameter, gathered one by one. Collective."""
         if self._zero is not None:
-            self._zero.take_changes()
+            self._zero.copy_changes()
         for name, parameter in self.named_parameters().items():
             gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
             yield name, self._whole(parameter), gradient
 
     def _whole(self, parameter: Parameter) -> Tensor:
-        return self._made_whole(self._part(parameter))
+        return self._gather(self._part(parameter))
 
-    def _made_whole(self, value: Tensor) -> Tensor:
+    def _gather(self, value: Tensor) -> Tensor:
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
         """Return this rank's shard of a parameter: the engine's float32 elements if it is trained."""
-        if self._zero is not None and self._zero.knows(parameter):
+        if self._zero is not None and self._zero.trains(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):
             return FlatPart.of_span(parameter.ds_shape, parameter.dtype, parameter.ds_tensor)
         value: Tensor = parameter.detach()
         return value
 
-    def _kept(self, value: Tensor) -> Tensor:
+    def _for_checkpoint(self, value: Tensor) -> Tensor:
         """Return the value that a checkpoint has for a shard: itself, or the whole tensor if rank 0 writes."""
         if self.saves_shards:
             return value
         # gathered one by one, and only rank 0 keeps the result, in CPU memory
-        whole = self._made_whole(value)
+        whole = self._gather(value)
         return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
@@ -561,7 +561,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._refuse_alone(alone)
         zero = self._zero
         if zero is not None:
-            zero.take_changes()
+            zero.copy_changes()
         if self._format == "deepspeed":
             if zero is None or weights_only:
                 return EngineState(self.module.state_dict())
@@ -570,7 +570,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         module = self._module_state()
         if weights_only or zero is None:
             return EngineState(module)
-        return EngineState(module, [zero.optimizer_state(self._kept)], {deepspeed_folder.NAMES: zero.names()})
+        return EngineState(module, [zero.optimizer_state(self._for_checkpoint)], {deepspeed_folder.NAMES: zero.names()})
 
     def _module_state(self) -> dict[str, Any]:
         """Return the module's state dict with the engine's values of parameters."""
@@ -581,7 +581,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             if name not in made:
                 continue
             if id(parameter) not in done:
-                done[id(parameter)] = self._kept(self._part(parameter))
+                done[id(parameter)] = self._for_checkpoint(self._part(parameter))
             made[name] = done[id(parameter)]
         return made
 
@@ -602,9 +602,9 @@ class DeepSpeedStrategy(ShardedStrategy):
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint. Log a line for an engine's folder that a different number of ranks wrote."""
         found = super().load_checkpoint(filepath, weights_only)
-        if is_engines(filepath) and deepspeed_folder.written_by(filepath) != self.world.size:
+        if is_engines(filepath) and deepspeed_folder.count_ranks(filepath) != self.world.size:
             rank_zero_info(
-                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.written_by(filepath)} ranks and "
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.count_ranks(filepath)} ranks and "
                 f"is read by {self.world.size}, parameter by parameter."
             )
         return found
@@ -621,7 +621,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         kept = {name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
-        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
+        saved = {name: value if name in cut else self._gather(value) for name, value in given.items()}
         others, strict = cut | kept, self.module.strict_loading
         rest = {name: value for name, value in saved.items() if name not in others}
         # torch's own strict check would report the names in `others`, which are not loaded by it

@@ -55,7 +55,7 @@ APPLY = "torch.distributed.optim.apply_optimizer_in_backward"
 """Torch's module; if it has not been imported, no parameter has such an optimizer."""
 
 
-def take_over(parameters: Iterable[Parameter]) -> list[Parameter]:
+def remove_step_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Return the parameters with such optimizers, and remove the hooks that step them on this rank's own gradient.
 
     `step_all` steps them when the gradients are averaged.
@@ -102,7 +102,7 @@ class WatchedContainer(Protocol):
     @property
     def _distributed_rank(self) -> int: ...
 
-    def _backward_begins(self) -> None:
+    def _before_backward(self) -> None:
         """Check ranks inside a synchronized backward, before its round is prepared."""
         ...
 
@@ -149,22 +149,23 @@ class BackwardWatcher:
         self._static = static
         self._prepared = False
         self._sync = True  # the last forward was synchronized
-        self._wanted = False  # the next backward reduces, even if its forwards were not synchronized
+        self._must_reduce = False  # the next backward reduces, even if its forwards were not synchronized
         self._waiting = False  # there was a forward since the last backward
-        self._found = 0  # index of the parameter that the last backward reached (torch.autograd.grad reaches none)
+        self._index = 0  # index of the parameter that the last backward reached (torch.autograd.grad reaches none)
         self._node: Any = None  # the graph's node that accumulates its gradient
-        self._passed = -1  # graph task that leaves no gradients
-        self._announced = -1  # graph task whose end calls `_end`
+        self._ignored_task = -1  # graph task that leaves no gradients
+        self._current_task = -1  # graph task whose end calls `_end`
         self._leaf_hooks: list[Any] = []
-        self._stepped: list[Parameter] | None = None  # with optimizers that step in the backward; set by a forward
+        # parameters with optimizers that step in the backward; set by a forward
+        self._self_stepping: list[Parameter] | None = None
 
-    def forward_begins(self) -> None:
+    def before_forward(self) -> None:
         """Reset before a forward that is not part of a backward."""
         self._prepared = False  # a backward that is still prepared has raised
-        self._announced = -1
+        self._current_task = -1
         # not at construction: torch's function may be called after the model was wrapped
-        if self._stepped is None:
-            self._stepped = take_over(self.parameters)
+        if self._self_stepping is None:
+            self._self_stepping = remove_step_hooks(self.parameters)
 
     def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
         """Watch the outputs of a forward with gradients.
@@ -196,26 +197,26 @@ class BackwardWatcher:
         def reached(grad: Tensor | None) -> None:
             if container is not None:
                 with self._reducer.lock:
-                    self._begin(sync, output)
+                    self._reach(sync, output)
 
         return reached
 
-    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
+    def _reach(self, sync: bool, output: weakref.ref[Tensor]) -> None:
         """Start the round inside a backward that reached an output, if it will leave gradients in parameters."""
         reducer = self._reducer
         if self._prepared:
             reducer.sync = reducer.sync or sync
             return
-        sync = sync or self._wanted
+        sync = sync or self._must_reduce
         # each output has a hook, but one of them decides for the whole backward
         task = torch._C._current_graph_task_id()
-        if task in (self._passed, self._announced):
+        if task in (self._ignored_task, self._current_task):
             return
         leaves = self._leaves_gradients(output())
         if leaves is False:
-            self._passed = task
+            self._ignored_task = task
             return
-        self._announced = task
+        self._current_task = task
         Variable._execution_engine.queue_callback(self._end)
         self._sync = sync
         if leaves or self._static:
@@ -223,55 +224,55 @@ class BackwardWatcher:
 
     def unprepared_grad(self) -> None:
         """Start the round at a parameter's gradient, inside a backward in which no output's hook has done so."""
-        if self._prepared or not (self._waiting or self._announced != -1) or self._container() is None:
+        if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
-        if self._announced == -1:
+        if self._current_task == -1:
             Variable._execution_engine.queue_callback(self._end)
-        self._prepare(self._sync or self._wanted)
+        self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
         """Let the next backward reduce, even if its forwards were not synchronized. Torch's reducer has this call."""
-        self._wanted = True
+        self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
         container = self._container()
         if container is None:
             return
         if sync:
-            container._backward_begins()
+            container._before_backward()
         self._prepared = True
         self._reducer.sync = sync
         self._reducer.zero_weight = self.zero_weight
         container._prepare()
 
     def _end(self) -> None:
-        self._announced = -1
+        self._current_task = -1
         if self._prepared:
-            self.forget()
+            self.reset()
             container = self._container()
             if container is not None:
                 container._backward_ended()
 
     def step(self) -> None:
         """Step the optimizers that torch would step inside the backward, after a reduction."""
-        if self._stepped and self._reducer.sync:
-            step_all(self._stepped)
+        if self._self_stepping and self._reducer.sync:
+            step_all(self._self_stepping)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset: no forward waits for its backward any more."""
-        self._prepared = self._wanted = self._waiting = self.expected = self.zero_weight = False
+        self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
         """Return True in a backward, False in `torch.autograd.grad`, None if it cannot be determined."""
         # the parameter of the last backward is tried first: usually one check is enough
-        count, first = len(self.parameters), self._found
+        count, first = len(self.parameters), self._index
         for step in range(count):
             index = (first + step) % count
             parameter = self.parameters[index]
             if not parameter.requires_grad:
                 continue
             if step or self._node is None:
-                self._found, self._node = index, get_gradient_edge(parameter).node
+                self._index, self._node = index, get_gradient_edge(parameter).node
             try:
                 if torch._C._will_engine_execute_node(self._node):
                     return True
@@ -339,7 +340,7 @@ waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.
 """Containers to be checked before an optimizer steps, by id; ordered by creation, which is the same on all ranks."""
 
 
-def hear_steps() -> None:
+def watch_optimizers() -> None:
     """Install the hook on optimizers' steps, once in a process."""
     OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
 

@@ -40,13 +40,13 @@ class DivergedWeights:
 
     Attributes:
         differ: True if the ranks' weights may differ now.
-        parted: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
+        has_diverged: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
     """
 
     def __init__(
         self, module: nn.Module, optimizers: list[Optimizer], scaler: LossScaler | None, share_buffers: bool
     ) -> None:
-        self.differ = self.parted = False
+        self.differ = self.has_diverged = False
         self._module = module
         self._optimizers = optimizers
         self._scaler = scaler
@@ -61,9 +61,9 @@ class DivergedWeights:
 
     def step(self) -> None:
         """Record a step with the gradients of this rank or node only."""
-        self.differ = self.parted = True
+        self.differ = self.has_diverged = True
 
-    def meet(self) -> None:
+    def become_equal(self) -> None:
         """Record that all ranks have the same parameters."""
         self.differ = False
 
@@ -107,7 +107,7 @@ class DivergedWeights:
         Args:
             leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
         """
-        if not self.parted:
+        if not self.has_diverged:
             return {}
         state: dict[str, Any] = {"leader": leader, "differ": self.differ}
         if self.differ:
@@ -129,7 +129,7 @@ class DivergedWeights:
         if not mine:
             return
         leader = states[mine["leader"]]
-        self.parted, self.differ = True, mine["differ"]
+        self.has_diverged, self.differ = True, mine["differ"]
         if self.differ:
             _copy({**leader["tensors"], **mine["tensors"]}, self._tensors())
             self._trained.update(leader["tensors"])
@@ -194,7 +194,7 @@ class HookedLocalSteps:
             members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
         self.leader = members[0]
         self._members = members
-        self._parts = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
+        self._diverges = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
         self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
 
@@ -220,7 +220,7 @@ class HookedLocalSteps:
 
     def round(self) -> None:
         """Record that a round of gradients starts. The hook itself counts rounds."""
-        if self._parts and self._rounds >= self._state.start_localSGD_iter:
+        if self._diverges and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
 
     def averaged_ranks(self) -> Sequence[int]:
@@ -238,7 +238,7 @@ class HookedLocalSteps:
     def step(self) -> None:
         """Record an optimizer's step, and average if a period ends; collective then."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
-            self.apart.meet()
+            self.apart.become_equal()
             if self._take_buffers is not None:
                 self._take_buffers()
 
@@ -339,7 +339,7 @@ class CommunicationHook(AttachableHook):
         self.state = state
         self._period, self._outer = period, outer
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
-        self._lent = False
+        self._owns_subgroup = False
 
     @property
     def is_there(self) -> bool:
@@ -365,14 +365,14 @@ class CommunicationHook(AttachableHook):
         assert self.hook is not None
         check_hook(self.state, self.hook, [p for p in module.parameters() if p.requires_grad])
         if self.is_local:
-            self._lend_node_group(node_rank)
+            self._find_subgroup(node_rank)
         state = prepare_state(self.state, None, self.hook)
         attach_hook(reducer, state, self.hook, marks_of(self.hook, state))
         if not self.is_local or self._period is None:
             return None
         return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
-    def _lend_node_group(self, node_rank: int) -> None:
+    def _find_subgroup(self, node_rank: int) -> None:
         """Set the state's subgroup to the ranks of this node, if it has none."""
         state = self.state
         together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
@@ -383,12 +383,12 @@ class CommunicationHook(AttachableHook):
             nodes = comm.all_gather_object(node_rank)
             mine = [rank for rank, node in enumerate(nodes) if node == node_rank]
             self._nodes = dist.group.WORLD, group_of(mine)
-        state.subgroup, self._lent = self._nodes[1], True
+        state.subgroup, self._owns_subgroup = self._nodes[1], True
 
     def detach(self) -> None:
         """Remove the subgroup that `attach` set. The state keeps its memory for the next fit."""
-        if self._lent:
-            self.state.subgroup, self._lent = None, False
+        if self._owns_subgroup:
+            self.state.subgroup, self._owns_subgroup = None, False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_nodes": None}  # a group belongs to its process

@@ -36,13 +36,13 @@ from lockstep.extensions.parallel.absent_ranks import named_failure, report_fail
 from lockstep.extensions.parallel.backward_watcher import (
     IN_CONTEXT,
     BackwardWatcher,
-    hear_steps,
     is_in_context,
     waiting_for_steps,
+    watch_optimizers,
 )
 from lockstep.extensions.parallel.dp import replicas as copies
 from lockstep.extensions.parallel.dp.replicas import Device, as_device, as_id, choose_devices
-from lockstep.extensions.parallel.join import JoinState, Weight, check_weight, join_hook, meet
+from lockstep.extensions.parallel.join import JoinState, Weight, agree_on_forward, check_weight, join_hook
 from lockstep.extensions.parallel.skip_unused import SkipUnused
 from lockstep.extensions.parallel.torch_names import IGNORED, TorchNames
 from lockstep.extensions.parallel.wrapping import (
@@ -61,15 +61,15 @@ from lockstep.ground.transfer import move_data_to_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MADE_ANEW = (
+NOT_COPIED = (
     *("process_group", "_reducer", "_make_reducer", "_watch", "_checks", "_late", "_release", "_world", "_holders"),
 )
 """Attributes that a copy of a container makes itself."""
-WHOLE = (
+COMPILED_WHOLE = (
     "{name} is compiled as a whole: all gradients arrive at the end of its backward, so no reduction overlaps the "
     "computation. Compile its blocks instead: for block in model.blocks: block.compile()"
 )
-ALIKE = (
+SAME_ON_ALL_RANKS = (
     *("bucket_cap_mb", "bucket_bytes_cap_list", "static_graph", "check_reduction", "shared_memory"),
     *("skip_all_reduce_unused_params", "forward_sync_buffers"),
 )
@@ -189,7 +189,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.module = module
             self.steps_together = False  # True with sharded optimizers, whose steps are collective
             self.dim = dim
-            self._take_devices(device_ids, output_device)
+            self._set_devices(device_ids, output_device)
             self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
             self.find_unused_parameters = find_unused_parameters
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -205,7 +205,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             # torch's names
             self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
             self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
-            lines = [f"init_sync={init_sync}", *(f"{name}={getattr(self, name)}" for name in ALIKE)]
+            lines = [f"init_sync={init_sync}", *(f"{name}={getattr(self, name)}" for name in SAME_ON_ALL_RANKS)]
             lines += describe(module, self.parameters_to_ignore) if init_sync else []
         check_alike(type(module).__name__, lines, self.process_group)
         self.require_backward_grad_sync = True
@@ -219,13 +219,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         dynamo = sys.modules.get("torch._dynamo")  # not imported before something is compiled, since that is slow
         whole = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
         if whole or module._compiled_call_impl is not None:
-            warn_once(WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))
+            warn_once(COMPILED_WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))
         if init_sync:
             buffers = forward_sync_buffers is not None or self.forward_sync_buffers
             broadcast_module_state(self.module, self.process_group, ignored=self.parameters_to_ignore, buffers=buffers)
         self._attach()
 
-    def _take_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
+    def _set_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
         """Set the devices of the module, its replicas and its outputs."""
         module = self.module
         self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
@@ -278,11 +278,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         # torch's PipelineStage calls it
         reducer.prepare_for_backward = self._watch.reduce_next  # type: ignore[attr-defined]
         # not at exit: the process group may be gone by then
-        self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
+        self._release = weakref.finalize(self, _detach_reducer, reducer, os.getpid())
         self._release.atexit = False
         self._late = LateParameters(self.module, self.parameters_to_ignore) if self._world > 1 else None
         if self._world > 1:
-            hear_steps()
+            watch_optimizers()
             waiting_for_steps[id(self)] = self
 
     def _detach(self) -> None:
@@ -383,10 +383,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
         """Check and synchronize with the other ranks before a forward. Collective."""
-        self._watch.forward_begins()
+        self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
-            warn_once(WHOLE.format(name=type(self.module).__name__))
+            warn_once(COMPILED_WHOLE.format(name=type(self.module).__name__))
         if sync:
             problem = IN_CONTEXT if is_in_context() else find_changed(self._frozen, self._late)
             if problem is not None:
@@ -398,7 +398,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                     "weight() inside join(): a rank without batches has no weight. Use one of the two"
                 )
             Join.notify_join_context(self)
-            meet(self, sync, buffers)
+            agree_on_forward(self, sync, buffers)
         else:
             if sync:
                 self._compare("forward")
@@ -425,7 +425,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
 
-    def _backward_begins(self) -> None:
+    def _before_backward(self) -> None:
         self._compare("backward")
 
     def _prepare(self) -> None:
@@ -455,10 +455,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         Afterwards ``.grad`` is the mean as on the other ranks; this rank adds what it has accumulated, or zero.
         """
-        self._watch.forget()
+        self._watch.reset()
         if self._world == 1 and self._comm_hook is None:
             return
-        self._backward_begins()
+        self._before_backward()
         reducer = self.reducer
         reducer.sync, reducer.zero_weight = True, False
         self._prepare()
@@ -502,7 +502,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the container as `nn.Module.compile` does, and warn that nothing overlaps then."""
-        warn_once(WHOLE.format(name=type(self.module).__name__))
+        warn_once(COMPILED_WHOLE.format(name=type(self.module).__name__))
         super().compile(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
@@ -612,8 +612,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- copies
 
-    def _kept(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
+    def _copied_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         self.process_group, self._reducer = group, None
@@ -625,7 +625,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
                 "other groups cannot be restored. Pickle model.module, or its state dict"
             )
-        return self._kept()
+        return self._copied_state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._restore(state, find_group(None, None, state["_modules"]["module"]))
@@ -634,7 +634,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
-        made._restore(copy.deepcopy(self._kept(), memo), self.process_group)
+        made._restore(copy.deepcopy(self._copied_state(), memo), self.process_group)
         return made
 
     # -- buffers
@@ -667,7 +667,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._buffer_futures.pop().wait()
 
 
-def _let_go(reducer: Reducer, process: int) -> None:
+def _detach_reducer(reducer: Reducer, process: int) -> None:
     """Detach the reducer of a container that was freed."""
     # a forked child shares the parent's memory, so detaching there would break the parent's buffers
     if os.getpid() == process:

@@ -229,7 +229,7 @@ def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
     return FollowingHook(partial(_follow, container), partial(_leave, container))
 
 
-def meet(container: JoinedContainer, sync: bool, buffers: bool) -> None:
+def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> None:
     """Agree with the other ranks before a forward of this rank. Collective.
 
     Raises:
@@ -244,10 +244,10 @@ def meet(container: JoinedContainer, sync: bool, buffers: bool) -> None:
                 "the backward of another one, and ranks without batches cannot follow that. Wrap both models as one "
                 "module, or run each one's backward before the next one's forward"
             )
-    _meet(container, agree(container.process_group, container.device, True, sync, buffers))
+    _apply_agreement(container, agree(container.process_group, container.device, True, sync, buffers))
 
 
-def _meet(container: JoinedContainer, found: JoinAgreement) -> None:
+def _apply_agreement(container: JoinedContainer, found: JoinAgreement) -> None:
     joining = container.joining
     joining.active = found.active
     if found.sync:
@@ -259,7 +259,7 @@ def _meet(container: JoinedContainer, found: JoinAgreement) -> None:
 
 def _follow(container: JoinedContainer) -> None:
     found = agree(container.process_group, container.device, False, False, False)
-    _meet(container, found)
+    _apply_agreement(container, found)
     if found.sync:
         # those of this rank's last batch have been averaged already
         _drop_gradients(container)

@@ -17,7 +17,7 @@ TOGETHER = 2**24
 """Largest size of a group of small tensors that are copied together, in bytes."""
 
 
-def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return copies of ``tensors`` on ``device``; small ones of a dtype share a transfer."""
     found: dict[int, Tensor] = {}
     # not to the CPU: it would read memory before the copy has arrived
@@ -44,14 +44,14 @@ class CopiesOfAll(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.root, ctx.count = parameters[0].device, len(parameters)
         # `.data`: small tensors are parts of one transfer, and autograd would treat them as views
-        return tuple(copy.data for device in devices for copy in copied(parameters, device))
+        return tuple(copy.data for device in devices for copy in copy_tensors(parameters, device))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: list[Tensor | None] = [None] * ctx.count
         for first in range(0, len(grads), ctx.count):
             there = [(i, grad) for i, grad in enumerate(grads[first : first + ctx.count]) if grad is not None]
-            for (index, _), grad in zip(there, copied([grad for _, grad in there], ctx.root), strict=True):
+            for (index, _), grad in zip(there, copy_tensors([grad for _, grad in there], ctx.root), strict=True):
                 before = sums[index]
                 sums[index] = grad if before is None else before + grad
         return None, *sums
@@ -77,9 +77,9 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
     with torch.no_grad():
         for tensors, device in zip(moved, away, strict=True):
             fixed = [*rest, *buffers]
-            tensors.update(zip(map(id, fixed), copied(fixed, device), strict=True))
+            tensors.update(zip(map(id, fixed), copy_tensors(fixed, device), strict=True))
         found = iter(moved)
-        return [next(found) if homes != {device} else _beside(parameters, buffers) for device in devices]
+        return [next(found) if homes != {device} else _on_own_device(parameters, buffers) for device in devices]
 
 
 def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
@@ -93,6 +93,6 @@ def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device
     return [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
 
 
-def _beside(parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+def _on_own_device(parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return, for the module's own device, the parameters themselves and copies of the buffers."""
     return {**{id(p): p for p in parameters}, **{id(b): b.clone() for b in buffers}}

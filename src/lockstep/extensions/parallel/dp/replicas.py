@@ -263,7 +263,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     Raises:
         ValueError: the outputs cannot be joined.
     """
-    return join(outputs, lambda tensors: _together([tensor.to(device) for tensor in tensors], dim))
+    return join(outputs, lambda tensors: _join_tensors([tensor.to(device) for tensor in tensors], dim))
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
@@ -332,7 +332,7 @@ def _is_same(one: object, other: object) -> bool:
         return False
 
 
-def _together(tensors: list[Tensor], dim: int) -> Tensor:
+def _join_tensors(tensors: list[Tensor], dim: int) -> Tensor:
     return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
 
 

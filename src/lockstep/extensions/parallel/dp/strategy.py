@@ -64,13 +64,13 @@ class DataParallelStrategy(Strategy):
         def shared(module: nn.Module) -> Any:
             if not _is_metric(module):
                 return None
-            return stand_ins.setdefault(id(module), _InTurn(module, turn))
+            return stand_ins.setdefault(id(module), _SharedMetric(module, turn))
 
         module = self.module
         assert module is not None
         replicas = replicate(module, self.devices[: len(parts)], shared)
         logs: list[dict[str, _LoggedInPart]] = [{} for _ in parts]
-        own_metrics = _take_turns(module, shared)
+        own_metrics = _share_metrics(module, shared)
         try:
             # threads must not log into the Trainer at the same time, and the mean needs all parts
             for replica, log in zip(replicas, logs, strict=True):
@@ -82,12 +82,12 @@ class DataParallelStrategy(Strategy):
             module.__dict__.pop("log", None)
             for place, name, metric in own_metrics:
                 place[name] = metric
-        for name, logged in _merged(logs, sizes, self.root_device).items():
+        for name, logged in _merge(logs, sizes, self.root_device).items():
             module.log(name, logged.value, **logged.options)
         return self._output(fn.__name__, outputs, sizes)
 
     def _output(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        outputs, sizes = [list(kept) for kept in zip(*_kept(outputs, sizes), strict=True)] or [[None], [1]]
+        outputs, sizes = [list(kept) for kept in zip(*_drop_none(outputs, sizes), strict=True)] or [[None], [1]]
         if name == "predict_step":
             return gather(outputs, self.root_device)
         first = outputs[0]
@@ -112,7 +112,7 @@ class _LoggedInPart:
         self.value, self.options = value, options
 
 
-class _InTurn:
+class _SharedMetric:
     """Metric that all replicas share. Calls are serialized by a lock, and their tensors are moved to its device."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
@@ -138,7 +138,7 @@ def _is_metric(module: object) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
+def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
     """Replace metrics in the module itself by their stand-ins, and return what has to be restored."""
     changed = []
     for part in list(module.modules()):
@@ -165,7 +165,7 @@ def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tu
     return lambda: method(replica, part, *rest)
 
 
-def _kept(outputs: list[Any], sizes: list[int]) -> list[tuple[Any, int]]:
+def _drop_none(outputs: list[Any], sizes: list[int]) -> list[tuple[Any, int]]:
     """Return outputs and sizes without the parts whose step returned None."""
     return [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
 
@@ -179,7 +179,7 @@ def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
     return torch.stack([value * (weight / total) for value, weight in zip(values, weights, strict=True)]).sum()
 
 
-def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
+def _merge(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
     """Merge the logged values of the parts by name, in the order in which they were first logged.
 
     Values are on ``device``.
@@ -189,7 +189,7 @@ def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torc
     for name in dict.fromkeys(name for log in logs for name in log):
         found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
         entry = found[0][0]
-        if isinstance(entry.value, _InTurn):
+        if isinstance(entry.value, _SharedMetric):
             merged[name] = _LoggedInPart(entry.value.metric, entry.options)
             continue
         if _is_metric(entry.value):

@@ -77,24 +77,26 @@ def _check_signature(hook: Callable[..., object]) -> None:
             f"the communication hook {name_of(hook)}{signature} is called as hook(state, bucket): {error}"
         ) from None
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and not _says(bucket.annotation, "GradBucket"):
+    if bucket is not None and not _allows(bucket.annotation, "GradBucket"):
         raise ValueError(
             f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} has "
-            f"{_named(bucket.annotation)}"
+            f"{_annotation_name(bucket.annotation)}"
         )
-    if not _says(signature.return_annotation, "Future"):
+    if not _allows(signature.return_annotation, "Future"):
         raise ValueError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} has "
-            f"{_named(signature.return_annotation)}"
+            f"{_annotation_name(signature.return_annotation)}"
         )
 
 
-def _says(annotation: object, word: str) -> bool:
+def _allows(annotation: object, word: str) -> bool:
     """Return True if the annotation is missing, is Any or object, or mentions the word."""
-    return annotation is inspect.Parameter.empty or any(w in _named(annotation) for w in (word, "Any", "object"))
+    return annotation is inspect.Parameter.empty or any(
+        w in _annotation_name(annotation) for w in (word, "Any", "object")
+    )
 
 
-def _named(annotation: object) -> str:
+def _annotation_name(annotation: object) -> str:
     if isinstance(annotation, type):
         return annotation.__qualname__
     return str(annotation)
@@ -114,7 +116,7 @@ def _check_state(state: object, inner: object) -> None:
         return
     if not fits:
         raise MisconfigurationException(
-            f"the communication hook {name_of(inner)} has the state {_shown(state)}. Give it {wanted} "
+            f"the communication hook {name_of(inner)} has the state {_describe(state)}. Give it {wanted} "
             "(ddp_comm_state=, or the first argument of register_comm_hook)"
         )
 
@@ -124,7 +126,7 @@ def _takes_group(inner: object) -> bool:
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 
-def _shown(state: object) -> str:
+def _describe(state: object) -> str:
     return "None" if state is None else f"of type {type(state).__qualname__}"
 
 

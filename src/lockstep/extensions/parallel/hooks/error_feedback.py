@@ -40,7 +40,7 @@ class Memory:
         parameters, index = bucket.parameters(), bucket.index()
         saved = self._saved.pop(index, None)
         if saved is not None:
-            self._take(saved, bucket)
+            self._restore(saved, bucket)
         found = []
         for parameter in parameters:
             record = self._records.get(parameter)
@@ -60,7 +60,7 @@ class Memory:
         self.__init__()  # type: ignore[misc]
         self.load_state_dict(state["saved"])
 
-    def _take(self, saved: list[Record], bucket: GradBucket) -> None:
+    def _restore(self, saved: list[Record], bucket: GradBucket) -> None:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         index, way = bucket.index(), "Restore the bucket layout (reducer.replan), or do not load the state"
         if len(saved) != len(parameters):
@@ -189,17 +189,17 @@ def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dic
     """
     if len(saved) == world or not saved:
         return list(saved)
-    merged = None if saved[0] is None else _merged(list(saved), False)
+    merged = None if saved[0] is None else _merge(list(saved), False)
     return [merged] * world
 
 
-def _merged(values: list[Any], errors: bool) -> Any:
+def _merge(values: list[Any], errors: bool) -> Any:
     first = values[0]
     if isinstance(first, dict):
         alike = set(first).intersection(*values)
-        return {**first, **{key: _merged([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
+        return {**first, **{key: _merge([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
     if isinstance(first, list) and all(len(value) == len(first) for value in values):
-        return [_merged(list(those), errors) for those in zip(*values, strict=True)]
+        return [_merge(list(those), errors) for those in zip(*values, strict=True)]
     if errors and isinstance(first, Tensor):
         return torch.stack([value.cpu() for value in values]).mean(dim=0)
     return first

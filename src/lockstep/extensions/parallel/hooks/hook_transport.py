@@ -94,7 +94,7 @@ class OrderedQueue:
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
-        _settle(future, job, group)
+        _complete(future, job, group)
         return future
 
 
@@ -107,17 +107,17 @@ class StreamQueue(OrderedQueue):
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         """Run a job, and return a future of its result. A stream that waits for it waits for this queue's stream."""
         future = _future(device)
-        with self._beside(device):
-            _settle(future, job, group)
+        with self._on_stream(device):
+            _complete(future, job, group)
         return future
 
-    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+    def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context on this queue's stream, after the current stream's work so far."""
         if not _has_queue(device):
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = new_stream(device)
-        return _Beside(self._streams[device], current_stream(device).record_event())
+        return _OnStream(self._streams[device], current_stream(device).record_event())
 
 
 class ThreadQueue(StreamQueue):
@@ -133,7 +133,7 @@ class ThreadQueue(StreamQueue):
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
         with self._lock:
-            self._waiting.append((future, job, self._beside(device)))
+            self._waiting.append((future, job, self._on_stream(device)))
             starts, self._runs = not self._runs, True
         if starts:
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
@@ -145,13 +145,13 @@ class ThreadQueue(StreamQueue):
                 if not self._waiting:
                     self._runs = False
                     return
-                future, job, beside = self._waiting.popleft()
-            with beside:
-                _settle(future, job, self._group)
-            del future, job, beside  # otherwise their tensors would live until the next job
+                future, job, context = self._waiting.popleft()
+            with context:
+                _complete(future, job, self._group)
+            del future, job, context  # otherwise their tensors would live until the next job
 
 
-class _Beside:
+class _OnStream:
     """Context on ``stream``, after ``event``."""
 
     def __init__(self, stream: Any, event: Any) -> None:
@@ -192,7 +192,7 @@ def _future(device: torch.device) -> Future:
     return torch.futures.Future(devices=[device] if _has_queue(device) else None)
 
 
-def _settle(future: Future, job: Job, group: comm.Group) -> None:
+def _complete(future: Future, job: Job, group: comm.Group) -> None:
     try:
         with torch.no_grad():
             result = job(group)
@@ -305,12 +305,12 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
         if fits and value.is_complex() == buffer.is_complex():
             return value.detach().reshape(-1)
     raise TypeError(
-        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} has {_described(value)}. "
-        f"For bucket {bucket.index()} it must have {_described(buffer)}, as in `{EXAMPLE}`"
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} has {_describe(value)}. "
+        f"For bucket {bucket.index()} it must have {_describe(buffer)}, as in `{EXAMPLE}`"
     )
 
 
-def _described(thing: object) -> str:
+def _describe(thing: object) -> str:
     if isinstance(thing, Tensor):
         return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
     if isinstance(thing, (list, tuple)):
@@ -341,10 +341,10 @@ class CallbackErrors:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._may_stay_open = False
-        _listen()
+        _patch_futures()
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record errors of the callbacks that this thread registers inside."""
         before, _current.errors = getattr(_current, "errors", None), self
         try:
@@ -376,7 +376,7 @@ class CallbackErrors:
 
         @wraps(callback)
         def guarded(future: torch.futures.Future[Any]) -> Any:
-            with self.heard():
+            with self.recording():
                 try:
                     return callback(future)
                 except BaseException as error:
@@ -390,14 +390,14 @@ _current = threading.local()
 
 
 @cache
-def _listen() -> None:
-    """Patch torch's futures, once, so that callbacks registered inside `CallbackErrors.heard` are wrapped."""
+def _patch_futures() -> None:
+    """Patch torch's futures, once, so that callbacks registered inside `CallbackErrors.recording` are wrapped."""
     kind: Any = torch._C.Future
     for name in ("then", "add_done_callback"):
-        setattr(kind, name, _asking(getattr(kind, name), name == "add_done_callback"))
+        setattr(kind, name, _with_recording(getattr(kind, name), name == "add_done_callback"))
 
 
-def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
+def _with_recording(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
     @wraps(own)
     def register(future: torch.futures.Future[Any], callback: Callback) -> Any:
         errors: CallbackErrors | None = getattr(_current, "errors", None)
@@ -444,16 +444,16 @@ class _InQueue:
         self.wrapped_hook = hook
         self._group = group
         self._seen: dict[int, list[int]] = {}
-        self._home: tuple[Any, comm.Group] | None = None
+        self._state_group: tuple[Any, comm.Group] | None = None
         self._own: comm.Group = None
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
-        if self._home is None or self._home[0] is not state:
-            self._home = state, state.process_group  # read once: a running job sets it to the queue's group
+        if self._state_group is None or self._state_group[0] is not state:
+            self._state_group = state, state.process_group  # read once: a running job sets it to the queue's group
         self._forget_others(state, bucket)
-        home = self._home[1]
+        home = self._state_group[1]
         group = self._group if home is None else home
-        if not _one_by_one(group, bucket):
+        if not _in_turn(group, bucket):
             return self.wrapped_hook(state, bucket)
 
         def run(own: comm.Group) -> Tensor:
@@ -477,7 +477,7 @@ class _InQueue:
                 memory.pop(index, None)
 
 
-def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
+def _in_turn(group: comm.Group, bucket: GradBucket) -> bool:
     return comm.world_size(group) > 1 and comm.backend_of(group, bucket.buffer().device.type) == "gloo"
 
 
@@ -514,17 +514,15 @@ class HookTransport(AllReduce):
     ) -> None:
         super().__init__(group)
         self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over
-        self._shown: dict[int, GradBucket] = {}
-        self._one_by_one = False
+        self._open_buckets: dict[int, GradBucket] = {}
+        self._in_turn = False
         self._last: Any = None
         self._error: Exception | None = None
         self._callbacks = CallbackErrors()
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
-        self._one_by_one = several and any(
-            comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes
-        )
+        self._in_turn = several and any(comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes)
         return super().buffers(sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
@@ -542,13 +540,13 @@ class HookTransport(AllReduce):
         following = self._buckets()[bucket.index + 1 :]
         last = not following or following[0].is_sparse
         absent = () if 0 not in bucket.used else [place for place, used in enumerate(bucket.used) if not used]
-        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
-        self._shown[bucket.index] = shown
+        given = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
+        self._open_buckets[bucket.index] = given
         try:
             self.flush()
             self._callbacks.raise_error()  # also an error since the last round
-            with self._callbacks.heard():
-                returned = self._hook(self._state, shown)
+            with self._callbacks.recording():
+                returned = self._hook(self._state, given)
             bucket.work = self._last = future_of(returned, self._hook)
         except Exception as error:
             self._error = error
@@ -557,7 +555,7 @@ class HookTransport(AllReduce):
         """Wait until the hook's calls so far have started all their collectives."""
         if self._error is not None:
             raise self._error
-        if self._one_by_one and self._last is not None:
+        if self._in_turn and self._last is not None:
             self._callbacks.wait(self._last)
 
     def wait(self, bucket: Bucket) -> None:
@@ -570,7 +568,7 @@ class HookTransport(AllReduce):
         value = self._callbacks.wait(bucket.work)
         self._last = None
         # most hooks return the buffer itself
-        result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
+        result = tensor_of(value, self._open_buckets.pop(bucket.index), self._hook)
         if result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
 

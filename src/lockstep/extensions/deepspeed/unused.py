@@ -27,7 +27,7 @@ SWAPPED = (
 )
 
 
-class LeftAlone:
+class UnusedParameters:
     """Values and states that the engine's step must not change.
 
     Args:
@@ -73,14 +73,14 @@ class LeftAlone:
             unused = [parameter for parameter in group if id(parameter) not in used]
             if unused and self._swaps:
                 raise MisconfigurationException(SWAPPED.format(name=self._names[id(unused[0])], kind=self._kind))
-            parts += [(parameter, flat, self._kept(parameter, flat)) for parameter in unused]
+            parts += [(parameter, flat, self._copy_values(parameter, flat)) for parameter in unused]
             # on one process the step count of a group without any gradient would not increase
             if len(unused) == len(group):
-                idle.append((flat, self._copied(flat)))
+                idle.append((flat, self._copy_state(flat)))
         step()
         with torch.no_grad():
             for parameter, flat, kept in parts:
-                self._put_back(parameter, flat, kept)
+                self._restore(parameter, flat, kept)
         for flat, state in idle:
             self._optimizer.state[flat] = state
         uncounted = {id(flat) for flat, _ in idle}
@@ -90,7 +90,7 @@ class LeftAlone:
             if counts and id(flat) not in uncounted:
                 self._missed.add(id(parameter))
 
-    def _copied(self, flat: Tensor) -> dict[str, Any]:
+    def _copy_state(self, flat: Tensor) -> dict[str, Any]:
         state = self._optimizer.state.get(flat, {})
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
@@ -98,7 +98,7 @@ class LeftAlone:
         state = self._optimizer.state.get(flat, {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape and v.dim() == 1}
 
-    def _kept(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
+    def _copy_values(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
         """Copy the module's values of a parameter, this rank's float32 shard, and the optimizer's states of it."""
         piece = self._pieces.get(id(parameter))
         module = [values.clone() for values in _values(parameter)]
@@ -107,7 +107,7 @@ class LeftAlone:
         state = {key: piece.of(value).clone() for key, value in self._flat_states(flat).items()}
         return module, piece.of(flat).detach().clone(), state
 
-    def _put_back(
+    def _restore(
         self, parameter: Any, flat: Tensor, kept: tuple[list[Tensor], Tensor | None, dict[str, Tensor]]
     ) -> None:
         module, part, states = kept
