@@ -229,7 +229,6 @@ def test_a_users_averager_is_called_after_each_step() -> None:
     [
         (0, 0, "period={0: 1}"),
         (2, -1, "start=-1"),
-        (2, 1.5, "start=1.5"),
         ({}, 0, "periods of at least 1 step"),
         ({2: 2}, 0, "the largest period all 1"),
         ({2: 1, 4: 2}, 0, "each number of ranks must divide 1"),

@@ -188,7 +188,6 @@ def test_a_state_of_another_model_is_refused() -> None:
         ({"period": 0}, "period=0"),
         ({"period": 2.5}, "period=2.5"),
         ({"period": 2, "start": -1}, "start=-1"),
-        ({"period": 2, "start": 1.5}, "start=1.5"),
         ({"period": 2, "compression": "int8"}, 'compression=\'int8\'.*choose "fp16", "bf16"'),
     ],
 )
