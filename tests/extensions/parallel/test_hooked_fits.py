@@ -403,6 +403,14 @@ def fitted(start: str) -> list[Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
+def test_a_state_of_torchs_is_unpickled_without_a_default_group() -> None:
+    """PowerSGDState looks it up, and a spawned rank has none yet: "ddp_spawn" failed."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3)
+    found = pickle.loads(pickle.dumps(DDPStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state)))
+    assert found._hook.state.matrix_approximation_rank == 3
+    assert found._hook.state.process_group is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_the_memory_of_torchs_powersgd_travels_to_processes(ranks: RankPool, start: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lockstep.engines.ddp.strategy import AttachableHook, CountedLocalSteps
 from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAverager, average
 from lockstep.extensions.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.extensions.parallel.hooks.error_feedback import load_state, save_state, share_states
-from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of
+from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of, torch_name
 from lockstep.extensions.parallel.hooks.local_sgd import group_of, marks_of
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -272,6 +272,13 @@ POST_LOCAL = "start_localSGD_iter"
 """Attribute of post-local SGD's states, torch's and lockstep's: the first round with local steps."""
 
 
+class _TorchState(NamedTuple):
+    """State of one of torch's hooks on the way to another process."""
+
+    kind: type[Any]
+    found: dict[str, Any]
+
+
 class CommunicationHook(AttachableHook):
     """Communication hook of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ...)``.
 
@@ -391,7 +398,25 @@ class CommunicationHook(AttachableHook):
             self.state.subgroup, self._owns_subgroup = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_nodes": None}  # a group belongs to its process
+        kept = {**vars(self), "_nodes": None}  # a group belongs to its process
+        state = self.state
+        if any(torch_name(kind) is not None for kind in type(state).__mro__):
+            # torch's PowerSGDState looks up the default group when it is unpickled, and a new process has none yet
+            slots = [name for kind in type(state).__mro__ for name in vars(kind).get("__slots__", ())]
+            found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+            found.update(getattr(state, "__dict__", {}))
+            if found.get("process_group") is dist.group.WORLD:
+                found["process_group"] = None
+            kept["state"] = _TorchState(type(state), found)
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        if isinstance(self.state, _TorchState):
+            kind, found = self.state
+            self.state = kind.__new__(kind)
+            for name, value in found.items():
+                setattr(self.state, name, value)
 
     # -- checkpoints
 
