@@ -414,7 +414,7 @@ class CommunicationHook(AttachableHook):
         vars(self).update(kept)
         if isinstance(self.state, _TorchState):
             kind, found = self.state
-            self.state = kind.__new__(kind)
+            self.state = object.__new__(kind)
             for name, value in found.items():
                 setattr(self.state, name, value)
 
