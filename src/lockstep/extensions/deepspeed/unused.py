@@ -76,7 +76,8 @@ class UnusedParameters:
             parts += [(parameter, flat, self._copy_values(parameter, flat)) for parameter in unused]
             # on one process the step count of a group without any gradient would not increase
             if len(unused) == len(group):
-                idle.append((flat, self._copy_state(flat)))
+                state = self._optimizer.state.get(flat, {})
+                idle.append((flat, {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}))
         step()
         with torch.no_grad():
             for parameter, flat, kept in parts:
@@ -89,10 +90,6 @@ class UnusedParameters:
             counts = len(self._flat_states(flat)) < len(self._optimizer.state.get(flat, {}))
             if counts and id(flat) not in uncounted:
                 self._missed.add(id(parameter))
-
-    def _copy_state(self, flat: Tensor) -> dict[str, Any]:
-        state = self._optimizer.state.get(flat, {})
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _flat_states(self, flat: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(flat, {})

@@ -79,7 +79,10 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
             fixed = [*rest, *buffers]
             tensors.update(zip(map(id, fixed), copy_tensors(fixed, device), strict=True))
         found = iter(moved)
-        return [next(found) if homes != {device} else _on_own_device(parameters, buffers) for device in devices]
+        # on its own device a module's parameters need no copies, but each replica has buffers of its own
+        own = {id(p): p for p in parameters}
+        copied = [next(found) if homes != {device} else {} for device in devices]
+        return [copies or {**own, **{id(b): b.clone() for b in buffers}} for copies in copied]
 
 
 def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
@@ -91,8 +94,3 @@ def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device
     copies = CopiesOfAll.apply(devices, *[p.view_as(p) for p in trained])
     starts = range(0, len(copies), len(trained))
     return [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
-
-
-def _on_own_device(parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return, for the module's own device, the parameters themselves and copies of the buffers."""
-    return {**{id(p): p for p in parameters}, **{id(b): b.clone() for b in buffers}}

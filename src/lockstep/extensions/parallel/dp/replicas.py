@@ -263,7 +263,12 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     Raises:
         ValueError: the outputs cannot be joined.
     """
-    return join(outputs, lambda tensors: _join_tensors([tensor.to(device) for tensor in tensors], dim))
+
+    def together(tensors: list[Tensor]) -> Tensor:
+        moved = [tensor.to(device) for tensor in tensors]
+        return torch.cat(moved, dim) if moved[0].ndim else torch.stack(moved)
+
+    return join(outputs, together)
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
@@ -330,10 +335,6 @@ def _is_same(one: object, other: object) -> bool:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):  # comparing arrays gives an array
         return False
-
-
-def _join_tensors(tensors: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
 
 
 def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:

@@ -87,7 +87,9 @@ class DataParallelStrategy(Strategy):
         return self._output(fn.__name__, outputs, sizes)
 
     def _output(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        outputs, sizes = [list(kept) for kept in zip(*_drop_none(outputs, sizes), strict=True)] or [[None], [1]]
+        # a part whose step returned None does not count
+        kept = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+        outputs, sizes = [list(each) for each in zip(*kept, strict=True)] or [[None], [1]]
         if name == "predict_step":
             return gather(outputs, self.root_device)
         first = outputs[0]
@@ -163,11 +165,6 @@ def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
 
 def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: method(replica, part, *rest)
-
-
-def _drop_none(outputs: list[Any], sizes: list[int]) -> list[tuple[Any, int]]:
-    """Return outputs and sizes without the parts whose step returned None."""
-    return [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
 
 
 def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
