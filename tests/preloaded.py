@@ -36,4 +36,4 @@ if is_there("deepspeed"):
     package = import_module("lockstep.extensions.deepspeed.package")
     import_module("lockstep.extensions.deepspeed.strategy")
     if package.is_installed():
-        package.bring_in()
+        package.import_quietly()

@@ -144,7 +144,7 @@ def test_a_layer_that_goes_on_behind_a_count_of_steps_is_refused(ranks: RankPool
     for said in ranks(2).run(trained, Thawed, stage, timeout=100):
         assert isinstance(said, str)
         assert "parameter 'net.0." in said
-        assert "parameter group of its own" in said
+        assert "parameter group of their own" in said
     check(ranks, Thawed, stage, optimizer="SGD")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.checkpoint import sharded
-from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
+from lockstep.extensions.deepspeed.folder import EngineCheckpointIO
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)

@@ -229,10 +229,9 @@ def test_a_users_averager_is_called_after_each_step() -> None:
     [
         (0, 0, "period={0: 1}"),
         (2, -1, "start=-1"),
-        (2, 1.5, "start=1.5"),
-        ({}, 0, "numbers of steps above 0"),
-        ({2: 2}, 0, "the largest with all 1"),
-        ({2: 1, 4: 2}, 0, "each number of ranks divides 1"),
+        ({}, 0, "periods of at least 1 step"),
+        ({2: 2}, 0, "the largest period all 1"),
+        ({2: 1, 4: 2}, 0, "each number of ranks must divide 1"),
         ("4", 0, "period='4'"),
         (True, 0, "period=True"),
     ],

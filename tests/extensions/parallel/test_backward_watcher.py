@@ -35,7 +35,7 @@ class Calls:
     def _prepare(self) -> None:
         self.told.append("prepare" if self.sync else "prepare alone")
 
-    def _backward_begins(self) -> None:
+    def _before_backward(self) -> None:
         assert self.sync or self.told == []
 
     def _backward_ended(self) -> None:
@@ -56,7 +56,7 @@ class Watched:
         self.x = torch.randn(2, 3, requires_grad=True)
 
     def __call__(self, outputs: Any, sync: bool = True) -> Any:
-        self.watch.forward_begins()
+        self.watch.before_forward()
         self.watch.outputs(outputs, sync)
         return outputs
 
@@ -300,5 +300,5 @@ def _in_context(folder: str) -> list[str]:
 def test_a_forward_whose_gradients_would_stay_in_a_context_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for rank, (refused, *others) in enumerate(ranks(2).run(_in_context, str(tmp_path), timeout=60)):
         assert refused.startswith(f"rank {rank}: a forward in a context of torch.distributed.autograd")
-        assert "run forward and loss.backward() outside of it" in refused
+        assert "Run forward and loss.backward() outside of it" in refused
         assert others == ["", "", "1"]

@@ -18,18 +18,10 @@ from lockstep.extensions.parallel import absent_ranks
 from lockstep.extensions.parallel.absent_ranks import named_failure
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.wrapping import find_unusable
+from tests.extensions.parallel.nets import batch_of, make_net
 from tests.tools.pool import RankPool
 
 # -- ranks that are not where the others are -----------------------------------------------------------------
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 # -- a loss that depends on no output
@@ -37,14 +29,14 @@ def _batch(step: int, rank: int) -> Tensor:
 
 def _skipping(how: str, static: bool = False) -> tuple[list[Tensor], list[str]]:
     """In every second step rank 1 has nothing to learn from its outputs."""
-    net = _net()
+    net = make_net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.0002, static_graph=static)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(6):
             optimizer.zero_grad()
-            output = model(_batch(step, dist.get_rank()))
+            output = model(batch_of(step, dist.get_rank()))
             if step % 2 and dist.get_rank() == 1:
                 if how == "skip_backward":
                     model.skip_backward()
@@ -60,13 +52,13 @@ def _skipping(how: str, static: bool = False) -> tuple[list[Tensor], list[str]]:
 
 
 def _without_rank_one() -> list[Tensor]:
-    net = _net()
+    net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for step in range(6):
         optimizer.zero_grad()
         for rank in range(2):
             if not (step % 2 and rank == 1):
-                (net(_batch(step, rank)).square().mean() / 2).backward()
+                (net(batch_of(step, rank)).square().mean() / 2).backward()
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()]
 
@@ -80,20 +72,20 @@ def test_a_loss_that_depends_on_no_output_does_not_hang_the_others(ranks: RankPo
         late = rank == 1 and how in ("another loss", "nothing")
         assert len(said) == late
         if late:
-            assert said[0].startswith("rank 1: an optimizer steps, and no backward has reached the outputs")
+            assert said[0].startswith("rank 1: an optimizer steps, but no backward has reached the outputs")
 
 
 def _looking() -> tuple[int, int]:
     """Forwards that need no backward: one that only looks, one of another net, one in eval mode."""
-    net, other = DistributedDataParallel(_net()), DistributedDataParallel(_net())
+    net, other = DistributedDataParallel(make_net()), DistributedDataParallel(make_net())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    other(_batch(0, 0))
+    other(batch_of(0, 0))
     for step in range(2):
-        net(_batch(step, 0)).sum().backward()
+        net(batch_of(step, 0)).sum().backward()
         with torch.no_grad():
-            net(_batch(step, 1))
+            net(batch_of(step, 1))
         net.eval()
-        net(_batch(step, 1))
+        net(batch_of(step, 1))
         net.train()
         optimizer.step()
     return net.reducer.rounds, other.reducer.rounds
@@ -107,13 +99,13 @@ def test_a_forward_without_a_backward_costs_no_round(ranks: RankPool) -> None:
 
 
 def _checked(fault: str) -> str:
-    net = _net()
+    net = make_net()
     model = DistributedDataParallel(net, check_reduction=True, bucket_cap_mb=0.0001)
     odd = dist.get_rank() == 1
     try:
         for step in range(4):
             net.zero_grad()
-            output = model(_batch(step, dist.get_rank()))
+            output = model(batch_of(step, dist.get_rank()))
             if fault == "skipped" and odd and step == 1:
                 continue
             if fault == "raised" and step == 1:
@@ -158,14 +150,14 @@ def test_check_reduction_names_the_rank_that_strays(ranks: RankPool, fault: str,
 def _leaving(shared: bool) -> str:
     """Rank 1 ends its part after its first step: closes its memory, or comes to no collective any more."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    model = DistributedDataParallel(_net(), process_group=group, shared_memory=shared)
+    model = DistributedDataParallel(make_net(), process_group=group, shared_memory=shared)
     for step in range(3):
         if step and dist.get_rank() == 1:
             model.reducer.detach()
             return ""
         try:
             with patch.object(absent_ranks, "PATIENCE", 1.0):  # the seconds that a rank waits for what the others say
-                model(_batch(step, dist.get_rank())).square().mean().backward()
+                model(batch_of(step, dist.get_rank())).square().mean().backward()
         except RuntimeError as error:
             return str(error)
     return "nobody left"
@@ -175,13 +167,13 @@ def _leaving(shared: bool) -> str:
 def test_a_rank_that_leaves_early_is_named_by_the_others(ranks: RankPool, shared: bool) -> None:
     said = ranks(3).run(_leaving, shared)
     for rank in (0, 2):
-        assert said[rank].startswith(f"rank {rank}, averaging the gradients of round 2: rank 1 was not there")
+        assert said[rank].startswith(f"rank {rank}, averaging the gradients of round 2: rank 1 is missing")
 
 
 def _failing(how: str) -> str:
     """Rank 1 makes a mistake in its second step, and raises; gives what this rank raises."""
     odd = dist.get_rank() == 1
-    net = _net()
+    net = make_net()
     net.add_module("left", nn.Linear(2, 2).double())
     model = DistributedDataParallel(net, process_group=dist.new_group())
     try:
@@ -192,7 +184,7 @@ def _failing(how: str) -> str:
                 net.register_parameter("left_over", nn.Parameter(torch.ones(1)))
             elif wrong and how == "cast":
                 net.float()
-            batch = _batch(step, dist.get_rank()).to(net[0].weight.dtype)  # type: ignore[arg-type]
+            batch = batch_of(step, dist.get_rank()).to(net[0].weight.dtype)  # type: ignore[arg-type]
             model(batch[:, :3] if wrong and how == "forward" else batch).square().mean().backward()
     except (RuntimeError, ValueError) as error:
         model.reducer.detach()
@@ -204,14 +196,14 @@ def _failing(how: str) -> str:
     ("how", "said"),
     [
         ("added", "MisconfigurationException: rank 1: parameter 'left_over' was added to the model"),
-        ("cast", "MisconfigurationException: rank 1: parameter 'left.bias' has become torch.float32 of shape (2,)"),
+        ("cast", "MisconfigurationException: rank 1: parameter 'left.bias' is torch.float32 of shape (2,)"),
         ("forward", "RuntimeError: "),  # what torch says of shapes differs between its releases
     ],
 )
 def test_what_one_rank_raises_is_told_by_the_others(ranks: RankPool, how: str, said: str) -> None:
     """They said that it was gone, failed, or elsewhere in its program."""
     first, second = ranks(2).run(_failing, how)
-    assert first.startswith(f"rank 0, averaging the gradients of round 2: rank 1 was not there: it raised {said}")
+    assert first.startswith(f"rank 0, averaging the gradients of round 2: rank 1 is missing: it raised {said}")
     assert second in first
 
 
@@ -227,7 +219,7 @@ def _named(text: str) -> bool:
 
 def test_a_parameter_called_left_is_no_lost_rank(ranks: RankPool) -> None:
     """Its name in an error was taken for the news of a rank that has gone."""
-    assert ranks(2).run(_named, "parameter 'left.weight' got a gradient") == [True] * 2
+    assert ranks(2).run(_named, "parameter 'left.weight' has a gradient") == [True] * 2
     assert ranks(2).run(_named, "rank 1 left") == [False] * 2
 
 
@@ -298,7 +290,7 @@ def _empty() -> nn.Module:
 
 
 UNUSABLE = [
-    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* run one batch"),
+    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* Run one batch"),
     (_meta, r"parameter 'weight' of Linear is on the meta device .*to_empty"),
     (_expanded, r"parameter 'bias' of Linear is expanded: .*clone"),
     (_frozen, "Linear: no parameter requires a gradient"),

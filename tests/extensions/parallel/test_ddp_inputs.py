@@ -9,32 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.engines.ddp.bucket import distinct, infos_of, plan_buckets
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.ground.errors import MisconfigurationException
+from tests.extensions.parallel.nets import batch_of, make_net
 from tests.tools.pool import RankPool
 
 TORCHS = nn.parallel.DistributedDataParallel
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def _right(model: nn.Module, step: int = 0) -> bool:
-    alone = _net()
+    alone = make_net()
     for rank in range(2):
-        (alone(_batch(step, rank)).square().mean() / 2).backward()
+        (alone(batch_of(step, rank)).square().mean() / 2).backward()
     model.zero_grad()
-    model(_batch(step, dist.get_rank())).square().mean().backward()
+    model(batch_of(step, dist.get_rank())).square().mean().backward()
     pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
     return all(bool((a.grad - b.grad).abs().max() <= 1e-12 * b.grad.abs().max()) for a, b in pairs)  # type: ignore
 
@@ -59,14 +51,14 @@ def test_a_backward_that_ends_by_hand_is_refused() -> None:
     assert not net.require_manual_backward_finalization
     assert not net.should_finalize_after_backward
     net.require_manual_backward_finalization = False
-    with pytest.raises(MisconfigurationException, match="finalization=True: gradients are there"):
+    with pytest.raises(MisconfigurationException, match="finalization=True: gradients are averaged"):
         net.require_manual_backward_finalization = True
-    with pytest.raises(MisconfigurationException, match=r"finalize_backward\(\): gradients are there"):
+    with pytest.raises(MisconfigurationException, match=r"finalize_backward\(\): gradients are averaged"):
         net.finalize_backward()
 
 
 def _made(name: str) -> list[Any]:
-    net = _net()
+    net = make_net()
     settings: dict[str, Any] = {
         "find_unused_parameters": {"find_unused_parameters": True},
         "views off": {"gradient_as_bucket_view": False},
@@ -110,7 +102,7 @@ def test_settings_have_the_gradients_of_one_process(ranks: RankPool, name: str) 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mixed_precision": "fp16"}, "mixed_precision='fp16': leave it out.*torch.autocast"),
+    ({"mixed_precision": "fp16"}, "mixed_precision='fp16' is not supported.*torch.autocast"),
     ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, "delay_all_reduce_named_params .* give both"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
     ({"bucket_cap_mb_list": [25, -1]}, r"bucket_cap_mb_list=\[25, -1\]"),
@@ -121,10 +113,10 @@ def _refusals() -> list[str]:
     said = []
     for settings, _ in REFUSED:
         with pytest.raises(ValueError) as raised:
-            DistributedDataParallel(_net(), **settings)
+            DistributedDataParallel(make_net(), **settings)
         said.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
-        DistributedDataParallel(_net(), process_group=dist.group.WORLD, device_mesh=object())
+        DistributedDataParallel(make_net(), process_group=dist.group.WORLD, device_mesh=object())
     return [*said, str(raised.value)]
 
 
@@ -144,11 +136,11 @@ def test_bucket_sizes_one_by_one() -> None:
 
 
 def _changed(how: str) -> str:
-    net = _net()
+    net = make_net()
     if how == "thawed":
         net[0].weight.requires_grad_(False)
     model = DistributedDataParallel(net)
-    model(_batch(0, 0)).sum().backward()
+    model(batch_of(0, 0)).sum().backward()
     if how == "thawed":
         net[0].weight.requires_grad_(True)
     elif how == "added":
@@ -156,9 +148,9 @@ def _changed(how: str) -> str:
     elif how == "replaced":
         net[2] = nn.Linear(5, 2).double()
     with pytest.raises(ValueError) as raised:
-        model(_batch(0, 0))
+        model(batch_of(0, 0))
     with torch.no_grad():
-        model(_batch(0, 0))  # no gradient, no harm
+        model(batch_of(0, 0))  # no gradient, no harm
     return str(raised.value)
 
 
@@ -176,9 +168,9 @@ def test_parameters_that_change_after_wrapping_are_named(ranks: RankPool, how: s
 
 
 def _step_with(hook: Any) -> None:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     model.register_comm_hook(None, hook)
-    model(_batch(0, 0)).sum().backward()
+    model(batch_of(0, 0)).sum().backward()
 
 
 def _hooks() -> list[str]:
@@ -187,15 +179,15 @@ def _hooks() -> list[str]:
         with pytest.raises((TypeError, ValueError)) as raised:
             _step_with(hook)
         said.append(str(raised.value))
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     for _ in range(2):
         with pytest.raises(RuntimeError) as twice:
             model.register_comm_hook(None, default_hooks.allreduce_hook)
         said.append(str(twice.value))
     right = _right(model)
-    late = DistributedDataParallel(_net())
-    late(_batch(0, 0)).sum().backward()
+    late = DistributedDataParallel(make_net())
+    late(batch_of(0, 0)).sum().backward()
     with pytest.raises(RuntimeError) as after:
         late.register_comm_hook(None, default_hooks.allreduce_hook)
     return [*said, str(after.value), str(right)]
@@ -226,9 +218,9 @@ def _ignoring() -> list[bool]:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias", "1.running_mean"])
     model = DistributedDataParallel(net)
     kept = torch.equal(own, net[0].bias)
-    model(_batch(0, dist.get_rank())).square().sum().backward()
+    model(batch_of(0, dist.get_rank())).square().sum().backward()
     net[1].running_mean.fill_(dist.get_rank())
-    model(_batch(0, dist.get_rank())).square().sum().backward()
+    model(batch_of(0, dist.get_rank())).square().sum().backward()
     names = [name for name, _ in DistributedDataParallel._get_data_parallel_params(net, named_params=True)]
     return [
         kept,

@@ -194,6 +194,6 @@ def _chained(in_turn: bool) -> list[Any]:
 def test_models_whose_forwards_interlock_in_a_join_are_an_error(ranks: RankPool) -> None:
     """Ranks without batches waited in the first model's backward, and the others in the second one's forward."""
     first, second = ranks(2).run(_chained, False)
-    assert second[0].startswith("join, rank 1: a forward of this model comes between the forward and the backward")
-    assert "rank 1 was not there: it raised RuntimeError: join, rank 1" in first[0]
+    assert second[0].startswith("join, rank 1: a forward of this model is between the forward and the backward")
+    assert "rank 1 is missing: it raised RuntimeError: join, rank 1" in first[0]
     assert ranks(2).run(_chained, True) == [[False] * 4, [True] * 4]

@@ -48,7 +48,7 @@ def test_parameters_that_are_averaged_and_their_names(ranks: RankPool) -> None:
     for names, sparse, more, less in ranks(2).run(mapped):
         assert names == {0: "a.weight", 1: "c.weight"}
         assert sparse == [False, False]
-        assert "of 2 parameters that are averaged, and not of 3" in more
+        assert "of 2 averaged parameters, but got 3" in more
         assert "c.weight" in less
 
 

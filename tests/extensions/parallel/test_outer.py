@@ -178,7 +178,7 @@ def _with_buffers() -> tuple[float, int]:
 
 def test_a_state_of_another_model_is_refused() -> None:
     state = OuterOptimizer(_parameters(), 2).state_dict()
-    with pytest.raises(ValueError, match="3 parameters, and there are 1"):
+    with pytest.raises(ValueError, match="3 parameters, but the model has 1"):
         OuterOptimizer(_parameters()[:1], 2).load_state_dict(state)
 
 
@@ -188,7 +188,6 @@ def test_a_state_of_another_model_is_refused() -> None:
         ({"period": 0}, "period=0"),
         ({"period": 2.5}, "period=2.5"),
         ({"period": 2, "start": -1}, "start=-1"),
-        ({"period": 2, "start": 1.5}, "start=1.5"),
         ({"period": 2, "compression": "int8"}, 'compression=\'int8\'.*choose "fp16", "bf16"'),
     ],
 )

@@ -94,7 +94,7 @@ def waking() -> str:
 
 def test_a_parameter_that_is_used_later_is_named(ranks: RankPool) -> None:
     for said in ranks(2).run(waking):
-        assert "'unused.weight' got a gradient" in said
+        assert "'unused.weight' has a gradient" in said
 
 
 def no_memory() -> tuple[list[dict[str, Tensor | None]], list[list[str]], bool]:

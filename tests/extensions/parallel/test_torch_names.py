@@ -146,7 +146,7 @@ def _wrapped_twice() -> list[bool]:
     try:
         DistributedDataParallel(inner, device_ids=["cpu", "cpu"])
     except ValueError as error:
-        found.append("wrap the model inside of it" in str(error))
+        found.append("Wrap the model inside it" in str(error))
     return found
 
 

@@ -19,7 +19,7 @@ def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
     reducer = Reducer(net.named_parameters(), transport=AllReduce(None))
     assert find_cast(reducer.buckets) is None
     net[0].bias.data = torch.zeros(3)
-    assert str(find_cast(reducer.buckets)).startswith("parameter '0.bias' has become torch.float32 of shape (3,)")
+    assert str(find_cast(reducer.buckets)).startswith("parameter '0.bias' is torch.float32 of shape (3,)")
     net.double()
-    assert str(find_cast(reducer.buckets)).startswith("parameter '1.bias' has become torch.float64 of shape (2,)")
+    assert str(find_cast(reducer.buckets)).startswith("parameter '1.bias' is torch.float64 of shape (2,)")
     reducer.detach()

@@ -1,4 +1,7 @@
-"""DeepSpeed's config: of the strategy's arguments, the user's config and the Trainer's flags, one owner for each."""
+"""DeepSpeed's config, merged from the strategy's arguments, the user's config and the Trainer's flags.
+
+Each setting has one owner; a second place may repeat its value, but a different value is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 ZERO = "zero_optimization"
 BUCKETS = 200_000_000
-"""Elements of a bucket where nobody says otherwise, as in Lightning."""
+"""Default number of elements in a bucket, as in Lightning."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "stage": (ZERO, "stage"),
@@ -40,7 +43,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "hysteresis": ("fp16", "hysteresis"),
     "min_loss_scale": ("fp16", "min_loss_scale"),
 }
-"""Arguments of the strategy, and where they stand in the config."""
+"""Arguments of the strategy and their places in the config."""
 
 OFFLOAD_OPTIMIZER = {"nvme_path": "nvme_path", "optimizer_buffer_count": "buffer_count", "pin_memory": "pin_memory"}
 OFFLOAD_PARAMETERS = {
@@ -51,7 +54,7 @@ OFFLOAD_PARAMETERS = {
     "pin_memory": "pin_memory",
 }
 WHOLE = ("bucket_size", "_threshold", "group_size", "buffer_size", "max_live_parameters", "max_reuse_distance")
-"""Ends of the keys whose numbers count something: 2e8 stands for 200000000 there."""
+"""Endings of the keys that hold counts. JSON files often write them as 2e8, but DeepSpeed needs an integer."""
 
 LOOPS = {
     "scheduler": "`configure_optimizers` returns the scheduler, and the Trainer steps it",
@@ -64,10 +67,10 @@ LOOPS = {
     "elasticity": "lockstep resumes on any number of ranks",
     "torch_autocast": "choose the precision by Trainer(precision=...)",
     "amp": "choose the precision by Trainer(precision=...)",
-    "zenflow": "it updates weights beside the loop",
+    "zenflow": "it updates weights outside the loop",
     "compile": "compile the module by torch.compile",
 }
-"""Blocks of DeepSpeed's config that would do what the Trainer does, and who does it here."""
+"""Blocks of DeepSpeed's config that are refused because the Trainer does the same, and the way to do it."""
 
 KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
@@ -78,20 +81,20 @@ KEYS = (
     *("tensorboard", "wandb", "csv_monitor", "comet", "gradient_allreduce_op", "log_level", "timers"),
     *("disable_python_gc", "dataloader_drop_last", "use_node_local_storage", "seq_parallel_communication_data_type"),
 )
-"""Further keys of DeepSpeed's config."""
+"""Other keys at the top of DeepSpeed's config."""
 
 CHECKPOINTING = (
     *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints"),
     *("synchronize_checkpoint_boundary", "profile"),
 )
 PRECISIONS = {"32-true": None, "bf16-mixed": None, "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-"""The Trainer's precisions, and the block of the config that each stands for; None: parameters in float32."""
+"""The Trainer's precisions and the config's block for each; None means parameters in float32."""
 
 Config = dict[str, Any]
 
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
-    """The error for a setting of the config."""
+    """Return the error for a setting of the config."""
     return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
 
 
@@ -99,8 +102,8 @@ def _end(sentence: str) -> str:
     return "?" if sentence.endswith("?") else "."
 
 
-def shown(path: Iterable[str], value: object) -> str:
-    """A setting as the user has written it.
+def format_setting(path: Iterable[str], value: object) -> str:
+    """Format a setting as the user wrote it in the config.
 
     Example:
         >>> shown(("zero_optimization", "stage"), 2)
@@ -118,10 +121,13 @@ def shown(path: Iterable[str], value: object) -> str:
 
 
 def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
-    """A config as a dict: from a file, or as it was given; whole numbers are integers.
+    """Return the user's config as a dict, with counts as integers.
+
+    Args:
+        given: a dict, the path of a JSON file, or None for an empty config.
 
     Raises:
-        MisconfigurationException: there is no such file, it is no JSON, or no dict.
+        MisconfigurationException: the file cannot be read, is not JSON, or does not contain a dict.
     """
     if given is None:
         return {}
@@ -132,16 +138,16 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
             source = json.loads(path.read_text())
         except OSError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}): give the path "
-                f"of a JSON file, seen from {os.getcwd()!r}, or a dict."
+                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}). Give the path "
+                f"of a JSON file, relative to {os.getcwd()!r}, or a dict."
             ) from None
         except ValueError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file is no JSON ({error}): mend it, or give a dict."
+                f"DeepSpeedStrategy(config={str(given)!r}): the file is not JSON ({error}). Correct it, or give a dict."
             ) from None
     if not isinstance(source, Mapping):
         raise MisconfigurationException(
-            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that holds one."
+            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that contains one."
         )
     return {key: _plain(value, (key,)) for key, value in source.items()}
 
@@ -151,57 +157,58 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         return {key: _plain(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, float) and path[-1].endswith(WHOLE):
         if not value.is_integer():
-            raise refuse(shown(path, value), "give a whole number")
+            raise refuse(format_setting(path, value), "give a whole number")
         return int(value)
     return value
 
 
 def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
-    """Refuse what DeepSpeed would pass over without a word.
+    """Refuse keys that DeepSpeed would silently ignore.
 
     Args:
-        config: the user's.
-        zero_keys: those of "zero_optimization", by the package that is installed.
+        config: the user's config.
+        zero_keys: keys of "zero_optimization" in the installed version of DeepSpeed.
 
     Raises:
-        MisconfigurationException: for an unknown key, with the nearest one; for a block that the Trainer stands for.
+        MisconfigurationException: for an unknown key, with the nearest one, and for a block whose work the Trainer
+            does.
     """
     for key, value in config.items():
         if key in LOOPS:
-            raise refuse(shown((key,), value), f"{LOOPS[key]}; leave the block out")
-    _known(config, (*KEYS, *LOOPS), ())
+            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; leave the block out")
+    _check_known(config, (*KEYS, *LOOPS), ())
     for block, known in ((ZERO, zero_keys), ("activation_checkpointing", CHECKPOINTING)):
         inner = config.get(block, {})
         if not isinstance(inner, Mapping):
-            raise refuse(shown((block,), inner), "give a dict")
-        _known(inner, tuple(known), (block,))
+            raise refuse(format_setting((block,), inner), "give a dict")
+        _check_known(inner, tuple(known), (block,))
 
 
-def _known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ...]) -> None:
+def _check_known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ...]) -> None:
     for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's page on its config for those that it has"
-            raise refuse(shown((*path, key), value), f"DeepSpeed has no such key: {way}")
+            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's documentation of its config"
+            raise refuse(format_setting((*path, key), value), f"DeepSpeed has no such key: {way}")
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-def whole_numbers(arguments: Mapping[str, Any]) -> Config:
-    """The strategy's arguments, 2e8 as 200000000 where something is counted."""
+def with_integers(arguments: Mapping[str, Any]) -> Config:
+    """Return the strategy's arguments with counts as integers (2e8 becomes 200000000)."""
     return {name: _plain(value, (name,)) for name, value in arguments.items()}
 
 
-def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
-    """The config with what the strategy's arguments say.
+def merge(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
+    """Return the config with the strategy's arguments merged in.
 
     Args:
-        arguments: those that are not None, by name.
-        config: the user's.
+        arguments: the arguments that are not None, by name.
+        config: the user's config; not changed.
 
     Raises:
-        MisconfigurationException: an argument and the config say different things.
+        MisconfigurationException: an argument and the config have different values.
     """
     made = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     made.setdefault(ZERO, {})
@@ -214,9 +221,10 @@ def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
     stage = zero.setdefault("stage", 2)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise MisconfigurationException(
-            f"DeepSpeedStrategy(stage={stage!r}): choose 1 (optimizer states are cut over the ranks), 2 (gradients, "
-            'too) or 3 (parameters, too); without any of them use strategy="ddp".'
+            f"DeepSpeedStrategy(stage={stage!r}): choose 1 (shards optimizer states over the ranks), 2 (gradients, "
+            'too) or 3 (parameters, too). To shard nothing, use strategy="ddp".'
         )
+    # the block is for stage 3: before it parameters are whole on each device
     if stage != 3:
         zero.pop("offload_param", None)
     return made
@@ -229,8 +237,8 @@ def _put(config: Config, path: tuple[str, ...], value: Any, argument: str) -> No
         inner = inner.setdefault(name, {})
     if last in inner and inner[last] != value:
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({argument}, config=...): the config says {shown(path, inner[last])}: give one of them, "
-            "or the same in both."
+            f"DeepSpeedStrategy({argument}, config=...): the config has {format_setting(path, inner[last])}. Give one "
+            "of them, or the same value in both."
         )
     inner[last] = value
 
@@ -246,8 +254,8 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
     on = arguments.get(flag)
     if on is False and there.get("device", "none") != "none":
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({flag}=False, config=...): the config says {shown((ZERO, name), there)}: give one of "
-            "them, or the same in both."
+            f"DeepSpeedStrategy({flag}=False, config=...): the config has {format_setting((ZERO, name), there)}. Give "
+            "one of them, or the same value in both."
         )
     if on:
         block = config[ZERO][name] = dict(there)
@@ -257,21 +265,20 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
                 _put(block, (key,), arguments[argument], f"{argument}={arguments[argument]!r}")
 
 
-def disk(config: Mapping[str, Any]) -> str | None:
-    """The folder to which states or parameters are offloaded; None: none is.
+def find_disk(config: Mapping[str, Any]) -> str | None:
+    """Return the folder to which states or parameters are offloaded; None without offload to a disk.
 
     Raises:
-        MisconfigurationException: it is not named, or there is no such folder.
+        MisconfigurationException: the folder is not named, or does not exist.
     """
     for key in ("offload_optimizer", "offload_param"):
         block = config[ZERO].get(key) or {}
         if block.get("device") == "nvme":
             path = block.get("nvme_path")
             if path is None or not Path(path).is_dir():
-                said = shown((ZERO, key, "device"), "nvme")
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy: {said}, nvme_path={path!r}: give by nvme_path a folder that is there, on a "
-                    "fast disk."
+                    f"DeepSpeedStrategy: {format_setting((ZERO, key, 'device'), 'nvme')}, nvme_path={path!r}: this is "
+                    "not a folder. Set nvme_path to an existing folder on a fast disk."
                 )
             return str(path)
     return None
@@ -281,30 +288,33 @@ def disk(config: Mapping[str, Any]) -> str | None:
 
 
 def _enabled(config: Config, block: str) -> object:
-    """What the block of a precision says of itself; None where it says nothing."""
+    """Return "enabled" of a precision's block; None if it is missing."""
     return (config.get(block) or {}).get("enabled")
 
 
-def of_precision(config: Config, precision: str, device: str) -> None:
-    """Let the config say the Trainer's precision.
+def set_precision(config: Config, precision: str, device: str) -> None:
+    """Write the Trainer's precision into the config.
 
     Args:
-        device: type of the run's.
+        config: changed in place.
+        precision: the Trainer's, a key of `PRECISIONS`.
+        device: the run's device type.
 
     Raises:
-        MisconfigurationException: it says another.
+        MisconfigurationException: the config has a different precision, or asks for float16 on a CPU.
     """
+    # DeepSpeed accepts both names; only "bf16" is documented
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
         place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
-        said = (
+        setting = (
             place
             if precision.startswith("16")
-            else f"DeepSpeedStrategy(config=...): {shown(('fp16', 'enabled'), True)}"
+            else f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
         )
         raise MisconfigurationException(
-            f'{said}: DeepSpeed does not compute in float16 on a CPU: use Trainer(precision="bf16-mixed"), or a GPU.'
+            f'{setting}: DeepSpeed does not compute in float16 on a CPU. Use Trainer(precision="bf16-mixed"), or a GPU.'
         )
     wanted = PRECISIONS[precision]
     for block in ("fp16", "bf16"):
@@ -313,8 +323,8 @@ def of_precision(config: Config, precision: str, device: str) -> None:
             flag = {"fp16": "16-mixed", "bf16": "bf16-true"}[block]
             fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'
             raise refuse(
-                shown((block, "enabled"), enabled),
-                f'Trainer(precision="{precision}") says otherwise: give {fits}, or leave the block out of the config',
+                format_setting((block, "enabled"), enabled),
+                f'Trainer(precision="{precision}") differs. Use {fits}, or remove the block from the config',
             )
     for block in ("fp16", "bf16"):
         if block == wanted:
@@ -323,56 +333,61 @@ def of_precision(config: Config, precision: str, device: str) -> None:
             config.pop(block, None)
 
 
-def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
-    """Windows are the loop's, and the engine's are of one micro-batch.
+def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
+    """Set the engine's accumulation to one micro-batch: the loop decides where a window ends.
 
     Raises:
-        MisconfigurationException: the config says another number than the Trainer.
+        MisconfigurationException: the config has a different number than the Trainer.
     """
-    said = config.get("gradient_accumulation_steps", "auto")
-    if said not in ("auto", flag):
+    steps = config.get("gradient_accumulation_steps", "auto")
+    if steps not in ("auto", flag):
         raise refuse(
-            shown(("gradient_accumulation_steps",), said),
-            f"Trainer(accumulate_grad_batches={flag!r}) says otherwise: give the Trainer that number, and leave it out "
-            "of the config",
+            format_setting(("gradient_accumulation_steps",), steps),
+            f"Trainer(accumulate_grad_batches={flag!r}) differs. Set the number in the Trainer, and remove it from the "
+            "config",
         )
     config["gradient_accumulation_steps"] = 1
 
 
-def of_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """A bound of the config's holds where the Trainer has none.
+def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
+    """Set the norm to which the engine clips: the config's if the Trainer has none.
+
+    With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 
     Raises:
         MisconfigurationException: the two differ, or clipping is by value.
     """
-    said = config.get("gradient_clipping", 0.0)
-    if value is not None and said not in ("auto", 0.0, 0, value):
+    norm = config.get("gradient_clipping", 0.0)
+    if value is not None and norm not in ("auto", 0.0, 0, value):
         raise refuse(
-            shown(("gradient_clipping",), said),
-            f"Trainer(gradient_clip_val={value!r}) says otherwise: give one of them, or the same in both",
+            format_setting(("gradient_clipping",), norm),
+            f"Trainer(gradient_clip_val={value!r}) differs. Give one of them, or the same value in both",
         )
     if value is not None and algorithm == "value":
         raise MisconfigurationException(
-            f'Trainer(gradient_clip_val={value!r}, gradient_clip_algorithm="value"): DeepSpeed clips by the norm of '
-            'the whole gradient alone: use gradient_clip_algorithm="norm", or strategy="fsdp".'
+            f'Trainer(gradient_clip_val={value!r}, gradient_clip_algorithm="value"): DeepSpeed clips only by the norm '
+            'of the whole gradient. Use gradient_clip_algorithm="norm", or strategy="fsdp".'
         )
-    config["gradient_clipping"] = 0.0 if said == "auto" or value is not None else float(said)
+    config["gradient_clipping"] = 0.0 if norm == "auto" or value is not None else float(norm)
 
 
-def of_batches(config: Config) -> dict[str, int]:
-    """What the config says of batch sizes, for `check_batches`; the engine itself counts by ones."""
-    said = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
+def take_batch_sizes(config: Config) -> dict[str, int]:
+    """Take the batch sizes out of the config and return them for `check_batches`.
+
+    The engine only uses them to count samples, so its batch size is 1.
+    """
+    sizes = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
     config["train_micro_batch_size_per_gpu"] = 1
-    return {key: size for key, size in said.items() if size != "auto"}
+    return {key: size for key, size in sizes.items() if size != "auto"}
 
 
-def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
+def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
     """Compare the config's batch sizes with the training loader's.
 
     Args:
-        said: as `of_batches` gives it.
-        batch_size: of the loader.
-        micro_batches: of a window.
+        sizes: sizes in the config, as returned by `take_batch_sizes`.
+        batch_size: batch size of the loader.
+        micro_batches: number of micro-batches in an accumulation window.
         world: number of ranks.
 
     Raises:
@@ -382,60 +397,67 @@ def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, 
         "train_micro_batch_size_per_gpu": batch_size,
         "train_batch_size": batch_size * micro_batches * world,
     }
-    for key, size in said.items():
+    for key, size in sizes.items():
         if size != right[key]:
             raise refuse(
-                shown((key,), size),
-                f"the training loader has batch_size={batch_size}, which makes {right[key]} here: leave it out, or let "
-                "the loader have that size",
+                format_setting((key,), size),
+                f"the training loader has batch_size={batch_size}, which makes {right[key]} here. Remove the key from "
+                "the config, or change the loader's batch_size",
             )
 
 
-def of_optimizer(config: Config, optimizer: object) -> None:
-    """The module makes the optimizer.
+def check_optimizer(config: Config, optimizer: object) -> None:
+    """Compare the config's optimizer with the one that `configure_optimizers` returned.
 
     Raises:
-        MisconfigurationException: the config names another, or other settings.
+        MisconfigurationException: the config names another optimizer or other settings.
     """
     block = config.pop("optimizer", None)
     if block is None:
         return
     name = type(optimizer).__name__
     kind, settings = str(block.get("type", name)), dict(block.get("params", {}))
+    # these select an implementation and do not change the update
     for key in ("torch_adam", "adam_w_mode", "fused"):
         settings.pop(key, None)
     if kind.lower() not in (name.lower(), name.lower().removeprefix("deepspeedcpu")):
         raise refuse(
-            shown(("optimizer", "type"), kind),
-            f"`configure_optimizers` returns {name}: return the other one there, and leave the block out",
+            format_setting(("optimizer", "type"), kind),
+            f"`configure_optimizers` returns {name}. Return {kind} there, and remove the block from the config",
         )
     own = getattr(optimizer, "defaults", {})
-    for key, said in settings.items():
-        if said != "auto" and key in own and _alike(said) != _alike(own[key]):
+    for key, value in settings.items():
+        if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
-                shown(("optimizer", "params", key), said),
-                f"`configure_optimizers` returns {name}({key}={own[key]!r}): say it in one place",
+                format_setting(("optimizer", "params", key), value),
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Set it in one of the two places",
             )
 
 
-def _alike(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def fill_in(config: Config, device: str, numel: int) -> None:
-    """What the engine needs and nobody has said.
+def set_defaults(config: Config, device: str, numel: int) -> None:
+    """Set defaults for the engine's required settings, in place.
 
     Args:
-        device: type of the run's.
-        numel: elements of the module's parameters, for which no bucket need be larger.
+        config: the merged config.
+        device: the run's device type.
+        numel: number of elements in the module's parameters; no bucket is larger.
     """
     zero = config[ZERO]
+    # even, as the engine flattens a group to an even number of elements
     largest = min(BUCKETS, numel + numel % 2)
     zero.setdefault("allgather_bucket_size", largest)
     zero.setdefault("reduce_bucket_size", largest)
+    # it overlaps by CUDA streams
     zero.setdefault("overlap_comm", device == "cuda")
+    # one sub group: each is a step of the optimizer of its own
     if zero.get("stage") == 3:
         zero.setdefault("sub_group_size", 1_000_000_000_000)
     config.setdefault("zero_allow_untested_optimizer", True)
-    config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers step on the CPU, too
+    # otherwise offload accepts only DeepSpeedCPUAdam, which needs a compiler; torch's optimizers step on the CPU, too
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    # never: the Trainer prints
     config.setdefault("steps_per_print", 2**31)

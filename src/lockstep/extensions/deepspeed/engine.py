@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a module and its optimizer: one window after the other, and what it holds."""
+"""DeepSpeed's engine around a module and its optimizer: backward, clipping, step, and states."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.flat_part import FlatPart
-from lockstep.extensions.deepspeed.left_alone import LeftAlone
+from lockstep.engines.engine import Gradients
 from lockstep.extensions.deepspeed.partition import align_numbers, lean_linear, span
+from lockstep.extensions.deepspeed.unused import UnusedParameters
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import is_partitioned
 from lockstep.ground.tree import tensors_in
 
 DIFFERENT = (
-    "DeepSpeed adds up gradients in the order in which they come, and the ranks differ: rank {rank} has {theirs} where "
-    "rank 0 has {zero}. Let all ranks use the same parameters in the same order in each micro-batch, or train with "
-    'strategy="ddp" or "fsdp", which know them apart.'
+    "DeepSpeed reduces gradients in the order of the backward, and the ranks' orders differ: rank {rank} has {theirs} "
+    "where rank 0 has {zero}. Use the same parameters in the same order on all ranks in each micro-batch, or use "
+    'strategy="ddp" or "fsdp", which have no such limit.'
 )
 
 
-class Door(nn.Module):
-    """The engine's module: it calls what it is given, so that all of the user's methods run inside the engine's hooks.
+MIDDLE = (
+    "DeepSpeedStrategy: a checkpoint within an accumulation window cannot be saved: it does not contain the gradients "
+    "of the window's first micro-batches. Save at the end of a window: make `val_check_interval` and "
+    "`every_n_train_steps` multiples of accumulate_grad_batches."
+)
+
+
+class AnyCall(nn.Module):
+    """Module of the engine that calls any function, so that every method of the user runs inside the engine's hooks.
 
     Args:
-        module: the user's.
+        module: the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,22 +55,22 @@ class Door(nn.Module):
         return work()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's own."""
+        """Return the state dict of the user's module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's own."""
+        """Load a state dict into the user's module."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that this rank updates.
+    """This rank's shard of a parameter: the elements that it updates.
 
     Attributes:
-        flat: the engine's float32 tensor in which it lies, a parameter of the optimizer that steps.
-        place: of its first element there.
-        start: of its first element in the flattened parameter.
+        flat: the engine's 1-D float32 tensor that contains the shard; a parameter of the optimizer that steps.
+        place: index of the shard's first element in ``flat``.
+        start: index of the shard's first element in the flattened parameter.
         size: number of elements.
     """
 
@@ -72,31 +80,31 @@ class Piece:
     size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor as long as ``flat``."""
+        """Return a view of the shard's elements in a tensor of the same length as ``flat``."""
         return tensor.narrow(0, self.place, self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The elements of a whole tensor."""
+        """Return the shard's elements of a whole tensor, 1-D."""
         return whole.flatten()[self.start : self.start + self.size]
 
 
 class ZeroEngine:
-    """A module that DeepSpeed trains with ZeRO stage 1, 2 or 3. Making it is collective.
+    """DeepSpeed's engine for a module, with ZeRO stage 1, 2 or 3. Collective.
 
-    The optimizer stays as the user has made it, parameters and all; the engine steps a copy, which has the ranks' own
-    float32 partitions for parameters, and takes over learning rates and the like before each step.
+    The user's optimizer and its parameters do not change. The engine steps a copy of it, whose parameters are this
+    rank's float32 partitions; learning rates and other settings are copied before each step.
 
     Args:
-        module: on its device; for stage 3 in partitions.
-        optimizer: of its parameters.
-        config: of the engine, with ``gradient_accumulation_steps`` 1.
-        exact: by a parameter's id, values of this rank's elements that are more exact than the module's.
+        module: the user's module on its device; partitioned for stage 3.
+        optimizer: the user's optimizer.
+        config: the engine's config, with ``gradient_accumulation_steps`` 1.
+        exact: values of this rank's elements in a higher precision than the module's, by the parameter's id.
 
     Attributes:
-        engine: DeepSpeed's.
-        stage: of ZeRO.
-        pieces: by a parameter's id, the part that this rank updates, where it has one.
-        has_gradients: a window's gradients are whole, and not yet used.
+        engine: DeepSpeed's engine.
+        stage: ZeRO's stage.
+        pieces: this rank's shard of each parameter, by the parameter's id; parameters without one are missing.
+        has_gradients: a window's gradients are complete and not yet used.
     """
 
     def __init__(
@@ -105,15 +113,17 @@ class ZeroEngine:
         import deepspeed
 
         self.module, self.optimizer = module, optimizer
-        self._inner, self._groups = _copy_of(optimizer)
-        door = Door(module)
+        self._inner, self._groups = _copy_optimizer(optimizer)
+        outer = AnyCall(module)
+        # the engine rounds the module to 16 bits when it is made, and then copies its float32 weights from there
         rounds = any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16"))
         before = {id(p): p.data for p in module.parameters() if rounds and not is_partitioned(p)}
         align_numbers()
-        with _values_alike(), _adagrad_as_it_is():
-            self.engine: Any = deepspeed.initialize(model=door, optimizer=self._inner, config=dict(config))[0]
+        with _without_own_choices():
+            self.engine: Any = deepspeed.initialize(model=outer, optimizer=self._inner, config=dict(config))[0]
         self.zero: Any = self.engine.optimizer
         self._stepping = self.zero.optimizer
+        # the engine's files have these names, and they are to be those of the user's module, not of `AnyCall`
         names = self.engine.param_names
         for parameter in names:
             names[parameter] = names[parameter].removeprefix("module.")
@@ -123,22 +133,29 @@ class ZeroEngine:
         self.stage = int(self.engine.zero_optimization_stage())
         self._clips_by = float(self.engine.gradient_clipping())
         self.has_gradients = False
-        self.parameters: dict[str, Parameter] = {
-            name: p for name, p in module.named_parameters() if id(p) in self._trained()
-        }
-        self._known = {id(p) for p in self.parameters.values()}
-        self.pieces = {id(p): piece for p in self._trained().values() for piece in [self._piece(p)] if piece}
+        trained = {id(p): p for group in self._trained_groups for p in group}
+        self.parameters: dict[str, Parameter] = {name: p for name, p in module.named_parameters() if id(p) in trained}
+        self._trained_ids = {id(p) for p in self.parameters.values()}
+        self.pieces = {id(p): piece for p in trained.values() for piece in [self._piece(p)] if piece}
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
         self._rounds = rounds
         self._versions = self._versions_now()
         known = {id(p): name for name, p in self.parameters.items()}
         swaps = bool(getattr(self.zero, "swap_optimizer", False))
-        self._left_alone = LeftAlone(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
-        self._take_exact(before, exact)
+        self._unused = UnusedParameters(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
+        # the engine took its float32 weights from the rounded module; set them to the values before rounding
+        with torch.no_grad():
+            for key, piece in self.pieces.items():
+                if key in exact:
+                    whole = exact[key].numel() != piece.size
+                    piece.of(piece.flat).copy_(piece.cut(exact[key]) if whole else exact[key])
+                elif key in before:
+                    piece.of(piece.flat).copy_(piece.cut(before[key]))
         self._used: set[int] = set()  # ids of parameters with a gradient in the window
-        self._order: list[int] = []  # of a window's gradients, as they came into the engine's buckets
-        self._note_order()
-        if optimizer.state:  # an Adagrad's from the beginning, or those that the user has loaded
+        self._order: list[int] = []  # numbers of the window's parameters, in the order of the engine's buckets
+        self._record_order()
+        # Adagrad has states from its construction, and the user may have loaded others
+        if optimizer.state:
             self.load_optimizer_state(optimizer.state_dict())
 
     @property
@@ -146,12 +163,9 @@ class ZeroEngine:
         groups: list[list[Parameter]] = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
         return groups
 
-    def _trained(self) -> dict[int, Parameter]:
-        return {id(p): p for group in self._trained_groups for p in group}
-
     @property
     def _flats(self) -> list[Tensor]:
-        """The float32 tensors that the optimizer steps."""
+        """Float32 tensors that the optimizer steps."""
         zero = self.zero
         flats: list[Tensor] = (
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -170,18 +184,8 @@ class ZeroEngine:
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         return Piece(flat, high.start, low.start, high.numel)
 
-    def _take_exact(self, before: Mapping[int, Tensor], exact: Mapping[int, Tensor]) -> None:
-        """Let the engine's float32 weights be those of the module before it was rounded."""
-        with torch.no_grad():
-            for key, piece in self.pieces.items():
-                if key in exact:
-                    whole = exact[key].numel() != piece.size
-                    piece.of(piece.flat).copy_(piece.cut(exact[key]) if whole else exact[key])
-                elif key in before:
-                    piece.of(piece.flat).copy_(piece.cut(before[key]))
-
-    def _note_order(self) -> None:
-        """Note which gradient comes when: the engine adds up what lies at the same place of the ranks' buckets."""
+    def _record_order(self) -> None:
+        """Record the order of gradients: the engine adds what is at the same place in the ranks' buckets."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         put = self.zero.reduce_independent_p_g_buckets_and_remove_grads
 
@@ -192,16 +196,17 @@ class ZeroEngine:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads = noted
 
     def _check_order(self) -> None:
-        """Refuse a window in which ranks have added up gradients of different parameters. Collective.
+        """Refuse a window in which ranks added gradients of different parameters. Collective.
 
         Raises:
-            MisconfigurationException: with the first parameters that differ.
+            MisconfigurationException: the orders differ; the message names the first parameters that do.
         """
         order, self._order = self._order, []
         parameters = list(self.parameters.values())
         self._used = {id(parameters[number]) for number in order}
         if comm.world_size() == 1:
             return
+        # one collective of two numbers: the largest hash and the smallest (by its complement) are equal if all are
         found = hash(tuple(order))
         both = comm.all_reduce(torch.tensor([found, ~found]), "max")
         if int(both[0]) == ~int(both[1]):
@@ -210,7 +215,7 @@ class ZeroEngine:
         other = next(rank for rank, each in enumerate(orders) if each != orders[0])
         pairs = zip_longest(orders[0], orders[other])
         first = next(pair for pair in pairs if pair[0] != pair[1])
-        zero, theirs = ("none more" if number is None else repr(names[number]) for number in first)
+        zero, theirs = ("no further parameter" if number is None else repr(names[number]) for number in first)
         raise MisconfigurationException(DIFFERENT.format(rank=other, theirs=theirs, zero=zero))
 
     # -- one window
@@ -225,18 +230,20 @@ class ZeroEngine:
             return self.engine(partial(fn, *args))
 
     def backward(self, loss: Tensor, last: bool, drops: bool, own: Callable[..., Any] | None = None) -> None:
-        """Backward of a micro-batch. Collective.
+        """Run the backward of a micro-batch. Collective.
 
         Args:
-            loss: it begins from.
-            last: of its window.
-            drops: it counts for nothing: its gradients are zero.
-            own: the module's own, in place of ``loss.backward``.
+            loss: the micro-batch's loss.
+            last: this is the last micro-batch of its window.
+            drops: the micro-batch does not count: its gradients are set to zero.
+            own: the module's override of ``backward``, to be called instead of ``loss.backward``.
         """
         self.engine.set_gradient_accumulation_boundary(last)
+        # a rank without samples still takes part in the engine's collectives, with zeros
         handles = [p.register_hook(torch.zeros_like) for p in self.parameters.values() if p.requires_grad and drops]
         try:
-            with lean_linear() if self.stage == 3 else nullcontext():  # layers are recomputed as they were computed
+            # activation checkpointing runs forwards here, which must save as many tensors as the first time
+            with lean_linear() if self.stage == 3 else nullcontext():
                 if own is None:
                     self.engine.backward(loss, scale_wrt_gas=False)
                 else:
@@ -254,23 +261,25 @@ class ZeroEngine:
 
     def step(self) -> None:
         """Update the parameters by the window's gradients. Collective."""
-        self._take_settings()
-        self.take_changes()
+        self._copy_settings()
+        self.copy_changes()
         try:
             if len(self._used) == len(self.parameters):
                 self.engine.step()
             else:
-                self._left_alone.step(self._used, self.engine.step)
+                self._unused.step(self._used, self.engine.step)
                 self._versions = self._versions_now()
         finally:
             self.zero.clip_grad = self._clips_by
         self.has_gradients = False
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks whether it came after a step
+        # torch's schedulers warn if the optimizer has not stepped before them
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def take_changes(self) -> None:
-        """Let the engine have what was done to the module's parameters in place, as an optimizer alone would see it.
+    def copy_changes(self) -> None:
+        """Copy in-place changes of the module's parameters into the engine's float32 weights.
 
-        In stage 3 a rank has no whole parameters, and those in 16 bits are rounded: there it is lost.
+        Changes are lost in stage 3, where a rank has no whole parameters, and with parameters in 16 bits, which are
+        rounded.
         """
         if self.stage != 3 and not self._rounds and self._versions != self._versions_now():
             self.zero.refresh_fp32_params()
@@ -279,38 +288,41 @@ class ZeroEngine:
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters.values()]
 
-    def _take_settings(self) -> None:
-        """Let the groups that step have the learning rates and the like of the user's."""
-        for number, theirs in self._groups.items():  # loading a state makes the optimizer's groups anew
+    def _copy_settings(self) -> None:
+        """Copy learning rates and other settings from the user's parameter groups to the engine's."""
+        # by number, since `load_state_dict` replaces the dicts of the user's groups
+        for number, theirs in self._groups.items():
             mine = self.optimizer.param_groups[number]
             theirs.update({key: value for key, value in mine.items() if key != "params"})
 
-    def untrained(self) -> str | None:
-        """The name of a parameter of the optimizer that needs gradients by now, and that the engine does not know."""
+    def find_untrained(self) -> str | None:
+        """Return the name of a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         late = [
             id(p)
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if p.requires_grad and id(p) not in self._known
+            if p.requires_grad and id(p) not in self._trained_ids
         ]
         names = {id(p): name for name, p in self.module.named_parameters()}
         return names.get(late[0], "") if late else None
 
     def zero_grad(self) -> None:
-        """Drop what backwards have left."""
+        """Drop all gradients, also those of an unfinished window."""
         self.has_gradients = False
         self._order.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
         self.zero.zero_grad()
+        # the engine only overwrites the gradients of parameters that the next window uses
         if self.stage == 3:
-            self.zero.grad_partitions_flat_buffer.zero_()  # it keeps those of parameters that nobody uses this time
+            self.zero.grad_partitions_flat_buffer.zero_()
         if self._offloads:
             for flat in self._flats:
                 if flat.grad is not None:
                     flat.grad.zero_()
         if self.stage == 3:
             return
+        # the engine resets these only in its own step, which a window that is dropped does not reach
         self.zero.micro_step_id = -1
         for kept in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
             for group in kept:
@@ -319,7 +331,7 @@ class ZeroEngine:
             self.zero.reset_cpu_buffers()
 
     def gradients(self) -> list[Tensor]:
-        """This rank's parts of the window's gradients; changed in place, they count."""
+        """Return this rank's shards of the window's gradients. In-place changes take effect in the step."""
         if not self.has_gradients:
             return []
         if self._offloads:
@@ -329,38 +341,40 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """The norms of gradients that offloading has noted; changed in place, they count."""
+        """Return the gradients' norms that offload recorded. In-place changes take effect in clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
         """Write the engine's own files into a folder. Collective.
 
         Args:
-            folder: that all ranks see.
-            tag: of the folder in it that has the files.
-            rest: what goes with them.
+            folder: folder on a file system that all ranks share.
+            tag: name of the inner folder with the files.
+            rest: further entries of the checkpoint (the engine's ``client_state``).
         """
-        self._take_settings()
+        self._copy_settings()
         engine = vars(self.engine)
-        door, engine["module"] = engine["module"], self.module  # whose names the files are to have
+        # the files have the names of the user's module, without those of `AnyCall`
+        outer, engine["module"] = engine["module"], self.module
         try:
             self.engine.save_checkpoint(str(folder), tag=tag, client_state=rest)
         finally:
-            engine["module"] = door
+            engine["module"] = outer
 
     def end(self) -> None:
-        """Take the engine's hooks away. Weights and optimizer states stay, and can be saved."""
+        """Remove the engine's hooks. Weights and optimizer states stay and can be saved."""
         self.engine.destroy()
         self.has_gradients = False
 
-    # -- what it holds
+    # -- states
 
     def part(self, parameter: Any, of: Callable[[Tensor], Tensor] = lambda flat: flat) -> FlatPart:
-        """What this rank has of a trained parameter, or of a state of the optimizer's that has its shape.
+        """Return this rank's shard of a trained parameter, or of an optimizer state of the same shape.
 
         Args:
-            parameter: of the module.
-            of: gives, for the engine's float32 tensor in which the parameter lies, the one to look at.
+            parameter: a trained parameter of the module.
+            of: maps the engine's float32 tensor that contains the parameter to the tensor to be cut. Default: the
+                weights themselves.
         """
         shape, even = getattr(parameter, "ds_shape", parameter.shape), self.stage == 3
         piece = self.pieces.get(id(parameter))
@@ -368,15 +382,18 @@ class ZeroEngine:
             return FlatPart(shape, 0, torch.empty(0, device=self._device), even)
         return FlatPart(shape, piece.start, piece.of(of(piece.flat)), even)
 
-    def knows(self, parameter: Parameter) -> bool:
-        """Whether it trains this parameter."""
-        return id(parameter) in self._known
+    def trains(self, parameter: Parameter) -> bool:
+        """Return True if the engine trains this parameter."""
+        return id(parameter) in self._trained_ids
 
     def whole_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Its gradient over all ranks, between a window's last backward and the step. Collective."""
+        """Return a parameter's whole gradient, averaged over the ranks. Collective.
+
+        It exists between a window's last backward and the step; otherwise the result is None.
+        """
         from deepspeed.utils import safe_get_full_grad
 
-        if not self.has_gradients or id(parameter) not in self._known:
+        if not self.has_gradients or id(parameter) not in self._trained_ids:
             return None
         found: Tensor | None = safe_get_full_grad(parameter)
         return found
@@ -387,81 +404,85 @@ class ZeroEngine:
         return device
 
     def optimizer_state(self, finish: Callable[[FlatPart], Tensor]) -> dict[str, Any]:
-        """The optimizer's ordinary state dict. Collective.
+        """Return a state dict as the user's optimizer would have it on one process. Collective.
 
         Args:
-            finish: what becomes of this rank's part of a state.
+            finish: converts this rank's shard of a state to the value in the dict.
         """
         made = self.optimizer.state_dict()
-        trained = {number: p for number, p in self._numbered(made) if id(p) in self._known}
-        mine = {number: self._kinds(parameter) for number, parameter in trained.items()}
+        trained = {number: p for number, p in self._numbered(made) if id(p) in self._trained_ids}
+        mine: dict[int, tuple[list[str], dict[str, Any]]] = {}
+        for number, parameter in trained.items():
+            piece = self.pieces.get(id(parameter))
+            if piece is None:
+                mine[number] = [], {}
+                continue
+            own = self._stepping.state.get(piece.flat, {})
+            # states with a value per element have the flat tensor's shape; the others are the group's, such as `step`
+            shape = piece.flat.shape
+            kinds = [key for key, value in own.items() if isinstance(value, Tensor) and value.shape == shape]
+            mine[number] = kinds, {key: value for key, value in own.items() if key not in kinds}
+        # a rank without a shard of a parameter does not have its states, but the dicts of all ranks are equal
         every = comm.all_gather_object(mine)
         states: dict[int, dict[str, Any]] = {}
         for number, parameter in trained.items():
             nothing: tuple[list[str], dict[str, Any]] = ([], {})
             flat, plain = next((each[number] for each in every if any(each[number])), nothing)
             state = {key: finish(self.part(parameter, partial(self._entry, key))) for key in flat}
-            if state or plain:  # each with tensors of its own: optimizers count in place
+            # plain tensors are cloned for each parameter: optimizers increment `step` in place
+            if state or plain:
                 states[number] = {**{k: v.clone() if isinstance(v, Tensor) else v for k, v in plain.items()}, **state}
         return {**made, "state": states}
 
     def _numbered(self, state: Mapping[str, Any]) -> Iterator[tuple[int, Parameter]]:
-        """The parameters of the user's optimizer with the numbers that a state dict gives them."""
+        """Return pairs of a number in a state dict and the parameter of the user's optimizer."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return zip(numbers, parameters, strict=True)
 
     def names(self) -> dict[int, str]:
-        """The names of the parameters that are trained, by their numbers in the optimizer's state dict."""
+        """Return the names of the trained parameters by their numbers in the optimizer's state dict."""
         by_id = {id(p): name for name, p in self.parameters.items()}
         state = {"param_groups": self.optimizer.state_dict()["param_groups"]}
         return {number: by_id[id(p)] for number, p in self._numbered(state) if id(p) in by_id}
-
-    def _kinds(self, parameter: Parameter) -> tuple[list[str], dict[str, Any]]:
-        """Of a parameter's state on this rank: what has an entry for each element, and the rest."""
-        piece = self.pieces.get(id(parameter))
-        state = {} if piece is None else self._stepping.state.get(piece.flat, {})
-        flat = [key for key, value in state.items() if piece is not None and _is_flat(value, piece)]
-        return flat, {key: value for key, value in state.items() if key not in flat}
 
     def _entry(self, key: str, flat: Tensor) -> Tensor:
         found: Tensor = self._stepping.state[flat][key].detach()
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Take this rank's parts of an ordinary state dict; a tensor without memory leaves what there is.
+        """Load this rank's shards of an ordinary state dict. A tensor on the meta device leaves the current value.
 
-        Collective where it is in parts.
+        Collective if the saved tensors are shards.
         """
+        # groups and settings go to the user's optimizer, states to the engine's
         self.optimizer.load_state_dict({**saved, "state": {}})
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for number, parameter in self._numbered(saved):
+            shape, piece = getattr(parameter, "ds_shape", parameter.shape), self.pieces.get(id(parameter))
             for key, value in saved["state"].get(number, {}).items():
-                self._take_state(states, parameter, key, value)
+                if isinstance(value, Tensor) and value.is_meta:
+                    continue
+                part = None
+                if isinstance(value, Tensor) and value.shape == shape and key != "step":
+                    # on all ranks, also those without a shard: gathering saved shards is collective
+                    part = self._cut(parameter, value)
+                if piece is None:
+                    continue
+                if part is not None:
+                    zeros = torch.zeros_like(piece.flat, requires_grad=False)
+                    piece.of(states[piece.flat].setdefault(key, zeros)).copy_(part)
+                else:
+                    states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
         for flat, found in states.items():
             self._stepping.state[flat].update(found)
+        # the engine links parameters to their states for `safe_get_full_optimizer_state`; the old ones are replaced
         if self.stage != 3 and states:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
-    def _take_state(self, states: dict[Tensor, dict[str, Any]], parameter: Parameter, key: str, value: object) -> None:
-        """Take this rank's part of one value of a parameter's state into those of flat tensors."""
-        shape, part = getattr(parameter, "ds_shape", parameter.shape), None
-        if isinstance(value, Tensor) and value.is_meta:
-            return
-        if isinstance(value, Tensor) and value.shape == shape and key != "step":
-            part = self._cut(parameter, value)  # on all ranks: a tensor in parts is put together
-        piece = self.pieces.get(id(parameter))
-        if piece is None:
-            return
-        if part is not None:
-            flat = states[piece.flat].setdefault(key, torch.zeros_like(piece.flat, requires_grad=False))
-            piece.of(flat).copy_(part)
-        else:
-            states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
-
     def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
-        """What this rank needs of a whole tensor, or of one in parts."""
+        """Return this rank's elements of a whole tensor or of saved shards; None without a shard."""
         piece = self.pieces.get(id(parameter))
         if isinstance(value, FlatPart):
             if value.even and self.stage == 3:
@@ -470,14 +491,14 @@ class ZeroEngine:
         return None if piece is None else piece.cut(value)
 
     def load_parameter(self, parameter: Any, value: Tensor) -> None:
-        """Let a parameter have this value, in float32 and in the module. Collective where it is in parts."""
+        """Set the engine's float32 weights of a parameter. Collective if the value is a shard."""
         part, piece = self._cut(parameter, value), self.pieces.get(id(parameter))
         with torch.no_grad():
             if piece is not None and part is not None:
                 piece.of(piece.flat).copy_(part)
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Tensors of this rank by kind, as in `lockstep.memory.meter.KINDS`, beside the module's own parameters."""
+        """Return this rank's tensors by kind (`lockstep.memory.meter.KINDS`)."""
         zero = self.zero
         states = list(tensors_in([dict(state) for state in self._stepping.state.values()], 4))
         buckets = [getattr(bucket, "buffer", []) for bucket in zero.ipg_buckets.values()]
@@ -496,12 +517,42 @@ class ZeroEngine:
         return found
 
 
-def _is_flat(value: object, piece: Piece) -> bool:
-    return isinstance(value, Tensor) and value.shape == piece.flat.shape and value.dim() == 1
+class ZeroGradients(Gradients[ZeroEngine]):
+    """Gradients in DeepSpeed's engine; ``.grad`` is empty."""
+
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """Return this rank's shards, and their norms as recorded by offload."""
+        return [*self.holder.gradients(), *self.holder.norms()]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Fill ``.grad`` with whole gradients inside. Changes to them are lost. Collective."""
+        zero = self.holder
+        if not zero.has_gradients:
+            yield
+            return
+        for parameter in zero.parameters.values():
+            gradient = zero.whole_gradient(parameter)
+            if gradient is not None and gradient.shape == parameter.shape:
+                parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in zero.parameters.values():
+                parameter.grad = None
+
+    def window_state(self) -> dict[str, Any]:
+        """Raise: a checkpoint cannot hold the gradients of an unfinished window."""
+        raise MisconfigurationException(MIDDLE)
 
 
-def _copy_of(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
-    """An optimizer like the given one, of the trained parameters; and its groups by the number of the given one's."""
+def _copy_optimizer(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
+    """Copy an optimizer for its trained parameters alone.
+
+    Returns:
+        the copy, and its groups by the index of the original group.
+    """
+    # without `__init__`: a user's class may take any arguments
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
     groups = {}
@@ -521,35 +572,31 @@ def _no_grad() -> Iterator[None]:
 
 
 @contextmanager
-def _values_alike() -> Iterator[None]:
-    """Inside, the engine takes no weights of rank 0's: that is done, and it cannot send those of no dimensions."""
+def _without_own_choices() -> Iterator[None]:
+    """Keep the engine from changing weights and optimizer inside, while it is made."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    own = DeepSpeedEngine._broadcast_model
+    broadcast, adagrad = DeepSpeedEngine._broadcast_model, torch.optim.Adagrad
+    # the strategy has broadcast rank 0's weights, and the engine fails on parameters without dimensions
     DeepSpeedEngine._broadcast_model = lambda self: None
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._broadcast_model = own
-
-
-@contextmanager
-def _adagrad_as_it_is() -> Iterator[None]:
-    """Inside, the engine makes no Adagrad of its own, which would have one parameter group."""
-    own = torch.optim.Adagrad
+    # the engine replaces Adagrad by its own one, which has one parameter group
     torch.optim.Adagrad = type("Adagrad", (), {})  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        torch.optim.Adagrad = own  # type: ignore[misc]
+        DeepSpeedEngine._broadcast_model = broadcast
+        torch.optim.Adagrad = adagrad  # type: ignore[misc]
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """What calls a method of a module in partitions that nobody trains, with layers gathered. Collective."""
+    """Return a function that calls methods of a partitioned module without training it. Collective.
+
+    Layers are gathered for the call. Its attribute ``end`` removes the hooks.
+    """
     import deepspeed
 
     align_numbers()
-    engine: Any = deepspeed.initialize(model=Door(module), config=dict(config))[0]
+    engine: Any = deepspeed.initialize(model=AnyCall(module), config=dict(config))[0]
 
     def run(fn: Callable[..., Any], *args: object) -> Any:
         with _no_grad(), lean_linear():

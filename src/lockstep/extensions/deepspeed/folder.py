@@ -1,14 +1,14 @@
-"""The folders that DeepSpeed's own engine writes (ZeRO), read parameter by parameter, whatever ranks have written them.
+"""Checkpoint folders of DeepSpeed's engine (ZeRO), read parameter by parameter for any number of ranks.
 
-In the folder are
+A folder contains
 
-    ``latest``                                   the name of the folder below, ``checkpoint``
-    ``*_model_states.pt``                        weights, shapes, buffers, and the rest of the run: one, in stage 3 of
-                                                 each rank
-    ``zero_pp_rank_R_mp_rank_00_optim_states.pt``  rank R's run of the flattened float32 weights and optimizer states
-    ``zero_to_fp32.py``                          DeepSpeed's script that makes a file of whole weights
+    ``latest``                                   name of the inner folder, ``checkpoint``
+    ``*_model_states.pt``                        weights, shapes, buffers, and the rest of the run; one file, in stage 3
+                                                 one per rank
+    ``zero_pp_rank_R_mp_rank_00_optim_states.pt``  rank R's slice of the flattened float32 weights and optimizer states
+    ``zero_to_fp32.py``                          DeepSpeed's script that converts the folder to a file of whole weights
 
-These are pickles of DeepSpeed's classes, which torch reads with ``weights_only=False`` alone.
+The files are pickles of DeepSpeed's classes, which torch reads only with ``weights_only=False``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,23 +25,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import damage, format, storage
+from lockstep.checkpoint import damage, format, sharded, storage
+from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.checkpoint.sharded import LATEST, Place
 from lockstep.checkpoint.storage import PathLike
 from lockstep.extensions.deepspeed import package
+from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
 TAG = "checkpoint"
-"""The name of the folder with the files, as Lightning has it."""
+"""Name of the inner folder, as in Lightning."""
 NAMES = "optimizer's parameters"
-"""The key of the strategy's own part: names by the numbers that the optimizer's state dict has."""
+"""Key in the strategy's entry of a checkpoint: parameters' names by their numbers in the optimizer's state dict."""
 PICKLED = (
-    "{path!r} is in DeepSpeed's own format, whose files are pickles of its classes and may run code. If you trust its "
-    "author, read it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)); or make one free "
-    "of code of it: lockstep checkpoint convert --pickled {path} NEW"
+    "{path!r} is in DeepSpeed's own format: its files are pickles, which can run code. If you trust its author, read "
+    "it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)), or convert it to a checkpoint "
+    "without code: lockstep checkpoint convert --pickled {path} NEW"
 )
 FOREIGN = (
-    "{path!r} was written for a model that is cut over ranks itself (tensor or pipeline parallel): ZeRO alone is read"
+    "{path!r} was written for a model with tensor or pipeline parallelism. Only checkpoints of ZeRO without them can "
+    "be read"
 )
 _ENGINES = frozenset(
     {
@@ -51,34 +54,35 @@ _ENGINES = frozenset(
         *("ds_version", "universal_checkpoint_info"),
     }
 )
-"""What the engine itself puts beside the run."""
+"""Entries that the engine adds to those of the run."""
 
 
 def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint of DeepSpeed's engine as one process would have written it. No other rank is asked.
+    """Read a checkpoint of DeepSpeed's engine as one process would have written it. Not collective.
 
-    Weights are whole and in float32. The optimizer's states are there if lockstep had the engine write it.
+    Weights are whole and in float32. The optimizer's states are included if lockstep wrote the folder: Lightning does
+    not record which state belongs to which parameter.
 
     Args:
-        path: of the folder.
-        place: makes what a tensor is put into. If that has some of the elements, as ``start`` and ``to_local`` say, it
-            gets them; else a whole tensor is given. None: whole tensors.
-        weights_only: False, or it is refused.
+        path: the folder.
+        place: returns the target of a tensor. A target with ``start`` and ``to_local`` (a shard) receives its
+            elements; otherwise the whole tensor is returned. None: whole tensors.
+        weights_only: must be False.
 
     Raises:
-        MisconfigurationException: ``weights_only`` is not False, or the model was cut by more than ZeRO.
+        MisconfigurationException: ``weights_only`` is not False, or the model uses tensor or pipeline parallelism.
         ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
-        CorruptCheckpoint: a file is not there, or damaged.
+        CorruptCheckpoint: a file is missing or damaged.
     """
     folder = storage.local(path)
     if weights_only is not False:
         raise MisconfigurationException(f"{PICKLED.format(path=str(folder))}.")
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", f"reading {str(folder)!r}")
-    package.bring_in()
+    package.import_quietly()
     files = folder / (folder / LATEST).read_text().strip()
-    models = [_opened(each) for each in _by_rank(files, "model")]
-    states = [_opened(each)["optimizer_state_dict"] for each in _by_rank(files, "optim")]
+    models = [_load(each) for each in _by_rank(files, "model")]
+    states = [_load(each)["optimizer_state_dict"] for each in _by_rank(files, "optim")]
     checkpoint = {key: value for key, value in models[0].items() if key not in _ENGINES}
     try:
         groups = list(_groups(models[0], states))
@@ -89,19 +93,20 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
             checkpoint["optimizer_states"] = [{**optimizers[0], "state": _optimizer(groups, names, place)}]
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(folder)!r} is not as DeepSpeed's engine writes it ({damage.first_line(error)})."
+            f"The checkpoint {str(folder)!r} does not have the format of DeepSpeed's engine "
+            f"({damage.first_line(error)})."
         ) from error
     return checkpoint
 
 
-def written_by(path: PathLike) -> int:
-    """The number of ranks that have written a folder."""
+def count_ranks(path: PathLike) -> int:
+    """Return the number of ranks that wrote a folder."""
     folder = storage.local(path)
     return len(_by_rank(folder / (folder / LATEST).read_text().strip(), "optim"))
 
 
 def _by_rank(folder: Path, kind: str) -> list[Path]:
-    """The files of a kind, "model" or "optim", by rank."""
+    """Return the files of a kind, "model" or "optim", in the order of ranks."""
     found = {}
     for file in folder.glob(f"*_{kind}_states.pt"):
         parts = re.fullmatch(rf"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_{kind}_states\.pt", file.name)
@@ -110,14 +115,14 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
         found[int(parts[1] or 0)] = file
     if not found or sorted(found) != list(range(len(found))):
         raise CorruptCheckpoint(
-            f"The checkpoint {str(folder.parent)!r} lacks files {folder.name}/*_{kind}_states.pt: it has those of the "
-            f"ranks {sorted(found)}. Resume from an earlier checkpoint, or fetch the folder again."
+            f"The checkpoint {str(folder.parent)!r} lacks files {folder.name}/*_{kind}_states.pt: it has those of "
+            f"ranks {sorted(found)}. Resume from an earlier checkpoint, or copy the folder again."
         )
     return [found[rank] for rank in sorted(found)]
 
 
-def _opened(file: Path) -> dict[str, Any]:
-    """What a file holds, its tensors read when they are looked at."""
+def _load(file: Path) -> dict[str, Any]:
+    """Load a file; its tensors are memory-mapped and read on access."""
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
@@ -125,7 +130,7 @@ def _opened(file: Path) -> dict[str, Any]:
     return found
 
 
-# -- from runs of flattened groups to parameters -------------------------------------------------------------
+# -- from slices of flattened groups to parameters -----------------------------------------------------------
 
 
 @dataclass
@@ -133,11 +138,11 @@ class _Group:
     """Parameters that the engine has flattened together.
 
     Attributes:
-        shapes: by the parameters' names, in their order.
-        starts: of each parameter: in the flattened group; in stage 3 in each rank's run.
-        flat: by kind ("fp32", "exp_avg"): the runs of all ranks.
-        plain: what the optimizer keeps for the group as a whole.
-        even: each rank has its share of each parameter (stage 3), and not of the group.
+        shapes: shape by the parameter's name, in the group's order.
+        starts: first index of each parameter in the flattened group; in stage 3 in each rank's slice.
+        flat: slices of all ranks, by kind ("fp32", "exp_avg").
+        plain: states that the optimizer has for the whole group.
+        even: True if each rank has a share of each parameter (stage 3); False if it has a share of the group.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -147,13 +152,15 @@ class _Group:
     even: bool
 
     def whole(self, name: str, kind: str) -> Tensor:
-        """One parameter's values of a kind."""
+        """Return a parameter's values of a kind in its shape."""
         shape, start, runs = torch.Size(self.shapes[name]), self.starts[name], self.flat[kind]
         numel = shape.numel()
+        # the last rank's share is padded to the length of the others
         if self.even:
             share = -(-numel // len(runs))
             return torch.cat([run[start : start + share] for run in runs])[:numel].view(shape)
         found = []
+        # a parameter may start in one rank's slice and end in a later one
         for run in runs:
             found.append(run[max(start, 0) : max(start + numel, 0)])
             start -= run.numel()
@@ -161,10 +168,11 @@ class _Group:
 
 
 def _sizes(shapes: Mapping[str, Any], number: int, states: list[dict[str, Any]], even: bool) -> list[int]:
-    """The elements that each parameter takes: of the flattened group, or, where it is ``even``, of a rank's run."""
+    """Return the length of each parameter with padding, in the flattened group or, if ``even``, in a rank's slice."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     if even:
         return [-(-size // len(states)) for size in sizes]
+    # older versions did not align parameters
     paddings = states[0].get("param_alignment_paddings")
     if paddings is None:
         return sizes
@@ -187,7 +195,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """The module's state dict."""
+    """Return the module's state dict."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -195,41 +203,42 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
     made: dict[str, Any] = {}
     for name, value in first["module"].items():
         own = shared.get(name, name)
-        plain = name.removeprefix("_forward_module.")  # of Lightning's earlier versions
+        plain = name.removeprefix("_forward_module.")  # written by earlier versions of Lightning
         if own != name and own in made:
             made[plain] = made[own]
         elif own in trained:
-            made[plain] = _placed(f"model.{plain}", trained[own].whole(own, "fp32"), place)
+            made[plain] = _place(f"model.{plain}", trained[own].whole(own, "fp32"), place)
         elif own in frozen and in_shares:
             shape = torch.Size(frozen[own])
             parts = [model["frozen_param_fragments"][own] for model in models]
-            made[plain] = _placed(f"model.{plain}", torch.cat(parts)[: shape.numel()].view(shape), place)
+            made[plain] = _place(f"model.{plain}", torch.cat(parts)[: shape.numel()].view(shape), place)
         else:
-            made[plain] = _placed(f"model.{plain}", value, place) if isinstance(value, Tensor) else value
+            made[plain] = _place(f"model.{plain}", value, place) if isinstance(value, Tensor) else value
     return made
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """The states of an optimizer by its parameters' numbers."""
+    """Return the optimizer's states by the numbers of its parameters."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():
         group = of_name[name]
         state = {
-            key: _placed(f"optimizer_0.state.{number}.{key}", group.whole(name, key), place)
+            key: _place(f"optimizer_0.state.{number}.{key}", group.whole(name, key), place)
             for key in group.flat
             if key != "fp32"
         }
         if state or group.plain:
-            # an optimizer counts in place, for each parameter by itself
+            # cloned for each parameter: optimizers increment `step` in place
             plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.plain.items()}
             made[number] = {**plain, **state}
     return made
 
 
-def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
+def _place(name: str, whole: Tensor, place: Place | None) -> Tensor:
     target: Any = None if place is None else place(name, whole.shape, whole.dtype)
-    if not hasattr(target, "start"):  # else each rank cuts what it needs
+    # the files are mapped into memory: without a copy the values would be read later, when the folder may be gone
+    if not hasattr(target, "start"):
         return whole.detach().clone()
     part = target.to_local()
     part.copy_(whole.detach().flatten()[target.start : target.start + part.numel()])
@@ -237,33 +246,67 @@ def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
     return stands_for
 
 
-# -- from parameters to the files of one rank ----------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+class EngineCheckpointIO(TorchCheckpointIO):
+    """Writer of folders in DeepSpeed's own format.
+
+    Attributes:
+        save: function of the strategy that lets the engine write into a folder. Its second argument is the rest of
+            the checkpoint: all entries but weights and optimizer states.
+    """
+
+    writes_shards = True
+    writes_all_weights = True  # also the frozen ones
+    save: Callable[[Path, dict[str, Any]], None]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Write a checkpoint folder. Collective.
+
+        Raises the errors of `ShardedCheckpointIO`; a URL is refused.
+        """
+        self._check_options(storage_options)
+        own = checkpoint.get(format.KEY, {})
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        written: dict[str, Any] = {}
+
+        def put_together(parts: list[Any]) -> list[None]:
+            ranks = {"ranks": parts} if "ranks" in own else {}
+            written.update(format.marked({**rest, format.KEY: {**own, **ranks}}))
+            return [None] * len(parts)
+
+        # rank 0's file has the entries of all ranks, so the others need nothing back
+        sharded.together(lambda: own["ranks"][comm.rank()] if "ranks" in own else None, put_together)
+        about = {**own.get("writer", {}), "epoch": rest.get("epoch"), "global_step": rest.get("global_step")}
+        sharded.write_by(lambda folder: self.save(folder, written), about, path)
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write a whole checkpoint into a folder as the engine does on one rank, with stage 2.
+    """Write a whole checkpoint into a folder as the engine does on one rank with stage 2.
 
     Args:
-        checkpoint: as it was read; of a run under `DeepSpeedStrategy`, which notes the names of parameters.
-        folder: empty.
+        checkpoint: a loaded checkpoint of a run under `DeepSpeedStrategy`, which saves the parameters' names.
+        folder: an empty folder.
 
     Raises:
-        MisconfigurationException: nothing says which parameters the optimizer's states are of.
+        MisconfigurationException: the checkpoint has no optimizer states, or not the names of their parameters.
         ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
     """
     names = checkpoint.get(format.KEY, {}).get("strategy", {}).get(NAMES)
     if names is None or not checkpoint.get("optimizer_states"):
         raise MisconfigurationException(
-            "A checkpoint becomes one of DeepSpeed's engine if it holds an optimizer's states and the names of its "
-            "parameters, which DeepSpeedStrategy saves and other strategies do not: go on from it in a fit with "
-            'strategy="deepspeed", and save there.'
+            "The checkpoint cannot be converted to DeepSpeed's format: it lacks an optimizer's states or the names of "
+            "its parameters, which only DeepSpeedStrategy saves. Resume it in a fit with "
+            'strategy="deepspeed", and save it there.'
         )
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", "writing DeepSpeed's own files")
-    package.bring_in()
+    package.import_quietly()
     groups: _Trained = []
     for group in checkpoint["optimizer_states"][0]["param_groups"]:
         trained = {number: names[number] for number in group["params"] if number in names}
+        # the engine has no group for frozen parameters
         if trained:
             groups.append(({**group, "params": [len(groups)]}, trained))
     (folder / TAG).mkdir()
@@ -273,13 +316,13 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
 
 
 _Trained = list[tuple[dict[str, Any], dict[int, str]]]
-"""The optimizer's groups that are trained, each with its parameters: number to name."""
+"""Trained groups of the optimizer, each with the names of its parameters by number."""
 
 
 def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Other names of trained tensors, and the tensors that are not trained.
+    """Return further names of trained tensors, and the tensors that are not trained.
 
-    Which of the latter are buffers is not known, and the engine looks for its frozen parameters alone.
+    The latter include buffers: a checkpoint does not mark them, and the engine only looks up its frozen parameters.
     """
     known = {weights[name].data_ptr(): name for name in trained}
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -321,7 +364,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
     flats, states, paddings = [], {}, []
     for number, (_, trained) in enumerate(groups):
         flat = torch.cat([weights[name].detach().float().flatten() for name in trained.values()])
-        padding = flat.numel() % 2  # the engine makes groups of an even length
+        padding = flat.numel() % 2  # the engine pads a group to an even length
         first = saved.get(next(iter(trained)), {})
         states[number] = {
             key: _flattened([saved[each][key] for each in trained], padding) if key != "step" else value

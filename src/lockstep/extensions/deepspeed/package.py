@@ -1,4 +1,4 @@
-"""The package `deepspeed` as this process needs it: on which device, by which group, and without building anything."""
+"""Import of the package `deepspeed` for this run's device and process group, without building its kernels."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lockstep.ground.rank import log
 DEEPSPEED_BUILDS = Installation(
     "DeepSpeed's OpBuilder.jit_load",
     ("extensions/deepspeed/package.py",),
-    "a build is told, and does not wait for one that was killed",
+    "logs builds, and keeps them from waiting for one that was killed",
     stays=False,
 )
 DEEPSPEED_WARNINGS = Installation(
     "warnings.filters",
     ("extensions/deepspeed/package.py",),
-    "torch tells at each collective of DeepSpeed's that the function will have another name",
+    "hides torch's warnings on old names of functions at each of DeepSpeed's collectives",
     stays=False,
 )
 
@@ -43,11 +43,11 @@ OLDEST = (0, 19, 8)
 """The oldest version of DeepSpeed whose gradients were compared with those of one process."""
 
 SHARED_MEMORY = "deepspeed_shm_comm"
-"""DeepSpeed's own all-reduce within a host, which a compiler builds at the first start unless it is switched off."""
+"""DeepSpeed's all-reduce within a host. It is compiled at the first start unless it is switched off."""
 
 
 def is_installed() -> bool:
-    """Whether the package is there; it is not imported."""
+    """Return True if the package is installed, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -67,45 +67,51 @@ def check_installed(what: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise MisconfigurationException(
-            f"{what} needs deepspeed {oldest} or newer: the gradients of older ones are not tested, and {version} is "
-            'installed. Run `pip install "torch-lockstep[deepspeed]"`.'
+            f"{what} needs deepspeed {oldest} or newer, and {version} is installed. The gradients of older versions "
+            'are not tested. Run `pip install "torch-lockstep[deepspeed]"`.'
         )
 
 
-def bring_in() -> None:
-    """Import the package, without what it says and looks for meanwhile."""
-    with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
+def import_quietly() -> None:
+    """Import the package without its log lines and its optional imports."""
+    # its autotuner imports mlflow, if it is installed; that takes half of the time
+    with _quiet(), _without("mlflow"):
         importlib.import_module("deepspeed")
-    with _compiled_later():
+    with _delay_compile():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 @contextmanager
-def prepared(device: torch.device, level: int) -> Iterator[None]:
-    """Import DeepSpeed for ranks on this kind of device, joined to the process group that is there now.
+def import_for(device: torch.device, level: int) -> Iterator[None]:
+    """Import DeepSpeed for this kind of device and connect it to the current process group.
 
-    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. What the user asks for
-    (``DeepSpeedCPUAdam``, say) is built when it is made, which is said then.
+    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. Extensions that the user
+    needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
 
     Args:
-        device: of this rank.
-        level: of its log on rank 0; the other ranks tell errors alone.
+        device: this rank's device.
+        level: level of DeepSpeed's log on rank 0; other ranks log errors only.
     """
-    bring_in()
+    import_quietly()
     with _quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.utils import logger
 
         if get_accelerator().device_name() != device.type:
-            set_accelerator(_accelerator(device.type))
+            # it chooses CUDA if there is a GPU, also for a run on CPUs
+            if device.type == "cpu":
+                from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+            else:
+                from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+            set_accelerator(Accelerator())
     before = logger.level
     logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
-    _forget_other_groups()
+    _drop_dead_groups()
     with _quiet(), _without_shared_memory():
         deepspeed.init_distributed(comm.backend_of(None, device.type), auto_mpi_discovery=False, verbose=False)
     try:
-        with _builds_watched(), torchs_names_quiet():
+        with _log_builds(), hide_rename_warnings():
             yield
     finally:
         logger.setLevel(before)
@@ -113,11 +119,12 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Inside, this package counts as not installed, unless it is imported already."""
+    """Make imports of a package fail inside, unless it is imported already."""
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None  # type: ignore[assignment]  # which is how Python knows that an import fails
+    # Python raises ModuleNotFoundError for an entry that is None
+    sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -125,10 +132,11 @@ def _without(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _compiled_later() -> Iterator[None]:
-    """Inside, a function is compiled when it is first called: torch's compiler takes seconds to import.
+def _delay_compile() -> Iterator[None]:
+    """Delay ``torch.compile`` to the first call of a decorated function inside.
 
-    DeepSpeed decorates functions of an optimizer, Muon, which it imports in any case.
+    DeepSpeed always imports its optimizer Muon, which has decorated functions, and torch's compiler takes seconds to
+    import.
     """
     own = torch.compile
 
@@ -154,7 +162,10 @@ def _compiled_later() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Inside, DeepSpeed finds its own all-reduce not to be compatible; looking at all its extensions takes a while."""
+    """Mark DeepSpeed's all-reduce as not compatible inside, so that it is not built.
+
+    This also avoids its slow check of all extensions.
+    """
     from deepspeed import ops
 
     names = vars(ops)
@@ -170,8 +181,8 @@ def _without_shared_memory() -> Iterator[None]:
 
 
 @contextmanager
-def torchs_names_quiet() -> Iterator[None]:
-    """Inside, torch does not tell at each call that functions which DeepSpeed uses will have other names."""
+def hide_rename_warnings() -> Iterator[None]:
+    """Hide torch's deprecation warnings for collectives that DeepSpeed calls by their old names inside."""
     with DEEPSPEED_WARNINGS.inside():
         before = list(warnings.filters)
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -180,12 +191,13 @@ def torchs_names_quiet() -> Iterator[None]:
         try:
             yield
         finally:
-            if added in warnings.filters and added not in before:  # it may be within another
+            # an outer use of this context still needs the filter
+            if added in warnings.filters and added not in before:
                 warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def zero_keys() -> list[str]:
-    """The keys of "zero_optimization" in a config of DeepSpeed's."""
+    """Return the keys of "zero_optimization" in the installed version of DeepSpeed."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -193,9 +205,10 @@ def zero_keys() -> list[str]:
 
 
 def uses_checkpointing(module: torch.nn.Module) -> bool:
-    """Whether a layer's ``forward`` names ``deepspeed.checkpointing``, or its function ``checkpoint``."""
+    """Return True if a layer's ``forward`` names ``deepspeed.checkpointing`` or its function ``checkpoint``."""
     import deepspeed
 
+    # by the names in its code: a run to find out would need a batch
     own = (deepspeed.checkpointing, deepspeed.checkpointing.checkpoint)
     for layer in module.modules():
         forward = type(layer).forward
@@ -211,7 +224,10 @@ def uses_checkpointing(module: torch.nn.Module) -> bool:
 
 
 def configure_checkpointing(block: Mapping[str, Any]) -> None:
-    """Let ``deepspeed.checkpointing`` work as the config's block says; nothing is cut without model parallelism."""
+    """Configure ``deepspeed.checkpointing`` by the config's block.
+
+    Activations are not partitioned, which would need model parallelism.
+    """
     import deepspeed
 
     deepspeed.checkpointing.configure(
@@ -222,19 +238,9 @@ def configure_checkpointing(block: Mapping[str, Any]) -> None:
     )
 
 
-def _accelerator(kind: str) -> Any:
-    if kind == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        return CPU_Accelerator()
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    return CUDA_Accelerator()
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, logs tell errors alone: an import says on which device it is, and more."""
+    """Log errors only inside: importing DeepSpeed logs its device and more."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -246,8 +252,8 @@ def _quiet() -> Iterator[None]:
 _known_group: object = None
 
 
-def _forget_other_groups() -> None:
-    """DeepSpeed keeps groups for the life of the process; those of another default group are dead."""
+def _drop_dead_groups() -> None:
+    """Drop process groups that DeepSpeed made in an earlier default group, which is destroyed by now."""
     global _known_group
     here = dist.group.WORLD
     if here is _known_group:
@@ -264,12 +270,12 @@ def _forget_other_groups() -> None:
     _known_group = here
 
 
-# -- what is built --------------------------------------------------------------------------------------------
+# -- builds of extensions -------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _builds_watched() -> Iterator[None]:
-    """Inside, a build of an extension of DeepSpeed's is told, and does not wait for one that was killed."""
+def _log_builds() -> Iterator[None]:
+    """Log builds of DeepSpeed's extensions inside, and keep them from waiting for a build that was killed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = OpBuilder.jit_load
@@ -280,7 +286,7 @@ def _builds_watched() -> Iterator[None]:
             remove_stale_lock(folder)
             if not any(folder.glob("*.so")):
                 check_compiler(self.name)
-                log.info(f"DeepSpeed builds its extension {self.name!r}: this takes half a minute, once.")
+                log.info(f"DeepSpeed builds its extension {self.name!r}. This takes about half a minute, once.")
         return own(self, verbose)
 
     with DEEPSPEED_BUILDS.inside():
@@ -292,7 +298,7 @@ def _builds_watched() -> Iterator[None]:
 
 
 def check_compiler(name: str) -> None:
-    """Refuse to build an extension where nothing can.
+    """Check that an extension can be built.
 
     Raises:
         MisconfigurationException: torch finds no C++ compiler.
@@ -302,13 +308,13 @@ def check_compiler(name: str) -> None:
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         raise MisconfigurationException(
-            f"DeepSpeed has to build its extension {name!r}, and there is no C++ compiler ({compiler!r}): install one "
-            "(g++), or use torch.optim.AdamW in the place of DeepSpeed's own optimizers."
+            f"DeepSpeed must build its extension {name!r}, and there is no C++ compiler ({compiler!r}). Install one "
+            "(g++), or use torch.optim.AdamW instead of DeepSpeed's own optimizers."
         )
 
 
 def can_use_disks() -> bool:
-    """Whether DeepSpeed can keep states on a disk here: its extension for that needs libaio and its headers."""
+    """Return True if DeepSpeed can offload to a disk: its extension for that needs libaio and its headers."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with _quiet():
@@ -316,21 +322,22 @@ def can_use_disks() -> bool:
 
 
 def build_folder(name: str) -> Path | None:
-    """Where torch builds an extension of this name; None where it does not say."""
+    """Return the folder in which torch builds an extension; None if this torch has no such function."""
     from torch.utils import cpp_extension
 
+    # private in torch, so it may be missing
     find: Callable[[str, bool], str] | None = getattr(cpp_extension, "_get_build_directory", None)
     return None if find is None else Path(find(name, False))
 
 
 def remove_stale_lock(folder: Path) -> bool:
-    """Remove the lock of a build that was killed, on which all later ones would wait for ever.
+    """Remove the lock of a build that was killed; later builds would wait for it forever.
 
-    A build holds its lock open as long as it runs, so a lock that no process has open is a dead one's. This is known
-    on Linux alone.
+    A running build has its lock file open, so a lock that no process has open is stale. This is only checked on
+    Linux, by ``/proc``.
 
     Returns:
-        whether there was such a lock.
+        True if a lock was removed.
     """
     lock = folder / "lock"
     processes = Path("/proc")
@@ -341,8 +348,8 @@ def remove_stale_lock(folder: Path) -> bool:
         try:
             if Path(os.readlink(descriptor)) == target:
                 return False
-        except OSError:  # of another user, or gone
+        except OSError:  # another user's process, or one that has ended
             continue
     lock.unlink(missing_ok=True)
-    log.info(f"A build of a DeepSpeed extension was killed earlier: its lock {str(lock)!r} is removed.")
+    log.info(f"A build of a DeepSpeed extension was killed earlier. Its lock {str(lock)!r} is removed.")
     return True

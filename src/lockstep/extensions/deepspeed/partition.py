@@ -1,4 +1,4 @@
-"""Parameters in partitions (ZeRO stage 3): how a module comes into them, and what of it is whole again."""
+"""Partitioned parameters (ZeRO stage 3): how a module is cut and filled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.ground.parameters import is_partitioned
 DEEPSPEED_LINEAR = Installation(
     "torch.nn.functional.linear",
     ("extensions/deepspeed/partition.py",),
-    "in forwards and backwards of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
+    "keeps linear layers of stage 3 from saving a view of a parameter, which would keep its memory",
     stays=False,
 )
 
@@ -31,18 +31,18 @@ def partition(
     gather: Callable[[Iterable[Tensor]], object],
     sources: Mapping[int, Source],
 ) -> dict[int, Tensor]:
-    """Let each rank keep its part of rank 0's weights, layer by layer. Collective.
+    """Partition a module in place: each rank keeps its shard of rank 0's weights, layer by layer. Collective.
 
     Args:
-        module: alike on all ranks but for its values; changed in place.
-        config: of the engine.
-        dtype: of the parts; None: as the parameters are.
-        device: of this rank.
-        gather: makes a layer's parameters whole, before they are cut.
-        sources: of parameters that a folder fills, by id: each rank reads its part.
+        module: has the same parameters on all ranks; their values may differ.
+        config: the engine's config.
+        dtype: dtype of the shards; None: that of the parameters.
+        device: this rank's device.
+        gather: gives a layer's parameters their values, before they are cut.
+        sources: files with the values of parameters, by the parameter's id: each rank reads its shard.
 
     Returns:
-        by a parameter's id this rank's elements in the type that it had, where ``dtype`` is another.
+        this rank's elements in their original dtype, by the parameter's id, for parameters whose dtype changes.
     """
     import deepspeed
 
@@ -50,6 +50,7 @@ def partition(
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), enabled=True)
     exact: dict[int, Tensor] = {}
     room = _Room(module, device)
+    # layer by layer, so that a rank never has more than one layer whole on its device
     for layer in reversed(list(module.modules())):
         mine = [p for p in layer.parameters(recurse=False) if not is_partitioned(p)]
         made = [parameter for parameter in mine if id(parameter) not in sources]
@@ -73,7 +74,7 @@ def partition(
 
 
 def _part_of(parameter: Tensor, source: Source | None) -> Tensor:
-    """This rank's elements of a parameter, in its type: those that it has, or those of a folder."""
+    """Return this rank's elements of a parameter in its dtype, from the parameter itself or from a file."""
     start, size = span(parameter.numel(), comm.rank(), comm.world_size())
     if source is None:
         return parameter.detach().flatten()[start : start + size]
@@ -83,21 +84,20 @@ def _part_of(parameter: Tensor, source: Source | None) -> Tensor:
 
 
 class _Room:
-    """Memory in which one parameter after the other is whole while DeepSpeed cuts it.
-
-    Were it taken for each and freed again, the C library would keep up to 64 MiB of what is free.
+    """Memory for one whole parameter at a time, while DeepSpeed cuts it.
 
     Args:
-        module: whose largest parameter fits.
-        device: of the memory.
+        module: its largest parameter fits.
+        device: device of the memory.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        # taken once: with an allocation per parameter the C library keeps up to 64 MiB of freed memory
         sizes = (parameter.numel() * parameter.element_size() for parameter in module.parameters())
         self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def whole_with(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A whole tensor that has this rank's elements in their place, and anything in the others'."""
+        """Return a whole tensor with this rank's elements in their place; the others are not defined."""
         whole = self._bytes[: shape.numel() * dtype.itemsize].view(dtype)
         start, size = span(shape.numel(), comm.rank(), comm.world_size())
         whole[start : start + size].copy_(part)
@@ -105,9 +105,10 @@ class _Room:
 
 
 def align_numbers() -> None:
-    """Let all ranks number layers and parameters alike, which DeepSpeed compares; collective.
+    """Make all ranks continue DeepSpeed's numbering of layers and parameters at the same number. Collective.
 
-    It counts on from engine to engine, and a rank may have had more of them than others.
+    DeepSpeed compares these numbers between ranks. It counts over all engines of a process, and a rank may have made
+    more engines than others.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -118,26 +119,28 @@ def align_numbers() -> None:
 
 
 def put(parameter: Any, value: Tensor) -> None:
-    """Let a partitioned parameter have this value, of which this rank keeps its part; no other rank is asked.
+    """Set this rank's shard of a partitioned parameter. Not collective.
 
     Args:
-        parameter: of the module.
-        value: whole, or this rank's elements.
+        parameter: a partitioned parameter of the module.
+        value: the whole value, or this rank's elements.
     """
     start, size = span(parameter.ds_numel, comm.rank(), comm.world_size())
     whole = value.shape == parameter.ds_shape
     part = value.flatten()[start : start + size] if whole else value
     with torch.no_grad():
         parameter.ds_tensor.data[:size].copy_(part)
-        if whole and parameter.data.shape == parameter.ds_shape:  # it is whole now
+        # a parameter that is gathered now has a second copy of the values
+        if whole and parameter.data.shape == parameter.ds_shape:
             parameter.data.copy_(value)
 
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """Inside, linear layers keep the parameter for their backward, and not a view that would hold its memory.
+    """Make linear layers save the parameter for their backward inside, instead of a view that keeps its memory.
 
-    A backward that computes layers again has to be inside as well: each keeps as many tensors as the first time.
+    A backward that recomputes layers must be inside as well: torch checks that they save as many tensors as the first
+    time.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 

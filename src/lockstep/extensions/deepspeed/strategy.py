@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1 to 3 by the package's own engine, with windows, data and checkpoints of the Trainer."""
+"""DeepSpeed's engine (ZeRO stages 1 to 3) with the Trainer's accumulation windows, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from lockstep.engines.sharded.strategy import ShardedStrategy, bring_states, gen
 from lockstep.extensions.deepspeed import config as settings
 from lockstep.extensions.deepspeed import folder as deepspeed_folder
 from lockstep.extensions.deepspeed import package
-from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
 from lockstep.extensions.deepspeed.partition import partition, put, span
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -45,57 +44,59 @@ if TYPE_CHECKING:
     from lockstep.extensions.deepspeed.engine import ZeroEngine
 
 THAWED = (
-    "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
-    "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
-    'group with lr=0.0 until its time, say; or use strategy="fsdp".'
+    "DeepSpeed: parameter {name!r} would not be trained: it was frozen, or not in the optimizer, when the fit started "
+    "and the engine was made. Let it require gradients from the start, for example in a group with lr=0.0, or use "
+    'strategy="fsdp".'
 )
 FORMATS = ("sharded", "full", "deepspeed")
 NO_EFFECT = {
-    "load_full_weights": "checkpoints hold whole weights in any case",
-    "logging_batch_size_per_gpu": "the loader says how large a batch is",
-    "remote_device": "`offload_params_device` says where parameters are kept",
+    "load_full_weights": "whole weights can be read from all checkpoints",
+    "logging_batch_size_per_gpu": "the batch size is the loader's",
+    "remote_device": "`offload_params_device` sets the device of parameters",
 }
-"""Arguments of Lightning's strategy that have no effect here, and why."""
+"""Arguments of Lightning's strategy without an effect, and the reasons."""
 
 
 class DeepSpeedStrategy(ShardedStrategy):
-    """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
+    """One process per device, on DeepSpeed's engine with ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
 
-    The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
-    to the default. See `docs/deepspeed.md`.
+    The arguments are those of Lightning's strategy. None takes the value of ``config``, or the default if ``config``
+    does not have it. See `docs/deepspeed.md`.
 
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
-        stage: of ZeRO: 1 cuts optimizer states over the ranks, 2 gradients, too, 3 parameters, too. Default: 2.
+        zero_optimization: must be True.
+        stage: ZeRO's stage: 1 shards optimizer states over the ranks, 2 also gradients, 3 also parameters. Default: 2.
         offload_optimizer: keep optimizer states on ``offload_optimizer_device`` ("cpu"), and step there.
         offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
-        nvme_path: a folder on a fast disk, where a device is "nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: of the offload.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: of the disk.
-        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: of ZeRO.
-        allgather_bucket_size, reduce_bucket_size: the same; buckets have at most 2e8 elements.
-        zero_allow_untested_optimizer: False: refuse optimizers that DeepSpeed does not name as tested.
-        config: DeepSpeed's own: a JSON file, or a dict. What belongs to the Trainer may stand there if it says the
-            same.
-        logging_level: of DeepSpeed's log, on rank 0.
-        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of precision="16-mixed".
-        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: of
-            ``deepspeed.checkpointing``, where the model uses it.
+        offload_params_device, offload_optimizer_device: "cpu" or "nvme".
+        nvme_path: a folder on a fast disk, for the device "nvme".
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO.
+        allgather_bucket_size, reduce_bucket_size: size of a bucket, in elements; at most 2e8 by default.
+        zero_allow_untested_optimizer: if False, refuse optimizers that DeepSpeed does not list as tested.
+        config: DeepSpeed's config: a JSON file, or a dict. Settings of the Trainer may be repeated in it with the same
+            value.
+        logging_level: level of DeepSpeed's log on rank 0.
+        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: loss scaling with
+            precision="16-mixed".
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary:
+            settings of ``deepspeed.checkpointing``, if the model uses it.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
-        nccl: NCCL's variables, as of ``DDPStrategy``.
-        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
-        activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same.
-        checkpoint_format: "sharded": a folder that all ranks write, each its part; any strategy reads it on any number
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        nccl: NCCL's variables, as in ``DDPStrategy``.
+        activation_checkpointing: recompute activations in the backward: True (in the repeated blocks), or classes.
+        activation_checkpointing_policy: layers to recompute, as classes or a policy function.
+        activation_checkpointing_save: results that are kept in such layers.
+        checkpoint_format: "sharded": a folder in which each rank writes its shards; any strategy reads it on any number
             of ranks. "full": the same in one file, gathered by rank 0. "deepspeed": the engine's own folder.
-        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
-        **others: further arguments of Lightning's strategy, taken where they have no effect.
+        async_save: with "sharded": each rank copies its shards and continues to train while a thread writes them.
+        **others: further arguments of Lightning's strategy, accepted if they have no effect.
 
     Raises:
-        MisconfigurationException: for an argument that has no place here, that nobody knows, or that the config
-            contradicts.
+        MisconfigurationException: an argument is unknown or not supported, or has a different value than the config.
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
@@ -165,30 +166,30 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._take_others(DeepSpeedStrategy, others, NO_EFFECT)
         if zero_optimization is not True:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
-                'gradients, which strategy="ddp" does faster.'
+                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): ZeRO cannot be switched off. Without it "
+                'use strategy="ddp", which reduces whole gradients faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
-        self._save_by(checkpoint_format, async_save)
+        self._select_writer(checkpoint_format, async_save)
         self._user = settings.read(config)
-        self._config = settings.merged(settings.whole_numbers(given), self._user)
+        self._config = settings.merge(settings.with_integers(given), self._user)
         zero = self._config[settings.ZERO]
         self._stage = int(zero["stage"])
         if offload_parameters and self._stage != 3:
             rank_zero_info(
-                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
-                "on each device until stage 3."
+                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: before stage 3 "
+                "parameters are whole on each device."
             )
         self._level = logging_level
         self._exact: dict[int, Tensor] = {}
         self._zero: ZeroEngine | None = None
         self._evaluates: Any = None
-        self._said_sizes: dict[str, int] = {}
-        self._has_ended = False
-        self._call = ExitStack()  # what is there for the length of a call
+        self._config_sizes: dict[str, int] = {}
+        self._is_over = False
+        self._call = ExitStack()  # contexts that last for one call of fit, validate, test or predict
 
-    def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
-        """Choose what writes checkpoints."""
+    def _select_writer(self, checkpoint_format: str, async_save: bool) -> None:
+        """Select the writer of checkpoints."""
         self._format = checkpoint_format
         if checkpoint_format not in FORMATS:
             raise MisconfigurationException(
@@ -199,34 +200,36 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._save_in_parts(async_save)
         elif async_save:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): parts alone are written "
-                'in the background: leave checkpoint_format at "sharded".'
+                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): only "
+                'checkpoint_format="sharded" can be written in the background. Use it, or async_save=False.'
             )
         elif checkpoint_format == "deepspeed":
             self.saves_shards = True
-            writer = EngineCheckpointIO()
+            writer = deepspeed_folder.EngineCheckpointIO()
             writer.save = self._engine_saves
             self.checkpoints = CheckpointWriter(writer)
 
     def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
         if self._zero is None:
             raise MisconfigurationException(
-                'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
-                'fit, or after one; or choose checkpoint_format="sharded".'
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): the engine, which saves, does not exist before a '
+                'fit. Save during or after a fit, or use checkpoint_format="sharded".'
             )
-        with package.torchs_names_quiet():  # it may be after the call
+        # `save_checkpoint` may be called after the fit, when the context of the call has ended
+        with package.hide_rename_warnings():
             self._zero.save(folder, deepspeed_folder.TAG, rest)
 
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As of any ranks; the engine scales the loss where floats have 16 bits."""
+        """Check the precision, and leave the scaling of a float16 loss to the engine."""
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
-                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
-                f"choose one of {', '.join(settings.PRECISIONS)}."
+                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32. '
+                f"Choose one of {', '.join(settings.PRECISIONS)}."
             )
-        settings.of_precision(self._config, precision.name, device.type)
+        settings.set_precision(self._config, precision.name, device.type)
+        # a copy: the user may pass the same plugin to another Trainer
         if precision.scaler is not None:
             precision = copy(precision)
             precision.scaler = None
@@ -235,25 +238,29 @@ class DeepSpeedStrategy(ShardedStrategy):
     def setup_environment(self) -> None:
         """Join the other ranks, and import DeepSpeed."""
         super().setup_environment()
+        # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
         self._call.enter_context(told_local_rank(self.world.local_rank))
-        self._call.enter_context(package.prepared(self.root_device, self._level))
+        self._call.enter_context(package.import_for(self.root_device, self._level))
         settings.check_keys(self._user, package.zero_keys())
-        path = settings.disk(self._config)
+        path = settings.find_disk(self._config)
         if path is not None and not package.can_use_disks():
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
-                'install it with its headers (libaio-dev), or offload to the "cpu".'
+                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed needs libaio to offload to a disk, and it is not "
+                'installed. Install it with its headers (libaio-dev), or offload to the "cpu".'
             )
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
+        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
-        self._end_engine()
+        if self._zero is not None and not self._is_over:
+            self._zero.end()
+        self._zero = None
         self.module, self._own_backward = module, own_backward
-        self._has_ended = False
+        self._is_over = False
         self.precision.convert_module(module)
+        # in stage 3 `partition` fills layer by layer, so that a model fits that is too large for one device
         if self._stage != 3:
             fill(module, self.root_device)
         sources = stand_in(module)
@@ -281,7 +288,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._watch(module)
 
     def _choose_recomputation(self) -> None:
-        """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
+        """Apply the config's block: to ``deepspeed.checkpointing`` if the model calls it, else to repeated blocks."""
         block = self._config.get("activation_checkpointing", {})
         on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
         if not on:
@@ -292,54 +299,55 @@ class DeepSpeedStrategy(ShardedStrategy):
         elif not self._recomputation.is_on:
             self._recompute(True, None, None)
             rank_zero_info(
-                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing, so the repeated blocks are "
-                "recomputed as by activation_checkpointing=True."
+                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing. The repeated blocks are "
+                "recomputed instead, as with activation_checkpointing=True."
             )
         if "partition_activations" in on:
             rank_zero_info("DeepSpeed: partition_activations has no effect without model parallelism.")
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """The type in which the engine keeps parameters; None: float32."""
+        """Dtype of the engine's parameters; None: float32."""
         blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """The engine's config, as far as it is known before there is an optimizer."""
+        """Return the engine's config without the optimizer's settings, which need the optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
-        self._said_sizes = settings.of_batches(made)
+        self._config_sizes = settings.take_batch_sizes(made)
+        # the loop decides both: it reports the last backward of a window, and sets the norm before a step
         made["gradient_accumulation_steps"] = 1
         made["gradient_clipping"] = 0.0
         numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
         if not numel:
             raise MisconfigurationException(
-                f"{type(self.module).__name__} has no parameters for DeepSpeed to cut. Layers in a plain list or dict "
-                "are not the module's: use nn.ModuleList or nn.ModuleDict."
+                f"{type(self.module).__name__} has no parameters. Layers in a plain list or dict are not registered: "
+                "use nn.ModuleList or nn.ModuleDict."
             )
-        settings.fill_in(made, self.root_device.type, numel)
+        settings.set_defaults(made, self.root_device.type, numel)
         return made
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Give the module and its optimizer to DeepSpeed's engine."""
-        from lockstep.extensions.deepspeed.engine import ZeroEngine
-        from lockstep.extensions.deepspeed.gradients import ZeroGradients
+        """Make DeepSpeed's engine for the module and its optimizer."""
+        from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
         optimizer = self._check_fit(optimizers)
         made = self._engine_config()
         trainer = self.module.trainer
-        settings.of_optimizer(dict(self._config), optimizer)
-        settings.of_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
+        settings.check_optimizer(dict(self._config), optimizer)
+        settings.set_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
         clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
-        settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
+        settings.set_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
         made.update(clipping)
         self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         self._end_evaluation()
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
         self.gradients = ZeroGradients(self, self._zero)
         self._exact = {}
+        # the engine's buffers have the gradients, so the optimizer's own method would clear nothing
         vars(optimizer)["zero_grad"] = self._zero_grad
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -347,23 +355,23 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._zero.zero_grad()
 
     def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
-        """Refuse what the engine cannot do, by name; gives the one optimizer."""
+        """Refuse what the engine cannot do, and return the only optimizer."""
         module = self.module
         kind = type(module).__name__
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{kind}: automatic_optimization=False under DeepSpeed: its engine has to know which backward is the "
-                'last before a step. Let the Trainer step, or use strategy="fsdp".'
+                f"{kind}: automatic_optimization=False under DeepSpeed: its engine must receive which backward is the "
+                'last one before a step. Use automatic optimization, or strategy="fsdp".'
             )
         if len(optimizers) != 1:
             raise MisconfigurationException(
                 f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
-                'Put their parameters into groups of one, or use strategy="fsdp".'
+                'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         if isinstance(optimizers[0], CombinedOptimizer):
             raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine lays the parameters of "
-                'one optimizer end to end. Put them into groups of one, or use strategy="fsdp".'
+                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine steps one optimizer. "
+                'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         for name, way in (
             ("configure_gradient_clipping", "use Trainer(gradient_clip_val=...)"),
@@ -371,93 +379,81 @@ class DeepSpeedStrategy(ShardedStrategy):
         ):
             if getattr(type(module), name) is not getattr(LightningModule, name):
                 raise MisconfigurationException(
-                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one go, on this rank's part of "
-                    f'the gradients: {way}, or strategy="fsdp".'
+                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one call, on this rank's shard "
+                    f'of the gradients. Instead {way}, or use strategy="fsdp".'
                 )
         optimizer = optimizers[0]
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
-                f"{type(optimizer).__name__}: none of its parameters needs gradients: there is nothing to train."
+                f"{type(optimizer).__name__}: none of its parameters requires a gradient. There is nothing to train."
             )
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise MisconfigurationException(
-                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32: "
-                    'convert it by module.float(), or use strategy="fsdp".'
+                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32. "
+                    'Convert it by module.float(), or use strategy="fsdp".'
                 )
-        self._check_dtypes(optimizer)
-        self._check_tested(optimizer)
-        self._check_callbacks()
-        return optimizer
-
-    def _check_dtypes(self, optimizer: Optimizer) -> None:
-        """Refuse trained parameters of several types, which the engine would lay end to end in one of them."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         of_dtype: dict[torch.dtype, str] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if id(parameter) in trained:
                 of_dtype.setdefault(parameter.dtype, name)
+        # the engine would concatenate parameters of several dtypes in one of them
         if len(of_dtype) > 1 and self._dtype is None:
             some = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())
             raise MisconfigurationException(
-                f"{type(self.module).__name__}: parameter {some}, and DeepSpeed lays those that are trained end to end "
-                "in one type: freeze those of the others (`requires_grad_(False)`), convert them by "
-                'module.float(), or use strategy="fsdp".'
+                f"{kind}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze the others "
+                '(`requires_grad_(False)`), convert them by module.float(), or use strategy="fsdp".'
             )
+        # the engine would only raise an assertion, which does not list the tested ones
+        if not self._config.get("zero_allow_untested_optimizer", True):
+            from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+            if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+                tested = ", ".join(sorted({tested.__name__ for tested in ZERO_SUPPORTED_OPTIMIZERS}))
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: "
+                    f"DeepSpeed has tested {tested}. Use one of them, or remove the argument."
+                )
+        self._check_callbacks()
+        return optimizer
 
     def _check_callbacks(self) -> None:
-        """Refuse callbacks that change the module's parameters where those are not what is trained."""
+        """Refuse callbacks that change the module's parameters if the engine trains other tensors."""
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
-            where, way = "under stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
+            where, way = "in stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
         elif self._dtype is not None:
-            where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
+            where = f"with precision={self.precision.name!r} the engine trains float32 weights, not the module's"
             way = 'precision="32-true" or "bf16-mixed"'
         for callback in callbacks:
             name = type(callback).__name__
             if callback.replaces_parameters is True:
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
-                    'trains: use strategy="ddp".'
+                    f"DeepSpeedStrategy with {name}: the callback replaces the parameters that the engine trains. Use "
+                    'strategy="ddp".'
                 )
             if where is not None and callback.averages_weights is True:
                 raise MisconfigurationException(
                     f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
                 )
 
-    def _check_tested(self, optimizer: Optimizer) -> None:
-        if self._config.get("zero_allow_untested_optimizer", True):
-            return
-        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-        if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-            tested = ", ".join(sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS}))
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: DeepSpeed "
-                f"names as tested {tested}: use one of them, or leave the argument out."
-            )
-
     def check_trained(self, replaced: bool = False) -> None:
-        """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
+        """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
         super().check_trained(replaced)
-        name = None if self._zero is None else self._zero.untrained()
+        name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
     def teardown(self) -> None:
-        """Take the engine's hooks away; in stage 3 the module stays in partitions."""
+        """Remove the engine's hooks; in stage 3 the module stays partitioned."""
         super().teardown()
         self._end_evaluation()
-        if self._zero is not None and not self._has_ended:
+        if self._zero is not None and not self._is_over:
             self._zero.end()
-            self._has_ended = True
+            self._is_over = True
         self._call.close()
-
-    def _end_engine(self) -> None:
-        if self._zero is not None and not self._has_ended:
-            self._zero.end()
-        self._zero = None
 
     def _end_evaluation(self) -> None:
         if self._evaluates is not None:
@@ -467,44 +463,39 @@ class DeepSpeedStrategy(ShardedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
-        if self._said_sizes and torch.is_grad_enabled():
-            self._check_sizes()
+        """Call a method of the module inside the engine's hooks, which gather parameters in stage 3."""
+        # here and not at setup: the loader exists only from the first training step on
+        if self._config_sizes and torch.is_grad_enabled():
+            trainer = self.module.trainer
+            size = getattr(trainer.train_dataloader, "batch_size", None)
+            if isinstance(size, int):
+                settings.check_batches(self._config_sizes, size, trainer.accumulate_grad_batches, self.world.size)
+            self._config_sizes = {}
         return super().run(fn, *args)
 
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
-        return self._runner()(fn, *args)
-
-    def _runner(self) -> Callable[..., Any]:
-        if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
-            return self._zero.run
+        if self._zero is not None and not self._is_over and (self._stage == 3 or torch.is_grad_enabled()):
+            return self._zero.run(fn, *args)
         if self._stage != 3:
-            return _called
+            return fn(*args)
+        # only an engine's hooks gather parameters; one without an optimizer does it outside a fit
         if self._evaluates is None:
             from lockstep.extensions.deepspeed.engine import evaluation
 
             self._evaluates = evaluation(self.module, self._engine_config())
-        runner: Callable[..., Any] = self._evaluates
-        return runner
-
-    def _check_sizes(self) -> None:
-        trainer = self.module.trainer
-        size = getattr(trainer.train_dataloader, "batch_size", None)
-        if isinstance(size, int):
-            settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
-        self._said_sizes = {}
+        return self._evaluates(fn, *args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Backward with gradients averaged over the ranks and cut, by the engine."""
+        """Run the engine's backward, which averages gradients over the ranks and shards them."""
         assert self._zero is not None
         self._zero.backward(loss, self.sync_gradients, self.drops_gradients, self._own_backward)
         self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
+        """Let the engine clip the whole gradient by its 2-norm in the next step."""
         assert self._zero is not None
         if algorithm != "norm":
-            settings.of_clipping({}, value, algorithm)
+            settings.set_clipping({}, value, algorithm)
         self._zero.clip(value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -512,61 +503,64 @@ class DeepSpeedStrategy(ShardedStrategy):
         assert self._zero is not None
         if closure is not None:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine steps by gradients that are "
-                'there already: use an optimizer without a closure, or strategy="ddp".'
+                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine does not compute gradients "
+                'again. Use an optimizer without a closure, or strategy="ddp".'
             )
         self._zero.step()
         self.left_out = bool(getattr(self._zero.zero, "overflow", False))
 
-    # -- what it holds
+    # -- states
 
     def held(self) -> dict[str, list[Tensor]]:
-        """This rank's parts, the engine's float32 weights among the optimizer's states, and its buckets."""
+        """Return this rank's tensors by kind; the engine's float32 weights count as optimizer states."""
         held = super().held()
-        if self._zero is None or self._has_ended:
+        if self._zero is None or self._is_over:
             parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
             return {**held, "parameters": parts}
         return {**held, **self._zero.held()}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter in float32 and its gradient, gathered one by one."""
+        """Yield the name, float32 value and gradient of each parameter, gathered one by one. Collective."""
         if self._zero is not None:
-            self._zero.take_changes()
+            self._zero.copy_changes()
         for name, parameter in self.named_parameters().items():
             gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
             yield name, self._whole(parameter), gradient
 
     def _whole(self, parameter: Parameter) -> Tensor:
-        return self._made_whole(self._part(parameter))
+        return self._gather(self._part(parameter))
 
-    def _made_whole(self, value: Tensor) -> Tensor:
+    def _gather(self, value: Tensor) -> Tensor:
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
-        """What this rank has of a parameter: of one that is trained, the float32 elements that it updates."""
-        if self._zero is not None and self._zero.knows(parameter):
+        """Return this rank's shard of a parameter: the engine's float32 elements if it is trained."""
+        if self._zero is not None and self._zero.trains(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):
             return FlatPart.of_span(parameter.ds_shape, parameter.dtype, parameter.ds_tensor)
         value: Tensor = parameter.detach()
         return value
 
-    def _kept(self, value: Tensor) -> Tensor:
-        """What becomes of a part in a checkpoint: itself, or where rank 0 writes, the whole there."""
+    def _for_checkpoint(self, value: Tensor) -> Tensor:
+        """Return the value that a checkpoint has for a shard: itself, or the whole tensor if rank 0 writes."""
         if self.saves_shards:
             return value
-        whole = self._made_whole(value)
+        # gathered one by one, and only rank 0 keeps the result, in CPU memory
+        whole = self._gather(value)
         return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizer: this rank's parts; with "full" as of one process, on rank 0, without values elsewhere.
+        """Return the states of module and optimizer.
 
-        With "deepspeed" the engine writes them, and here are names alone.
+        With "sharded" these are this rank's shards. With "full" rank 0 has whole tensors, and the other ranks have
+        tensors on the meta device. With "deepspeed" the engine writes states itself, and this contains only names and
+        settings.
         """
         self._refuse_alone(alone)
         zero = self._zero
         if zero is not None:
-            zero.take_changes()
+            zero.copy_changes()
         if self._format == "deepspeed":
             if zero is None or weights_only:
                 return EngineState(self.module.state_dict())
@@ -575,17 +569,18 @@ class DeepSpeedStrategy(ShardedStrategy):
         module = self._module_state()
         if weights_only or zero is None:
             return EngineState(module)
-        return EngineState(module, [zero.optimizer_state(self._kept)], {deepspeed_folder.NAMES: zero.names()})
+        return EngineState(module, [zero.optimizer_state(self._for_checkpoint)], {deepspeed_folder.NAMES: zero.names()})
 
     def _module_state(self) -> dict[str, Any]:
-        """The module's state dict with the engine's own values of parameters."""
+        """Return the module's state dict with the engine's values of parameters."""
         made = self.module.state_dict()
+        # a shared parameter has several names and is gathered once
         done: dict[int, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name not in made:
                 continue
             if id(parameter) not in done:
-                done[id(parameter)] = self._kept(self._part(parameter))
+                done[id(parameter)] = self._for_checkpoint(self._part(parameter))
             made[name] = done[id(parameter)]
         return made
 
@@ -604,39 +599,35 @@ class DeepSpeedStrategy(ShardedStrategy):
         return place
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """The same, of the engine's own folders, too, with a line where other ranks have written it."""
+        """Load a checkpoint. Log a line for an engine's folder that a different number of ranks wrote."""
         found = super().load_checkpoint(filepath, weights_only)
-        if is_engines(filepath) and deepspeed_folder.written_by(filepath) != self.world.size:
+        if is_engines(filepath) and deepspeed_folder.count_ranks(filepath) != self.world.size:
             rank_zero_info(
-                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.written_by(filepath)} ranks, and "
-                f"here are {self.world.size}: it is read parameter by parameter, as DeepSpeed's universal format has "
-                "them."
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.count_ranks(filepath)} ranks and "
+                f"is read by {self.world.size}, parameter by parameter."
             )
         return found
 
     def load(self, state: EngineState) -> None:
-        """Take this rank's parts; a tensor without memory, as `save` gives, leaves what there is."""
+        """Load this rank's shards. A tensor on the meta device, as from `save`, leaves the current value."""
         if state.module is not None:
-            kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
-            self._load_module(state.module, kept)
+            self._load_module(state.module)
         for saved in state.optimizers or ():
             if saved is not None and self._zero is not None:
                 self._zero.load_optimizer_state(saved)
 
-    def _load_all_but(self, others: set[str], saved: dict[str, Any]) -> None:
-        """Let the module take what is saved, strictly if it says so; ``others`` come by other ways."""
-        strict = self.module.strict_loading
+    def _load_module(self, given: dict[str, Any]) -> None:
+        kept = {name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
+        saved = {name: value if name in cut else self._gather(value) for name, value in given.items()}
+        others, strict = cut | kept, self.module.strict_loading
         rest = {name: value for name, value in saved.items() if name not in others}
+        # torch's own strict check would report the names in `others`, which are not loaded by it
         found = self.module.load_state_dict(rest, strict=strict and not others)
         missing = [name for name in found.missing_keys if name not in others]
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
-
-    def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
-        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
-        self._load_all_but(cut | kept, saved)
         for name in cut - kept:
             put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):
@@ -646,7 +637,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
-        """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
+        """Return the engine's float32 values of a parameter that the module rounds; in stage 3 this rank's elements."""
         flat = _elements(value).flatten()
         if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)
@@ -656,10 +647,6 @@ class DeepSpeedStrategy(ShardedStrategy):
 
 def _elements(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, FlatPart) else value
-
-
-def _called(fn: Callable[..., Any], *args: object) -> Any:
-    return fn(*args)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

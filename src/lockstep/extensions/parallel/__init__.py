@@ -1,1 +1,1 @@
-"""What torch has for data parallel training besides the reducer: containers, communication hooks, averaging."""
+"""Torch's features for data parallel training besides the reducer: containers, communication hooks, averaging."""

@@ -1,4 +1,4 @@
-"""Which rank was not there where a collective has failed, and what it has reported of itself."""
+"""Reports of ranks that were missing in a failed collective."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from lockstep.ground import comm
 
 PATIENCE = 3.0
-"""Seconds in which ranks that failed in the same collective report; they fail within moments of each other."""
+"""Seconds to wait for the reports of ranks whose collective failed as well; they fail at almost the same time."""
 
 LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
-"""What a failed collective says, unlike an error of this rank's own."""
+"""Words in the error of a failed collective, which an error of this rank does not have."""
 QUOTED = re.compile("'[^']*'")
-"""Names in an error: a parameter may be called left."""
+"""Names in an error; they are ignored, since a parameter may be called "left"."""
 
 
 @contextlib.contextmanager
 def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
-    """Where a collective fails in this block, say which rank was not there, and what it has said of itself.
+    """Name the missing ranks, with their own errors, if a collective inside fails.
 
     Args:
-        group: the ranks of the collective.
-        doing: what it is for; with ``number`` alike on every rank, and used once.
-        number: of the round that comes, or is under way.
+        group: process group of the collective.
+        doing: purpose of the collective. With ``number`` it is used once, and is the same on all ranks.
+        number: number of the current or next round.
     """
     try:
         yield
@@ -41,7 +41,8 @@ def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Before this rank, perhaps alone, raises ``error``: for the ranks that will miss it in round ``number``."""
+    """Publish an error that this rank is about to raise, for the ranks that wait for it in round ``number``."""
+    # without a store, or with one whose process has ended, the error itself is still raised
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{_key(group, number)}{comm.rank(group)}", f"{type(error).__name__}: {error}")
@@ -52,36 +53,36 @@ def _key(group: comm.Group, moment: object) -> str:
 
 
 def describe_absent(group: comm.Group, moment: str, number: int) -> str:
-    """After a collective has failed here: the ranks of ``group`` that do not report the same, in a sentence.
+    """Describe, after a failed collective, the ranks of ``group`` that did not report the same failure.
 
     Args:
-        group: the ranks of the collective.
-        moment: which one it was; alike on every rank, and used once.
-        number: of its round.
+        group: process group of the collective.
+        moment: name of the collective; used once, and the same on all ranks.
+        number: number of its round.
     """
     mine = comm.rank(group)
     try:
         store = dist.distributed_c10d._get_default_store()
-        here, words = _key(group, moment), _key(group, number)
+        here, failed = _key(group, moment), _key(group, number)
         store.set(f"{here}{mine}", "1")
         absent = [rank for rank in range(comm.world_size(group)) if rank != mine]
-        said: dict[int, str] = {}
+        errors: dict[int, str] = {}
         until = time.monotonic() + PATIENCE
-        while len(said) < len(absent) and time.monotonic() < until:
+        while len(errors) < len(absent) and time.monotonic() < until:
             absent = [rank for rank in absent if not store.check([f"{here}{rank}"])]
             for rank in absent:
-                if rank not in said and store.check([f"{words}{rank}"]):
-                    said[rank] = store.get(f"{words}{rank}").decode()
+                if rank not in errors and store.check([f"{failed}{rank}"]):
+                    errors[rank] = store.get(f"{failed}{rank}").decode()
             time.sleep(0.05)
-    except RuntimeError:  # DistError and its kind are
-        return "the ranks' common store does not answer: the process that keeps it, that of rank 0, has ended"
+    except RuntimeError:  # the base of DistError
+        return "the ranks' store does not answer: its process, that of rank 0, has ended"
     if not absent:
-        return "all ranks were there: the connection between them failed"
+        return "no rank is missing: the connection between the ranks failed"
     for rank in absent:
-        if rank in said:
-            return f"rank {rank} was not there: it raised {said[rank]}"
-    who = f"rank {absent[0]} was" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} were"
+        if rank in errors:
+            return f"rank {rank} is missing: it raised {errors[rank]}"
+    who = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
     return (
-        f"{who} not there: gone, failed, or elsewhere in its program (a loss that depends on no output of the model, a "
-        "batch more or less than on the other ranks: see skip_backward() and join())"
+        f"{who} missing: ended, failed, or elsewhere in its program (a loss that depends on no output of the model, or "
+        "another number of batches: see skip_backward() and join())"
     )

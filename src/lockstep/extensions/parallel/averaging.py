@@ -1,11 +1,12 @@
-"""Averaging of parameters over ranks now and then, for training whose steps are local in between.
+"""Periodic averaging of parameters over ranks, for training with local steps in between.
 
-`OuterOptimizer` steps from average to average (DiLoCo: Douillard and others, 2023).
+`OuterOptimizer` makes an outer step at each average (DiLoCo: Douillard et al., 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,33 +22,33 @@ _TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
 class ParameterAverager:
-    """Averages parameters after every ``period``-th optimizer step from step ``start`` on.
+    """Average of parameters over ranks after every ``period``-th optimizer step, from step ``start`` on.
 
-    With `lockstep.engines.ddp.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average
-    gradients, the others average them within a node only, and the nodes' parameters are averaged here. Steps are
-    counted from 0; those numbered ``start``, ``start + period``, ``start + 2 * period``, ... are followed by an
-    average, as torch's ``PeriodicModelAverager`` has it. Afterwards the ranks' parameters have the same bits.
+    Use it with `lockstep.engines.ddp.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average
+    gradients over all ranks, later ones only within a node, and this class averages the nodes' parameters. Steps are
+    counted from 0. An average follows the steps ``start``, ``start + period``, ``start + 2 * period``, ..., as in
+    torch's ``PeriodicModelAverager``. After it the ranks' parameters have the same bits.
 
-    All parameters are averaged that ever required a gradient in a step, whether they have one now or not, in few
-    messages: one for each dtype, device and 16 MiB. 16-bit parameters travel in 16 bits and are summed in float32.
+    It averages all parameters that have required a gradient in some step, even if they have none now. There is one
+    message for each dtype, device and 16 MiB. 16-bit parameters are sent in 16 bits and summed in float32.
 
     Args:
         parameters: the same on every rank, in the same order.
-        period: steps from one average to the next. A mapping ``{period: ranks}`` averages in a hierarchy: after a step
-            whose distance from ``start`` is a multiple of several periods, the largest of them counts, and parameters
-            are averaged over that many neighbouring ranks. Larger periods go with more ranks, the last with all. A
-            ``ModelAverager`` of torch's gives its periods, groups and ``warmup_steps``; one of the user's own is
+        period: steps between two averages. A mapping ``{period: ranks}`` averages in a hierarchy: if a step's distance
+            from ``start`` is a multiple of several periods, the largest of them counts, and parameters are averaged
+            over its number of neighboring ranks. Larger periods have more ranks, and the largest has all. A
+            ``ModelAverager`` of torch brings its periods, groups and ``warmup_steps``; a user's own averager is
             called after each step.
         start: step of the first average.
-        group: the ranks; ``None`` is the default group.
-        buffers: tensors that are averaged along: a BatchNorm's running statistics, which local steps let differ. Whole
-            numbers among them are left alone.
+        group: process group of the ranks; ``None`` is the default group.
+        buffers: tensors that are averaged as well, such as BatchNorm's running statistics, which differ after local
+            steps. Integer tensors are ignored.
 
     Attributes:
         steps: optimizer steps so far.
-        agreed: whether all ranks' parameters are the same now, as far as this averager knows.
+        agreed: True if this averager has made all ranks' parameters equal, and no step followed.
         collectives: messages so far.
-        bytes: bytes that this rank handed to them.
+        bytes: bytes that this rank has sent in them.
 
     Raises:
         MisconfigurationException: for a period below 1, a negative start, or a hierarchy that does not fit the ranks.
@@ -91,11 +92,11 @@ class ParameterAverager:
         self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
 
     def _of_torch(self, averager: Any) -> dict[int, Any]:
-        """The groups of torch's averager by period, smallest first."""
+        """Return the groups of torch's averager by period, smallest first."""
         if not callable(getattr(averager, "average_parameters", None)):
             raise MisconfigurationException(
-                f"ParameterAverager(period={averager!r}): a number of steps, a mapping of numbers of steps to numbers "
-                "of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+                f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
+                "numbers of ranks, or an averager of torch.distributed.algorithms.model_averaging"
             )
         self._torchs = averager
         self.steps = averager.step
@@ -104,23 +105,26 @@ class ParameterAverager:
             self._start = self._origin = averager.warmup_steps
             return {averager.period: averager.process_group}
         if known and type(averager).__name__ == "HierarchicalModelAverager":
+            # torch's hierarchical averager counts multiples from step 0, also with a warmup
             self._start, self._origin = averager.warmup_steps, 0
             return dict(averager.period_process_group_dict)
         self._every = averager.average_parameters
         return {}
 
     def step(self) -> bool:
-        """After an optimizer step: count it, and average if it is time. Collective then.
+        """Count an optimizer step, and average if a period ends; collective then.
 
         Returns:
-            Whether parameters were averaged, over whatever ranks.
+            True if parameters were averaged, over all ranks or some of them.
         """
+        # a parameter that is unfrozen later takes part from then on, and stays if it is frozen again
         if self._asleep:
             self._awake += [parameter for parameter in self._asleep if parameter.requires_grad]
             self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
         step = self.steps
         self.steps += 1
-        if self._every is not None:  # it counts by itself
+        # the user's averager counts its steps itself
+        if self._every is not None:
             self._every(self._awake)
             return False
         if self._torchs is not None:
@@ -154,17 +158,18 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
     shown = f"ParameterAverager(period={dict(periods)}, start={start!r})"
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in [*periods, start])
     if not periods or not whole or min(periods) < 1 or start < 0:
-        raise MisconfigurationException(f"{shown}: periods are numbers of steps above 0, and start is at least 0")
+        raise MisconfigurationException(f"{shown}: give periods of at least 1 step, and a start of at least 0")
     sizes = [size for _, size in sorted(periods.items())]
     if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
         raise MisconfigurationException(
-            f"{shown} for {world} ranks: each number of ranks divides {world}, larger periods go with more ranks, and "
-            f"the largest with all {world}; {{4: 2, 16: {world}}} averages pairs after 4 steps and all after 16"
+            f"{shown} for {world} ranks: each number of ranks must divide {world}, larger periods need more ranks, and "
+            f"the largest period all {world}. For example {{4: 2, 16: {world}}} averages pairs after 4 steps and all "
+            "after 16"
         )
 
 
 def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
-    """The group of each period, smallest first; they are made here, on all ranks together."""
+    """Yield each period and its group, smallest first. Groups are made here. Collective."""
     made: dict[int, Any] = {comm.world_size(group): group}
     rank = comm.rank(group)
     for period, size in sorted(periods.items()):
@@ -176,17 +181,17 @@ def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """Overwrite ``tensors`` with their means over the ranks, many of them in one message.
+    """Overwrite ``tensors`` with their means over the ranks. Several tensors share a message. Collective.
 
     Args:
-        tensors: floating point or complex, with the same shapes and dtypes in the same order on all ranks; strided ones
-            are fine.
-        group: the ranks; ``None`` is the default group.
-        dtype: of 16 bits: they are sent in it and summed in float32, as those are that have 16 bits; by default they
-            are sent in their own.
+        tensors: floating point or complex tensors, with the same shapes and dtypes in the same order on all ranks;
+            they need not be contiguous.
+        group: process group of the ranks; ``None`` is the default group.
+        dtype: a 16-bit dtype to send in; sums are made in float32. Default: the tensors' own dtype. Tensors with 16
+            bits are always summed in float32.
 
     Returns:
-        How many messages that took, and how many bytes this rank handed to them.
+        the number of messages, and the number of bytes that this rank sent in them.
     """
     world = comm.world_size(group)
     if world == 1:
@@ -221,37 +226,37 @@ _SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.floa
 
 
 class OuterOptimizer:
-    """Every ``period`` local steps, one outer step on the mean of what the ranks have done.
+    """Optimizer that makes one outer step on the ranks' mean progress after every ``period`` local steps.
 
-    The outer gradient is the difference between the parameters that all ranks began with and the mean of those that
-    they have now. The outer optimizer steps from the former, and every rank goes on from where it arrives: with the
-    same bits on all ranks. With ``lr=1, momentum=0`` that is plain averaging.
+    The outer gradient is the difference between the parameters at the last outer step and the ranks' mean parameters
+    now. The outer optimizer steps from the former, and all ranks continue from the result, with the same bits. With
+    ``lr=1, momentum=0`` this is plain averaging.
 
-    Gradients must stay local meanwhile: `lockstep.engines.ddp.hooks.post_local_sgd` with
-    ``PostLocalSGDState(start, local_allreduce=False)`` keeps them so (or within a node, without that argument), or no
+    Gradients must stay local between outer steps: use `lockstep.engines.ddp.hooks.post_local_sgd` with
+    ``PostLocalSGDState(start, local_allreduce=False)`` (without that argument they are averaged within a node), or no
     reducer at all. Inner optimizers keep their states.
 
-    It takes the memory of the parameters twice: where the ranks began, and the momentum; in float32 for 16-bit
-    parameters.
+    It needs twice the memory of the parameters, for their values at the last outer step and for the momentum; in
+    float32 if the parameters have 16 bits.
 
     Args:
-        parameters: the same on every rank, in the same order, and of the same values when local steps begin. All are
-            stepped, frozen ones without effect.
-        period: local steps in an outer one; DiLoCo's is 500.
-        start: steps before the first local one, in which gradients are averaged over all ranks.
-        lr, momentum, nesterov: of the outer SGD; DiLoCo's are the default.
-        optimizer: a function from parameters to another outer optimizer.
-        compression: how differences travel: as they are (None), or in "fp16" or "bf16" and summed in float32.
-        group: the ranks; ``None`` is the default group.
-        buffers: tensors to be averaged with each outer step: a BatchNorm's running statistics. Whole numbers among
-            them are left alone.
+        parameters: the same on every rank, in the same order, and with the same values at the first local step. All
+            are stepped; frozen ones do not change.
+        period: local steps per outer step; 500 in DiLoCo.
+        start: steps before the first local one; their gradients are averaged over all ranks.
+        lr, momentum, nesterov: settings of the outer SGD; the defaults are DiLoCo's.
+        optimizer: a function that makes another outer optimizer from parameters.
+        compression: dtype in which differences are sent: "fp16" or "bf16" (summed in float32), or None for their own.
+        group: process group of the ranks; ``None`` is the default group.
+        buffers: tensors that are averaged at each outer step, such as BatchNorm's running statistics. Integer tensors
+            are ignored.
 
     Attributes:
         optimizer: the outer optimizer; None before the first local step. Its learning rate may be scheduled.
         steps: inner steps so far.
-        agreed: whether all ranks' parameters are the same now.
+        agreed: True if all ranks' parameters are equal now.
         collectives: messages so far.
-        bytes: bytes that this rank handed to them.
+        bytes: bytes that this rank has sent in them.
 
     Raises:
         MisconfigurationException: for a period below 1, a negative start, or another compression.
@@ -285,12 +290,12 @@ class OuterOptimizer:
         whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
         if not whole or period < 1 or start < 0:
             raise MisconfigurationException(
-                f"OuterOptimizer(period={period!r}, start={start!r}): period is a number of steps above 0, and start "
-                "one of at least 0"
+                f"OuterOptimizer(period={period!r}, start={start!r}): give a period of at least 1 step, and a start of "
+                "at least 0"
             )
         if compression not in _SENT_IN:
             raise MisconfigurationException(
-                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None for none'
+                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None'
             )
         self.period = period
         self.start = start
@@ -302,59 +307,64 @@ class OuterOptimizer:
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._group = group
         self._sent_in = _SENT_IN[compression]
-        self._make = optimizer or (lambda begun: _sgd(begun, lr, momentum, nesterov))
-        self._begun: list[Parameter] = []
+        # torch's SGD refuses nesterov without momentum
+        sgd = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+        self._make = sgd if optimizer is None else optimizer
+        self._origins: list[Parameter] = []  # the parameters at the last outer step
         if start == 0:
-            self._begin()
+            self._start_local()
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks' parameters are the same now."""
+        """True if all ranks' parameters are equal now."""
         return self.steps <= self.start or (self.steps - self.start) % self.period == 0
 
     def step(self) -> bool:
-        """After an inner optimizer's step: count it, and take an outer step if it is time. Collective then.
+        """Count a step of the inner optimizer, and make an outer step if a period ends; collective then.
 
         Returns:
-            Whether an outer step was taken.
+            True if an outer step was made.
         """
         self.steps += 1
         if self.steps < self.start:
             return False
         if self.steps == self.start:
-            self._begin()
+            self._start_local()
             return False
         if (self.steps - self.start) % self.period:
             return False
-        self._outer_step()
+        assert self.optimizer is not None
+        with torch.no_grad():
+            # differences are small numbers, so 16 bits lose less of them than of the parameters
+            for origin, parameter in zip(self._origins, self._parameters, strict=True):
+                origin.grad = origin.detach() - parameter.detach()
+            gradients = [origin.grad for origin in self._origins if origin.grad is not None]
+            for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
+                collectives, sent = average(tensors, self._group, dtype)
+                self.collectives += collectives
+                self.bytes += sent
+            self.optimizer.step()
+            for origin, parameter in zip(self._origins, self._parameters, strict=True):
+                origin.grad = None
+                parameter.detach().copy_(origin)
         return True
 
     @torch.no_grad()
-    def _begin(self) -> None:
-        """Remember where all ranks are."""
-        self._begun = [Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters]
-        self.optimizer = self._make(self._begun)
-
-    @torch.no_grad()
-    def _outer_step(self) -> None:
-        assert self.optimizer is not None
-        for begun, parameter in zip(self._begun, self._parameters, strict=True):
-            begun.grad = begun.detach() - parameter.detach()
-        gradients = [begun.grad for begun in self._begun if begun.grad is not None]
-        for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
-            collectives, sent = average(tensors, self._group, dtype)
-            self.collectives += collectives
-            self.bytes += sent
-        self.optimizer.step()
-        for begun, parameter in zip(self._begun, self._parameters, strict=True):
-            begun.grad = None
-            parameter.detach().copy_(begun)
+    def _start_local(self) -> None:
+        """Record the current parameters, which are the same on all ranks, as the start of the next outer step."""
+        self._origins = [
+            Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters
+        ]
+        self.optimizer = self._make(self._origins)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks began, the outer optimizer's state, the count: plain, and alike on all ranks."""
+        """Return the parameters at the last outer step, the outer optimizer's state, and the number of steps.
+
+        The result has tensors and plain types, and is the same on all ranks.
+        """
         return {
             "steps": self.steps,
-            "begun": [parameter.detach().clone() for parameter in self._begun],
+            "begun": [parameter.detach().clone() for parameter in self._origins],
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
         }
 
@@ -362,22 +372,19 @@ class OuterOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
         if state["optimizer"] is None:
-            self._begun, self.optimizer = [], None
+            self._origins, self.optimizer = [], None
             return
         if len(state["begun"]) != len(self._parameters):
             raise ValueError(
-                f"the outer optimizer's state is of {len(state['begun'])} parameters, and there are "
-                f"{len(self._parameters)}: it belongs to another model"
+                f"the outer optimizer's state has {len(state['begun'])} parameters, but the model has "
+                f"{len(self._parameters)}. Load the state of the same model"
             )
-        self._begin()
+        # a run that starts with averaged steps has no outer optimizer yet
+        self._start_local()
         assert self.optimizer is not None
-        for begun, saved in zip(self._begun, state["begun"], strict=True):
-            begun.detach().copy_(saved)
+        for origin, saved in zip(self._origins, state["begun"], strict=True):
+            origin.detach().copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def _sgd(parameters: list[Parameter], lr: float, momentum: float, nesterov: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""When a backward begins and ends, as seen from a module's outputs."""
+"""Detection of the start and end of a backward, by hooks on a module's outputs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lockstep.ground.installed import Installation
 OPTIMIZER_HOOK = Installation(
     "torch's hook before each optimizer step",
     ("extensions/parallel/backward_watcher.py",),
-    "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
+    "reports a step to containers that wait for a backward; torch's loop over its hooks fails if one is removed in it",
 )
 
 # -- contexts of torch.distributed.autograd ------------------------------------------------------------------
 
 
 IN_CONTEXT = (
-    "a forward in a context of torch.distributed.autograd, whose backward leaves gradients where no rank averages "
-    "them: run forward and loss.backward() outside of it, or take torch's DistributedDataParallel"
+    "a forward in a context of torch.distributed.autograd, whose backward does not write to .grad, so gradients are "
+    "not averaged. Run forward and loss.backward() outside of it, or use torch's DistributedDataParallel"
 )
 
 _has_agent = getattr(rpc, "_is_current_rpc_agent_set", bool)  # torch is built without RPC on some systems
@@ -52,11 +52,11 @@ def is_in_context() -> bool:
 
 
 APPLY = "torch.distributed.optim.apply_optimizer_in_backward"
-"""Torch's file; where nobody has imported it, no parameter has such an optimizer."""
+"""Torch's module; if it has not been imported, no parameter has such an optimizer."""
 
 
-def take_over(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those of ``parameters`` that have such optimizers, which no longer step on this rank's own gradient.
+def remove_step_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Return the parameters with such optimizers, and remove the hooks that step them on this rank's own gradient.
 
     `step_all` steps them when the gradients are averaged.
     """
@@ -82,18 +82,17 @@ def step_all(parameters: Iterable[Parameter]) -> None:
 
 
 SKIPPED = (
-    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
-    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
-    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
-    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
-    "forward that only looks belongs under torch.no_grad()"
+    "rank {rank}: an optimizer steps, but no backward has reached the outputs of the last forward in training mode. "
+    "The other ranks may wait for this one, so it takes part now with zero gradients; clipping and unscaling before "
+    "the step did not include the others' gradients. Call skip_backward() instead of the backward, or let the loss "
+    "depend on the outputs (loss + 0 * outputs.sum()). Run forwards without a backward under torch.no_grad()"
 )
 DEPTH = 3
-"""How far tensors are looked for in the attributes of objects that are no collection."""
+"""Depth of the search for tensors in attributes of objects that are not collections."""
 
 
 class WatchedContainer(Protocol):
-    """What a `BackwardWatcher` asks of whoever owns it."""
+    """Members of a container that a `BackwardWatcher` uses."""
 
     module: nn.Module
     _reducer: Reducer | None
@@ -103,37 +102,35 @@ class WatchedContainer(Protocol):
     @property
     def _distributed_rank(self) -> int: ...
 
-    def _backward_begins(self) -> None:
-        """Inside a backward, before a synchronised one is prepared."""
+    def _before_backward(self) -> None:
+        """Check ranks inside a synchronized backward, before its round is prepared."""
         ...
 
     def _prepare(self) -> None:
-        """Begins the round."""
+        """Start the round."""
         ...
 
     def _backward_ended(self) -> None:
-        """Finishes the round."""
+        """Finish the round."""
         ...
 
     def skip_backward(self) -> None:
-        """Makes a round of what parameters have in ``.grad``."""
+        """Make a round from the parameters' ``.grad``."""
         ...
 
 
 class BackwardWatcher:
-    """Has `Reducer.prepare` and `Reducer.finish` called around the backwards of one container.
+    """Watcher that starts and finishes a container's rounds around its backwards.
 
     Args:
-        reducer: of the container.
-        parameters: those that it averages.
-        container: told before a synchronised backward, when any begins, and when it has ended, in place of the
-            reducer's `prepare` and `finish`. It is held by what it has given out only, so that it goes when nobody uses
-            it any more.
-        static: whether every backward is alike, so that none may begin late.
+        reducer: the container's reducer.
+        parameters: parameters that it averages.
+        container: receives the calls of `WatchedContainer`, and calls `Reducer.prepare` and `Reducer.finish`.
+        static: if True, all backwards have the same graph, and a round is always prepared when the backward starts.
 
     Attributes:
-        expected: whether a synchronised forward waits for its backward.
-        zero_weight: whether all forwards since the last backward had weight 0.
+        expected: True if a synchronized forward waits for its backward.
+        zero_weight: True if all forwards since the last backward had weight 0.
     """
 
     def __init__(
@@ -147,34 +144,37 @@ class BackwardWatcher:
         self.zero_weight = False
         self._reducer = reducer
         self.parameters = list(parameters)
+        # only graphs of its outputs keep the container alive, so it is freed when the user drops it
         self._container = weakref.ref(container)
         self._static = static
         self._prepared = False
-        self._sync = True  # of the last forward
-        self._wanted = False  # the next backward reduces, whatever its forwards said
-        self._waiting = False  # a forward was made since the last backward
-        self._found = 0  # index of the parameter that told the last backward from torch.autograd.grad
-        self._node: Any = None  # of the graph, where its gradient is accumulated
-        self._passed = -1  # the graph task that leaves no gradients
-        self._announced = -1  # the graph task that may; its end is this backward's
+        self._sync = True  # the last forward was synchronized
+        self._must_reduce = False  # the next backward reduces, even if its forwards were not synchronized
+        self._waiting = False  # there was a forward since the last backward
+        self._index = 0  # index of the parameter that the last backward reached (torch.autograd.grad reaches none)
+        self._node: Any = None  # the graph's node that accumulates its gradient
+        self._ignored_task = -1  # graph task that leaves no gradients
+        self._current_task = -1  # graph task whose end calls `_end`
         self._leaf_hooks: list[Any] = []
-        self._stepped: list[Parameter] | None = None  # have optimizers that step in the backward; known at a forward
+        # parameters with optimizers that step in the backward; set by a forward
+        self._self_stepping: list[Parameter] | None = None
 
-    def forward_begins(self) -> None:
-        """Before a forward that is not part of a backward."""
-        self._prepared = False  # one that is still armed has raised
-        self._announced = -1
-        if self._stepped is None:
-            self._stepped = take_over(self.parameters)
+    def before_forward(self) -> None:
+        """Reset before a forward that is not part of a backward."""
+        self._prepared = False  # a backward that is still prepared has raised
+        self._current_task = -1
+        # not at construction: torch's function may be called after the model was wrapped
+        if self._self_stepping is None:
+            self._self_stepping = remove_step_hooks(self.parameters)
 
     def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
-        """After a forward with gradients: watch what it gave.
+        """Watch the outputs of a forward with gradients.
 
         Args:
             outputs: any object; tensors are found in collections, dataclasses and attributes.
-            sync: whether a backward from here reduces.
-            zero_weight: whether the batch counts nothing.
-            expected: whether a backward has to come.
+            sync: True if a backward of these outputs reduces.
+            zero_weight: True if the batch has weight 0.
+            expected: True if a backward must follow.
         """
         for hook in self._leaf_hooks:
             hook.remove()
@@ -183,7 +183,8 @@ class BackwardWatcher:
         for output in only or find_tensors(outputs):
             if output.requires_grad:
                 hook = output.register_hook(self._make_hook(weakref.ref(output), sync))
-                if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
+                # a parameter that is returned itself outlives this forward, so its hook must be removed
+                if output.is_leaf:
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
         self.zero_weight = zero_weight and (self.zero_weight or not self._waiting)
@@ -191,97 +192,101 @@ class BackwardWatcher:
         self._waiting = True
 
     def _make_hook(self, output: weakref.ref[Tensor], sync: bool) -> Callable[[Tensor | None], None]:
-        container = self._container()  # which the outputs' graph keeps alive by this hook
+        container = self._container()  # kept alive by the outputs' graph, through this hook
 
         def reached(grad: Tensor | None) -> None:
             if container is not None:
                 with self._reducer.lock:
-                    self._begin(sync, output)
+                    self._reach(sync, output)
 
         return reached
 
-    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
-        """Inside a backward: it may leave gradients in parameters from here on."""
+    def _reach(self, sync: bool, output: weakref.ref[Tensor]) -> None:
+        """Start the round inside a backward that reached an output, if it will leave gradients in parameters."""
         reducer = self._reducer
         if self._prepared:
             reducer.sync = reducer.sync or sync
             return
-        sync = sync or self._wanted
+        sync = sync or self._must_reduce
+        # each output has a hook, but one of them decides for the whole backward
         task = torch._C._current_graph_task_id()
-        if task in (self._passed, self._announced):
+        if task in (self._ignored_task, self._current_task):
             return
         leaves = self._leaves_gradients(output())
         if leaves is False:
-            self._passed = task
+            self._ignored_task = task
             return
-        self._announced = task
+        self._current_task = task
         Variable._execution_engine.queue_callback(self._end)
         self._sync = sync
         if leaves or self._static:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Inside a backward, before it has begun for the reducer: a parameter got a gradient."""
-        if self._prepared or not (self._waiting or self._announced != -1) or self._container() is None:
+        """Start the round at a parameter's gradient, inside a backward in which no output's hook has done so."""
+        if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
-        if self._announced == -1:
+        if self._current_task == -1:
             Variable._execution_engine.queue_callback(self._end)
-        self._prepare(self._sync or self._wanted)
+        self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Let the next backward reduce, whatever its forwards said: what others ask torch's reducer for."""
-        self._wanted = True
+        """Let the next backward reduce, even if its forwards were not synchronized. Torch's reducer has this call."""
+        self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
         container = self._container()
         if container is None:
             return
         if sync:
-            container._backward_begins()
+            container._before_backward()
         self._prepared = True
         self._reducer.sync = sync
         self._reducer.zero_weight = self.zero_weight
         container._prepare()
 
     def _end(self) -> None:
-        self._announced = -1
+        self._current_task = -1
         if self._prepared:
-            self.forget()
+            self.reset()
             container = self._container()
             if container is not None:
                 container._backward_ended()
 
     def step(self) -> None:
-        """After a reduction: step the optimizers that step inside the backward."""
-        if self._stepped and self._reducer.sync:
-            step_all(self._stepped)
+        """Step the optimizers that torch would step inside the backward, after a reduction."""
+        if self._self_stepping and self._reducer.sync:
+            step_all(self._self_stepping)
 
-    def forget(self) -> None:
-        """No forward waits for its backward any more."""
-        self._prepared = self._wanted = self._waiting = self.expected = self.zero_weight = False
+    def reset(self) -> None:
+        """Reset: no forward waits for its backward any more."""
+        self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
-        """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""
-        count, first = len(self.parameters), self._found
+        """Return True in a backward, False in `torch.autograd.grad`, None if it cannot be determined."""
+        # the parameter of the last backward is tried first: usually one check is enough
+        count, first = len(self.parameters), self._index
         for step in range(count):
             index = (first + step) % count
             parameter = self.parameters[index]
             if not parameter.requires_grad:
                 continue
             if step or self._node is None:
-                self._found, self._node = index, get_gradient_edge(parameter).node
+                self._index, self._node = index, get_gradient_edge(parameter).node
             try:
                 if torch._C._will_engine_execute_node(self._node):
                     return True
-            except RuntimeError:  # its gradient is asked for by name, for the caller
+            except RuntimeError:  # torch raises for a gradient that is returned to the caller of autograd.grad
                 return False
-        # No parameter is in this graph, though some may be in those of re-entrant checkpoints inside of it.
+        # no parameter is in this graph, but reentrant checkpoints inside it may have graphs with parameters
         return None if output is None or output.grad_fn is None else not _is_part(output.grad_fn)
 
 
 def _is_part(start: Node) -> bool:
-    """Whether the backward that runs now leaves out some of the graph behind ``start``, as `torch.autograd.grad`
-    with respect to inputs does."""
+    """Return True if the current backward skips a part of the graph from ``start``.
+
+    `torch.autograd.grad` with respect to inputs does so.
+    """
     seen = {start}
     ahead = [start]
     try:
@@ -292,13 +297,13 @@ def _is_part(start: Node) -> bool:
                         return True
                     seen.add(node)
                     ahead.append(node)
-    except RuntimeError:  # a gradient that is asked for by name
+    except RuntimeError:  # torch raises for a gradient that is returned to the caller of autograd.grad
         return True
     return False
 
 
 def find_tensors(outputs: object) -> Iterator[Tensor]:
-    """Tensors in nested collections, dataclasses and the attributes of other objects."""
+    """Yield the tensors in nested collections, dataclasses and attributes of other objects."""
     yield from _find(outputs, DEPTH, set())
 
 
@@ -324,35 +329,30 @@ def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
 def _attributes(item: object) -> list[str]:
     if isinstance(item, nn.Module):
         return []
-    slots = [name for kind in type(item).__mro__ for name in _as_tuple(getattr(kind, "__slots__", ()))]
-    return [*getattr(item, "__dict__", ()), *slots]
-
-
-def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = list(getattr(item, "__dict__", ()))
+    for kind in type(item).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots  # one slot may be a plain string
+    return names
 
 
 waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.WeakValueDictionary()
-"""Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
+"""Containers to be checked before an optimizer steps, by id; ordered by creation, which is the same on all ranks."""
 
 
-def hear_steps() -> None:
-    """Once: be told of optimizers' steps, until the process ends."""
+def watch_optimizers() -> None:
+    """Install the hook on optimizers' steps, once in a process."""
     OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Skip the backward of containers that still wait for it, if this optimizer would use their gradients."""
     for container in list(waiting_for_steps.values()):
-        _before_step(container, optimizer)
-
-
-def _before_step(container: WatchedContainer, optimizer: Optimizer) -> None:
-    """If a container waits for a backward whose gradients this optimizer would use."""
-    if container._reducer is None or not container._watch.expected:
-        return
-    mine = {id(parameter) for parameter in container.module.parameters()}
-    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-        if not container._has_skipped:
-            container._has_skipped = True
-            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=4)
-        container.skip_backward()
+        if container._reducer is None or not container._watch.expected:
+            continue
+        mine = {id(parameter) for parameter in container.module.parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            if not container._has_skipped:
+                container._has_skipped = True
+                warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
+            container.skip_backward()

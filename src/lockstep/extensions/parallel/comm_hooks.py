@@ -1,10 +1,10 @@
-"""Communication hooks of a fit: checked, attached, saved and resumed; local steps, after which weights differ."""
+"""Communication hooks of a fit (check, attach, save, resume), and local steps, after which weights differ."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lockstep.engines.ddp.strategy import AttachableHook, CountedLocalSteps
 from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAverager, average
 from lockstep.extensions.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.extensions.parallel.hooks.error_feedback import load_state, save_state, share_states
-from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of
+from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of, torch_name
 from lockstep.extensions.parallel.hooks.local_sgd import group_of, marks_of
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -30,23 +30,23 @@ from lockstep.precision.base import LossScaler
 
 
 class DivergedWeights:
-    """This rank's own weights and optimizers, beside the mean that others are shown.
+    """This rank's weights and optimizers while they differ from those of other ranks.
 
     Args:
-        module: of the fit.
-        optimizers: whose states part with the weights, and do not meet again.
-        scaler: of 16-bit precision, or None: it follows this rank's overflows.
-        share_buffers: whether the mean comes with rank 0's buffers; else each rank keeps its own.
+        module: the fit's module.
+        optimizers: the fit's optimizers. Their states start to differ with the weights, and stay different.
+        scaler: the loss scaler of 16-bit precision, or None; it follows this rank's overflows.
+        share_buffers: if True, the mean has rank 0's buffers; else each rank keeps its own.
 
     Attributes:
-        differ: whether the ranks' weights may differ now.
-        parted: whether they ever did, in this fit or the one that it goes on from: optimizers differ since then.
+        differ: True if the ranks' weights may differ now.
+        has_diverged: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
     """
 
     def __init__(
         self, module: nn.Module, optimizers: list[Optimizer], scaler: LossScaler | None, share_buffers: bool
     ) -> None:
-        self.differ = self.parted = False
+        self.differ = self.has_diverged = False
         self._module = module
         self._optimizers = optimizers
         self._scaler = scaler
@@ -56,21 +56,21 @@ class DivergedWeights:
 
     @property
     def shown(self) -> bool:
-        """Whether the module holds the mean now, and this rank's own weights are put aside."""
+        """True while the module has the ranks' mean instead of this rank's own weights."""
         return self._own is not None
 
     def step(self) -> None:
-        """A step is made with this rank's or node's gradients alone."""
-        self.differ = self.parted = True
+        """Record a step with the gradients of this rank or node only."""
+        self.differ = self.has_diverged = True
 
-    def meet(self) -> None:
-        """All ranks have taken the same parameters."""
+    def become_equal(self) -> None:
+        """Record that all ranks have the same parameters."""
         self.differ = False
 
-    # -- looking
+    # -- the mean
 
     def show_mean(self) -> None:
-        """Put the mean in the place of this rank's weights and buffers, until `show_own`. Collective."""
+        """Replace this rank's weights and buffers by the mean, until `show_own`. Collective."""
         if self._own is None:
             parameters, buffers = self._parameters(), dict(self._module.named_buffers())
             self._own = {name: tensor.detach().clone() for name, tensor in {**parameters, **buffers}.items()}
@@ -80,18 +80,19 @@ class DivergedWeights:
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Put this rank's weights and buffers back."""
+        """Restore this rank's weights and buffers."""
         if self._own is not None:
             _copy(self._own, self._tensors())
             self._own = None
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The module's, and those that the optimizers alone have."""
+        """Return the parameters of the module, and those that only the optimizers have."""
         return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Those that were trained: a frozen one is alike on all ranks, and the mean of equals may round."""
+        """Return the parameters that were trained in some step."""
         named = self.named_parameters()
+        # not frozen ones: they are equal on all ranks, and the mean of equal numbers may round
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
         return {name: parameter for name, parameter in named.items() if name in self._trained}
 
@@ -101,17 +102,18 @@ class DivergedWeights:
     # -- saving
 
     def state_dict(self, leader: int) -> dict[str, Any]:
-        """What this rank alone needs to go on with the same bits, on the CPU.
+        """Return this rank's state for a resume with the same bits, on the CPU.
 
         Args:
-            leader: the first of the ranks that have the same parameters and optimizers, who alone saves them.
+            leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
         """
-        if not self.parted:
+        if not self.has_diverged:
             return {}
         state: dict[str, Any] = {"leader": leader, "differ": self.differ}
         if self.differ:
             own = self._own or {**self._parameters(), **dict(self._module.named_buffers())}
             buffers = {name for name, _ in self._module.named_buffers()}
+            # ranks of a node have the same parameters, but each has its own buffers
             mine = comm.rank() == leader
             state["tensors"] = {name: tensor.detach() for name, tensor in own.items() if mine or name in buffers}
         if comm.rank() == leader:
@@ -122,12 +124,12 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of what `state_dict` gave on all ranks, which are as many now."""
+        """Load this rank's state from the `state_dict` of all ranks; their number must be the same as when saved."""
         mine = states[comm.rank()]
         if not mine:
             return
         leader = states[mine["leader"]]
-        self.parted, self.differ = True, mine["differ"]
+        self.has_diverged, self.differ = True, mine["differ"]
         if self.differ:
             _copy({**leader["tensors"], **mine["tensors"]}, self._tensors())
             self._trained.update(leader["tensors"])
@@ -146,23 +148,23 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class HookedLocalSteps:
-    """Post-local SGD in a fit: counts rounds with the hook's state, and averages after steps.
+    """Post-local SGD in a fit: local steps counted by the hook's state, and averages after steps.
 
     Args:
-        state: of the hook, lockstep's or torch's; its subgroup is made.
-        module, optimizers: of the fit.
-        period: steps from one average to the next.
-        outer: arguments of an outer optimizer in place of the averages, or None.
-        reducer: of the fit.
-        scaler: of 16-bit precision, or None.
-        take_buffers: gives all ranks rank 0's buffers; None where each keeps its own.
+        state: the hook's state, lockstep's or torch's, with its subgroup.
+        module, optimizers: the fit's module and optimizers.
+        period: steps between two averages.
+        outer: arguments of an outer optimizer that replaces the averages, or None.
+        reducer: the fit's reducer.
+        scaler: the loss scaler of 16-bit precision, or None.
+        take_buffers: broadcasts rank 0's buffers; None if each rank keeps its own.
 
     Attributes:
         apart: this rank's own weights.
-        leader: the first of the ranks whose gradients are averaged with this one's in a local step.
+        leader: the first of the ranks whose gradients are averaged with this rank's in a local step.
 
     Raises:
-        MisconfigurationException: for an optimizer that averages or shards by itself.
+        MisconfigurationException: an optimizer averages or shards over the ranks itself.
     """
 
     def __init__(
@@ -180,8 +182,8 @@ class HookedLocalSteps:
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
-                    f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: that optimizer "
-                    "averages or shards over the ranks by itself; return the plain one from `configure_optimizers`."
+                    f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
+                    "averages or shards over the ranks itself. Return the inner one from `configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
@@ -192,7 +194,7 @@ class HookedLocalSteps:
             members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
         self.leader = members[0]
         self._members = members
-        self._parts = len(members) < comm.world_size()  # else all ranks still take every step together
+        self._diverges = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
         self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
 
@@ -206,56 +208,57 @@ class HookedLocalSteps:
     @property
     def _rounds(self) -> int:
         state = self._state
+        # torch's state has `iter`, lockstep's `iteration`
         return int(state.iter if hasattr(state, "iter") else state.iteration)
 
     @property
     def differ(self) -> bool:
-        """Whether the ranks' weights may differ now."""
+        """True if the ranks' weights may differ now."""
         return self.apart.differ
 
     # -- a window
 
     def round(self) -> None:
-        """A round of gradients begins; the hook counts it while it runs."""
-        if self._parts and self._rounds >= self._state.start_localSGD_iter:
+        """Record that a round of gradients starts. The hook itself counts rounds."""
+        if self._diverges and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
 
     def averaged_ranks(self) -> Sequence[int]:
-        """The ranks over which gradients are averaged in the next round."""
+        """Return the ranks over which the next round's gradients are averaged."""
         local = self._rounds >= self._state.start_localSGD_iter
         return self._members if local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
         over = self._reducer.round_group
         if over is False:
             return weight, 1
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """An optimizer has stepped: average if it is time. Collective then."""
+        """Record an optimizer's step, and average if a period ends; collective then."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
-            self.apart.meet()
+            self.apart.become_equal()
             if self._take_buffers is not None:
                 self._take_buffers()
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have alike: the count of steps, and the outer optimizer."""
+        """Return the state that is the same on all ranks: the number of steps, and the outer optimizer."""
         return {"start": self._start, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
+        """Continue from a saved state."""
         self._start_averaging(state["start"])
         self._averager.load_state_dict(state["averager"])
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone needs: its own weights and optimizers."""
+        """Return the state of this rank: its own weights and optimizers."""
         return self.apart.state_dict(self.leader)
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's own weights; with none to take, all go on from the checkpoint's, which are the mean."""
+        """Load this rank's own weights. Without any, all ranks continue from the checkpoint's, which are the mean."""
         if states:
             self.apart.load_state_dict(states)
         elif isinstance(self._averager, ParameterAverager):
@@ -266,20 +269,27 @@ class HookedLocalSteps:
 
 
 POST_LOCAL = "start_localSGD_iter"
-"""What the states of post-local SGD have, torch's and lockstep's: the round from which on steps are local."""
+"""Attribute of post-local SGD's states, torch's and lockstep's: the first round with local steps."""
+
+
+class _TorchState(NamedTuple):
+    """State of one of torch's hooks on the way to another process."""
+
+    kind: type[Any]
+    found: dict[str, Any]
 
 
 class CommunicationHook(AttachableHook):
-    """What ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ...)`` stands for.
+    """Communication hook of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ...)``.
 
     Args:
         hook, state, wrapper: as in `lockstep.engines.ddp.strategy.DDPStrategy`.
-        period: steps from one average of the parameters to the next, under post-local SGD.
-        outer: arguments of `OuterOptimizer`, which takes the place of the averages; None: no such.
+        period: steps between two averages of the parameters, under post-local SGD.
+        outer: arguments of an `OuterOptimizer` that replaces the averages, or None.
 
     Raises:
-        MisconfigurationException: for arguments that lack each other, or do not go together.
-        TypeError, ValueError: ``hook`` cannot be one, by its signature.
+        MisconfigurationException: an argument needs another one that is missing, or two do not fit.
+        TypeError, ValueError: ``hook`` has the wrong signature.
     """
 
     def __init__(
@@ -296,12 +306,12 @@ class CommunicationHook(AttachableHook):
                 if value is not None:
                     shown = name_of(value) if callable(value) else type(value).__qualname__
                     raise MisconfigurationException(
-                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it; give both."
+                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it. Give both."
                     )
         elif not callable(hook):
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_hook={type(hook).__qualname__}(...)): a hook is a function of a state and a "
-                "bucket; what it remembers is ddp_comm_state."
+                "bucket. Give its state as ddp_comm_state."
             )
         else:
             hook = _wrapped(hook, wrapper)
@@ -310,33 +320,37 @@ class CommunicationHook(AttachableHook):
         if self.is_local and period is None:
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
-                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never meet "
-                "again; give the number of steps between averages, model_averaging_period=4 for instance."
+                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never be "
+                "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
-        _check_period(period)
-        if not self.is_local:
-            self._say_unused(period, outer)
+        if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
+            raise MisconfigurationException(
+                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
+                "numbers to numbers of ranks."
+            )
+        if isinstance(period, int) and period < 1:
+            raise MisconfigurationException(
+                f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
+            )
+        needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
+        if not self.is_local and outer is not None:
+            raise MisconfigurationException(
+                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
+            )
+        if not self.is_local and period is not None:
+            rank_zero_warn(
+                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
+                "in every step."
+            )
         self.hook = hook
         self.state = state
         self._period, self._outer = period, outer
-        self._nodes: tuple[Any, Any] | None = None  # the default group, and the group of this node in it
-        self._lent = False
-
-    def _say_unused(self, period: int | Mapping[int, int] | None, outer: Mapping[str, Any] | None) -> None:
-        needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
-        if outer is not None:
-            raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps, which need {needs}."
-            )
-        if period is not None:
-            rank_zero_warn(
-                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} all ranks take every "
-                "step together."
-            )
+        self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
+        self._owns_subgroup = False
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a hook at all."""
+        """True if there is a hook."""
         return self.hook is not None
 
     # -- a fit
@@ -344,57 +358,76 @@ class CommunicationHook(AttachableHook):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> HookedLocalSteps | None:
-        """Let the hook carry ``reducer``'s buckets. Collective.
+        """Let the hook reduce ``reducer``'s buckets. Collective.
 
         Args:
-            reducer: of this fit, before its first round.
-            module, optimizers: of the fit.
-            node_rank: this process's node, as the launcher or the cluster tells it.
+            reducer: this fit's reducer, before its first round.
+            module, optimizers: the fit's module and optimizers.
+            node_rank: index of this process's node, from the launcher or the cluster.
             **of_steps: further arguments of `lockstep.extensions.parallel.comm_hooks.HookedLocalSteps`.
 
         Returns:
-            the local steps of this fit, under post-local SGD.
+            the fit's local steps under post-local SGD, else None.
         """
         assert self.hook is not None
         check_hook(self.state, self.hook, [p for p in module.parameters() if p.requires_grad])
         if self.is_local:
-            self._lend_node_group(node_rank)
+            self._find_subgroup(node_rank)
         state = prepare_state(self.state, None, self.hook)
         attach_hook(reducer, state, self.hook, marks_of(self.hook, state))
         if not self.is_local or self._period is None:
             return None
         return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
-    def _lend_node_group(self, node_rank: int) -> None:
-        """Give the state a subgroup of the ranks of one node, where it names none."""
+    def _find_subgroup(self, node_rank: int) -> None:
+        """Set the state's subgroup to the ranks of this node, if it has none."""
         state = self.state
         together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
         if state.subgroup is not None or not together or comm.world_size() == 1:
             return
+        # a second fit in the same default group uses the same subgroup
         if self._nodes is None or self._nodes[0] is not dist.group.WORLD:
             nodes = comm.all_gather_object(node_rank)
             mine = [rank for rank, node in enumerate(nodes) if node == node_rank]
             self._nodes = dist.group.WORLD, group_of(mine)
-        state.subgroup, self._lent = self._nodes[1], True
+        state.subgroup, self._owns_subgroup = self._nodes[1], True
 
     def detach(self) -> None:
-        """The fit is over: take back what was lent to the state. What it remembers stays."""
-        if self._lent:
-            self.state.subgroup, self._lent = None, False
+        """Remove the subgroup that `attach` set. The state keeps its memory for the next fit."""
+        if self._owns_subgroup:
+            self.state.subgroup, self._owns_subgroup = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_nodes": None}  # a group belongs to its process
+        kept = {**vars(self), "_nodes": None}  # a group belongs to its process
+        state = self.state
+        if any(torch_name(kind) is not None for kind in type(state).__mro__):
+            # torch's PowerSGDState looks up the default group when it is unpickled, and a new process has none yet
+            slots = [name for kind in type(state).__mro__ for name in vars(kind).get("__slots__", ())]
+            found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+            found.update(getattr(state, "__dict__", {}))
+            if found.get("process_group") is dist.group.WORLD:
+                found["process_group"] = None
+            kept["state"] = _TorchState(type(state), found)
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        if isinstance(self.state, _TorchState):
+            kind, found = self.state
+            self.state = object.__new__(kind)
+            for name, value in found.items():
+                setattr(self.state, name, value)
 
     # -- checkpoints
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """What each rank alone needs: the hook's memory, its own weights and optimizers; by rank, on rank 0.
+        """Return the state of each rank (the hook's memory, own weights and optimizers), by rank, on rank 0.
 
         Collective, unless ``alone``.
 
         Args:
-            local: of the fit.
-            alone: ask no other rank, and leave out weights and optimizers, which are those of the checkpoint then.
+            local: the fit's local steps.
+            alone: return only this rank's state without weights and optimizers, which are then the checkpoint's.
         """
         own = local.rank_state() if local is not None and not alone else {}
         mine = snapshot({"hook": save_state(self.state), **({"apart": own} if own else {})})
@@ -403,7 +436,7 @@ class CommunicationHook(AttachableHook):
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Take this rank's part, of as many ranks or of another number of them."""
+        """Load this rank's state, also if the number of ranks has changed."""
         world, rank = comm.world_size(), comm.rank()
         memories = share_states([state["hook"] for state in states], world)
         if memories:
@@ -425,27 +458,16 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
         return wrapper(hook)
     except TypeError as error:
         raise MisconfigurationException(
-            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}): a wrapper is a function that is given the hook and "
-            f"returns another, fp16_wrapper for instance; {error}."
+            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}) failed ({error}). Give a function that takes a hook and "
+            "returns another one, for example fp16_wrapper."
         ) from None
 
 
-def _check_period(period: object) -> None:
-    """Refuse a ``model_averaging_period`` that is no number of steps, nor a mapping of such."""
-    if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
-        raise MisconfigurationException(
-            f"DDPStrategy(model_averaging_period={period!r}): a number of steps above 0, or a mapping of such to "
-            "numbers of ranks."
-        )
-    if isinstance(period, int) and period < 1:
-        raise MisconfigurationException(f"DDPStrategy(model_averaging_period={period}): a number of steps above 0.")
-
-
 def _checked_outer(outer: object) -> dict[str, Any] | None:
-    """``outer_optimizer`` as arguments of `OuterOptimizer`.
+    """Return ``outer_optimizer`` as arguments of `OuterOptimizer`.
 
     Raises:
-        MisconfigurationException: for anything but a dict of its arguments.
+        MisconfigurationException: it is not a dict of such arguments.
     """
     if outer is None:
         return None
@@ -453,7 +475,7 @@ def _checked_outer(outer: object) -> dict[str, Any] | None:
     names = [name for name, one in named if one.kind is inspect.Parameter.KEYWORD_ONLY and name != "buffers"]
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
-            f"DDPStrategy(outer_optimizer={outer!r:.100}): a dict of arguments of lockstep's OuterOptimizer "
-            f"({', '.join(names)}); {{}} takes DiLoCo's."
+            f"DDPStrategy(outer_optimizer={outer!r:.100}): give a dict of arguments of lockstep's OuterOptimizer "
+            f"({', '.join(names)}); {{}} uses DiLoCo's."
         )
     return dict(outer)

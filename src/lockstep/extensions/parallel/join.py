@@ -1,4 +1,4 @@
-"""Batches of different sizes and numbers: weighted means over ranks, and ranks that have run out (``join``)."""
+"""Uneven batches: weighted means over ranks, and ranks that have run out of batches (``join``)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from lockstep.ground.tree import tree_map
 
 
 def check_weight(n: float, rank: int) -> float:
-    """``n`` as a float.
+    """Return a weight as a float.
 
     Raises:
-        ValueError: it is no number of samples.
+        ValueError: it is negative or not finite.
     """
     weight = float(n)
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"weight({n}) on rank {rank}: give what this rank's batch counts, 0 or more (its samples, say)"
+            f"weight({n}) on rank {rank}: give a finite number of at least 0, for example the number of samples"
         )
     return weight
 
 
 class Weight:
-    """The weight of one forward, and what its gradients are multiplied by; made on every rank at the same time.
+    """Weight of one forward, and the factor of its gradients. Collective.
 
     Args:
-        weight: of this rank's batch.
-        group: the ranks.
-        device: of the model.
-        naming: gives a context in which it is said which rank was not there.
+        weight: weight of this rank's batch.
+        group: process group of the ranks.
+        device: device of the model.
+        naming: returns a context that adds the missing rank to the error of a failed collective.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class Weight:
         self._world = comm.world_size(group)
         self._factor: Tensor | None = None
         if self._world > 1:
-            # not `torch.tensor`, for which a GPU would be waited for
+            # not `torch.tensor`, which synchronizes with a GPU
             by = comm.carrier(group, device)
             self._total = torch.full((), weight, dtype=widest(by), device=by)
             self._work: Any = dist.all_reduce(self._total, group=group, async_op=True)
 
     def factor(self) -> Tensor | float:
-        """The weight times the number of ranks over the sum of all weights, 1 where all are equal."""
+        """Return the weight times the number of ranks, divided by the sum of all weights; 1 if all are equal."""
         if self._world == 1:
             return 1.0
+        # the sum was started before the forward, so that it is there when the backward needs it
         if self._factor is None:
             with self._naming("adding up the weights"):
                 self._work.wait()
@@ -76,10 +77,10 @@ class Weight:
         return self._factor
 
     def apply(self, outputs: object) -> Any:
-        """``outputs`` with the same values, whose gradients are multiplied by `factor` on their way back.
+        """Return ``outputs`` with the same values; the backward multiplies their gradients by `factor`.
 
         Raises:
-            TypeError: there is a tensor in an object that is neither a collection nor a dataclass.
+            TypeError: a tensor is in an object that is neither a collection nor a dataclass.
         """
         weighed: set[int] = set()
 
@@ -93,8 +94,8 @@ class Weight:
         result = tree_map(weigh, outputs, Tensor)
         if any(tensor.requires_grad and id(tensor) not in weighed for tensor in find_tensors(result)):
             raise TypeError(
-                f"weight(): the model returned a {type(outputs).__name__} with tensors in the attributes of an object; "
-                "return them in a tuple, list, dict or dataclass, so that their gradients can be weighed"
+                f"weight(): the model returned a {type(outputs).__name__} with tensors in attributes of an object, "
+                "whose gradients cannot be weighted. Return them in a tuple, list, dict or dataclass"
             )
         return result
 
@@ -108,7 +109,7 @@ class _Weighed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         weight: Weight = ctx.weight
-        # 0 times inf is NaN, and what a batch of weight 0 gives may be anything
+        # not by multiplication: a batch of weight 0 may have any gradient, and 0 times inf is NaN
         return (grad * weight.factor() if weight.weight else torch.zeros_like(grad)), None
 
 
@@ -116,13 +117,13 @@ class _Weighed(torch.autograd.Function):
 
 
 class JoinAgreement(NamedTuple):
-    """What all ranks have agreed on before a forward.
+    """Agreement of all ranks before a forward.
 
     Attributes:
         active: number of ranks that still have batches.
-        leader: the last of them, whose buffers all take.
-        sync: whether a synchronised backward follows.
-        buffers: whether buffers are taken first.
+        leader: the last of them; all ranks take its buffers.
+        sync: True if a synchronized backward follows.
+        buffers: True if buffers are synchronized before the forward.
     """
 
     active: int
@@ -132,14 +133,14 @@ class JoinAgreement(NamedTuple):
 
 
 def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
-    """Agree, in one message, on who is there and what comes.
+    """Exchange which ranks have a batch and what they do next, in one message. Collective, also for joined ranks.
 
     Args:
-        group: all ranks call this at the same time, those that have joined, too.
-        device: of the model.
-        active: whether this rank has a batch; the rest counts only then.
-        sync: whether its backward is to be synchronised.
-        buffers: whether it takes buffers before its forward.
+        group: process group of the ranks.
+        device: device of the model.
+        active: True if this rank has a batch; the other arguments count only then.
+        sync: True if its backward is synchronized.
+        buffers: True if it synchronizes buffers before its forward.
     """
     world = comm.world_size(group)
     votes = torch.zeros(world + 2, dtype=torch.int32)
@@ -154,11 +155,11 @@ def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buf
 
 
 class FollowingHook(JoinHook):
-    """What ``Join`` calls on a rank that has run out of batches.
+    """Hook that ``Join`` calls on a rank that has run out of batches.
 
     Args:
-        follow: takes part in what the others do in a forward and its backward, with nothing to add.
-        leave: takes the model of the last rank that trained; told whether this is it.
+        follow: takes part in the collectives of the others' forward and backward, with zero gradients.
+        leave: takes the weights of the last rank that trained; its argument is True on that rank.
     """
 
     def __init__(self, follow: Callable[[], None], leave: Callable[[bool], None]) -> None:
@@ -167,16 +168,16 @@ class FollowingHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """Once for each forward of the others."""
+        """Follow one forward and backward of the other ranks."""
         self._follow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """When nobody has a batch any more."""
+        """Leave the join after the last batch of all ranks."""
         self._leave(is_last_joiner)
 
 
 class JoinedContainer(Protocol):
-    """What a join asks of a `DistributedDataParallel`."""
+    """Members of `DistributedDataParallel` that a join uses."""
 
     module: nn.Module
     process_group: dist.ProcessGroup
@@ -190,11 +191,11 @@ class JoinedContainer(Protocol):
 
     @property
     def reducer(self) -> Reducer:
-        """What averages the gradients."""
+        """Reducer that averages the gradients."""
         ...
 
     def skip_backward(self) -> None:
-        """In place of a backward: take part in the others'."""
+        """Take part in the others' backward without one of this rank."""
         ...
 
     def _align_buffers(self, src: int) -> None: ...
@@ -203,12 +204,12 @@ class JoinedContainer(Protocol):
 
 
 class JoinState:
-    """A container's part in a ``Join``.
+    """State of a container in a ``Join``.
 
     Attributes:
-        by_all: divide gradients by all ranks; else by those that still have batches.
-        active: ranks that had batches in the last forward.
-        has_followed: this rank has run out in the present one.
+        by_all: if True, divide gradients by the number of all ranks; else by that of ranks with batches.
+        active: number of ranks with batches in the last forward.
+        has_followed: True if this rank has run out of batches in the current ``Join``.
     """
 
     def __init__(self) -> None:
@@ -218,35 +219,35 @@ class JoinState:
 
 
 _joined: weakref.WeakSet[JoinedContainer] = weakref.WeakSet()
-"""Containers that have been in a ``Join``."""
+"""Containers that have been in a ``Join``. Weak, so that a container can be freed."""
 
 
 def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
-    """What ``Join`` calls on a rank that has run out."""
+    """Return the hook that ``Join`` calls on a rank that has run out of batches."""
     container.joining.by_all = by_all
     _joined.add(container)
     return FollowingHook(partial(_follow, container), partial(_leave, container))
 
 
-def meet(container: JoinedContainer, sync: bool, buffers: bool) -> None:
-    """Before a forward on a rank that has a batch: agree on who is there and what comes.
+def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> None:
+    """Agree with the other ranks before a forward of this rank. Collective.
 
     Raises:
-        RuntimeError: some ranks have run out, and another model of the same ``Join`` waits for its backward, which
-            they follow before they come here.
+        RuntimeError: some ranks have run out, and another model of the same ``Join`` waits for its backward.
     """
+    # a rank without batches follows a model's forward and backward together, so it would wait in the other backward
     for other in _joined - {container}:
         missed = other.joining.active < comm.world_size(other.process_group)
         if other._join_config.enable and other._watch.expected and missed:
             raise RuntimeError(
-                f"join, rank {comm.rank(container.process_group)}: a forward of this model comes between the forward "
-                "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
-                "one module, or run each one's backward before the next one's forward"
+                f"join, rank {comm.rank(container.process_group)}: a forward of this model is between the forward and "
+                "the backward of another one, and ranks without batches cannot follow that. Wrap both models as one "
+                "module, or run each one's backward before the next one's forward"
             )
-    _meet(container, agree(container.process_group, container.device, True, sync, buffers))
+    _apply_agreement(container, agree(container.process_group, container.device, True, sync, buffers))
 
 
-def _meet(container: JoinedContainer, found: JoinAgreement) -> None:
+def _apply_agreement(container: JoinedContainer, found: JoinAgreement) -> None:
     joining = container.joining
     joining.active = found.active
     if found.sync:
@@ -258,21 +259,24 @@ def _meet(container: JoinedContainer, found: JoinAgreement) -> None:
 
 def _follow(container: JoinedContainer) -> None:
     found = agree(container.process_group, container.device, False, False, False)
-    _meet(container, found)
+    _apply_agreement(container, found)
     if found.sync:
-        _drop_gradients(container)  # of this rank's last batch, which have been averaged
-        container.skip_backward()  # an optimizer that joins, too, steps with the others' mean
+        # those of this rank's last batch have been averaged already
+        _drop_gradients(container)
+        # leaves the others' mean in `.grad`, by which an optimizer that joins as well steps
+        container.skip_backward()
         container.joining.has_followed = True
 
 
 def _leave(container: JoinedContainer, is_last_joiner: bool) -> None:
     leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
     container.reducer.divisor = comm.world_size(container.process_group)
-    container._authoritative_rank = leader  # torch's name of whose weights all have now
+    container._authoritative_rank = leader  # torch's name for the rank whose weights all have
     container._join_config = _JoinConfig.construct_disabled_join_config()
     if container.joining.has_followed:
         container.joining.has_followed = False
-        _drop_gradients(container)  # the others' mean, which this rank's next backward would add to
+        # the next backward would add to the others' mean
+        _drop_gradients(container)
     broadcast_module_state(
         container.module,
         container.process_group,

@@ -1,4 +1,4 @@
-"""A transport that leaves out buckets of which no rank uses a parameter."""
+"""Transport that skips buckets without a used parameter on any rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lockstep.engines.ddp.transport import AllReduce, Size, Transport
 from lockstep.ground import comm
 
 USED_LATER = (
-    "skip_all_reduce_unused_params=True: parameter {name!r} got a gradient, and in the first backward no rank used it "
-    "or its bucket, which is no longer reduced since. Wrap the model without it where unused parameters change"
+    "skip_all_reduce_unused_params=True: parameter {name!r} has a gradient, but its bucket is not reduced, since no "
+    "rank used it in the first backward. Remove the argument if unused parameters change"
 )
 
 
 class SkipUnused:
-    """Carries buckets as another transport does, but for those that no rank used in the first round of their layout.
+    """Transport that carries buckets by another one, except those that no rank used in the first round of a layout.
 
-    What the ranks used they know from the used flags that travel with the buckets; where those do not travel so (sparse
-    gradients, ``static_graph=True``), all buckets are carried.
+    It reads the used flags that are sent with the buckets. Without them (sparse gradients, ``static_graph=True``) all
+    buckets are carried.
 
     Attributes:
-        inner: as given; all-reduces where it has no memory for a layout.
-        skipped: indices of the buckets that are left out; the same on all ranks.
+        inner: the given transport, or an all-reduce if that has no memory for a layout.
+        skipped: indices of the skipped buckets; the same on all ranks.
     """
 
     def __init__(self, inner: Transport, group: comm.Group) -> None:
@@ -37,11 +37,12 @@ class SkipUnused:
         self._is_settled = False
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """The inner one's; who uses the buckets of this layout is not known yet."""
+        """Return the inner transport's buffers for a new layout, in which no bucket is skipped yet."""
         self.skipped.clear()
         self._unused.clear()
         self._count, self._is_settled = len(sizes), False
         made = self.inner.buffers(sizes)
+        # shared memory is too small on all ranks or on none, so all change to the all-reduce together
         if made is None:
             self.inner.close()
             self.inner = AllReduce(self._group)
@@ -49,10 +50,10 @@ class SkipUnused:
         return made
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Begin to sum the bucket, unless it is left out.
+        """Start to sum the bucket, unless it is skipped.
 
         Raises:
-            RuntimeError: it is, and this rank has a gradient in it.
+            RuntimeError: it is skipped, but this rank has a gradient in it.
         """
         if bucket.index not in self.skipped:
             self.inner.start(bucket, scale)
@@ -64,7 +65,7 @@ class SkipUnused:
         self.inner.flush()
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the bucket, and note whether anybody has used it."""
+        """Wait for the bucket, and record whether any rank used it."""
         if bucket.index in self.skipped:
             return
         self.inner.wait(bucket)
@@ -73,7 +74,8 @@ class SkipUnused:
         if bucket.holds_used and not any(bucket.used_anywhere()):
             self._unused.add(bucket.index)
         if bucket.index + 1 == self._count:
-            self._is_settled = len(self._unused) < self._count  # not after a round in which nobody used anything
+            # a round in which no rank used anything (a skipped backward) decides nothing
+            self._is_settled = len(self._unused) < self._count
             self.skipped.update(self._unused if self._is_settled else ())
             self._unused.clear()
 

@@ -1,4 +1,4 @@
-"""The names that torch's DistributedDataParallel has for its own libraries, and for ours to be asked by."""
+"""Private names of torch's DistributedDataParallel, by which torch's own libraries use a container."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.errors import MisconfigurationException
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: names of parameters and buffers that its container leaves alone."""
+"""Attribute of a module: names of parameters and buffers that its container ignores."""
 ALWAYS = (
-    "gradients are there when backward() returns, and each bucket travels while the backward still runs: leave it at "
+    "gradients are averaged when backward() returns, and each bucket is sent while the backward runs. Leave it at "
     "False, and step after the backward"
 )
 
 
 class TorchNames:
-    """Of a container: what torch's own calls by private names, and what torch has since 2.15 and is refused here."""
+    """Base of a container with the names that torch's libraries use, and those since torch 2.15 that are refused."""
 
     module: nn.Module
     process_group: Any
@@ -35,7 +35,7 @@ class TorchNames:
 
     @property
     def reducer(self) -> Reducer:
-        """What averages the gradients."""
+        """Reducer that averages the gradients."""
         raise NotImplementedError
 
     def _detach(self) -> None:
@@ -60,17 +60,19 @@ class TorchNames:
             names[places[id(parameter)]] = name
         if len(names) != len(places):
             raise ValueError(
-                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+                f"Expected param to name mapping of {len(names)} averaged parameters, but got {len(places)}"
             )
         return names
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
+            warnings.warn("static_graph is already True; remove the second call.", stacklevel=2)
             return
         if self.reducer.rounds:
-            said = "should be called before training loop starts, and a backward has been: give static_graph=True"
-            raise RuntimeError(f"_set_static_graph() {said} to the container")
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts, but a backward has run. Give "
+                "static_graph=True to the container"
+            )
         self.static_graph = True
         self._detach()
 
@@ -82,7 +84,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets are laid out for good; torch's hooks that step a ZeroRedundancyOptimizer wait for it."""
+        """True if the buckets have their final layout; torch's hooks for ZeroRedundancyOptimizer wait for it."""
         return bool(self.reducer.is_laid_out)
 
     @property
@@ -93,7 +95,7 @@ class TorchNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Have the container of ``module``, which is made later, leave tensors with these names alone."""
+        """Make a later container of ``module`` ignore the parameters and buffers with these names."""
         names = list(params_and_buffers_to_ignore)
         setattr(module, IGNORED, names)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -110,12 +112,12 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are kept alike, by name."""
+        """Buffers that are synchronized, by name."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike."""
+        """Buffers that are synchronized."""
         return list(self.named_module_buffers.values())
 
     def _register_buffer_comm_hook(
@@ -124,12 +126,13 @@ class TorchNames:
         hook: Callable[..., Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let ``hook(state, named_buffers)``, which may return futures, bring the buffers in line."""
+        """Synchronize buffers by ``hook(state, named_buffers)``, which may return futures."""
         if not callable(hook):
-            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): give something that can be called")
+            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): the hook must be callable")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        # not by attribute: nn.Module raises for a missing one
         hook = self.__dict__.get("buffer_hook")
         if hook is None:
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
@@ -146,7 +149,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """False: the end of a backward is the end of its reduction."""
+        """Always False: the reduction has finished when a backward returns."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -156,11 +159,11 @@ class TorchNames:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """False: nobody has to."""
+        """Always False."""
         return False
 
     def finalize_backward(self) -> None:
-        """Nothing is left to do, and as in torch's class it is an error to ask for it.
+        """Raise an error, as in torch's class: the backward has finished by itself.
 
         Raises:
             MisconfigurationException: always.

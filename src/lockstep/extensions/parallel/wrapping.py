@@ -1,4 +1,4 @@
-"""What a container may wrap: its group, why a module cannot be wrapped, and what has changed in it since then."""
+"""Checks of a container's module: its process group, reasons not to wrap it, and changes after it was wrapped."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
-    """The process group of a container: the given one, that of the mesh, or the default one.
+    """Return the process group of a container: the given one, that of the mesh, or the default one.
 
     Args:
-        group: None for the default one.
-        mesh: a device mesh, if any; where it is a part of a larger one, ``module`` is made ready for that.
-        module: what is wrapped.
+        group: a process group; None is the default one.
+        mesh: a 1-D device mesh, or None. If it is part of a larger mesh, ``module`` is transformed as torch does it.
+        module: the module to be wrapped.
 
     Raises:
-        ValueError: there is none, or this rank is not in it.
-        MisconfigurationException: this torch lacks what a container needs.
+        MisconfigurationException: there is no process group, this rank is not in it, or this version of torch lacks
+            parts that a container needs.
     """
     refuse_without(DDP, DDP, "train on one device", PARTS)
     if not comm.is_distributed():
@@ -46,7 +46,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
-                f"Only 1D device mesh is supported, and device_mesh={mesh!r} has {mesh.ndim} dimensions: give one of "
+                f"Only 1D device mesh is supported, but device_mesh={mesh!r} has {mesh.ndim} dimensions. Give one of "
                 "them, as in mesh['replicate']"
             )
         if mesh._get_root_mesh() != mesh:
@@ -57,9 +57,10 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     found = dist.group.WORLD if group is None else group
     if dist.get_rank(found) < 0:
         raise MisconfigurationException(
-            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
+            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it. Wrap the model on its "
             "members only"
         )
+    # the first parameter is enough: all are on devices of one type
     for parameter in module.parameters() if isinstance(module, nn.Module) else ():
         comm.travel_by(parameter.device, found)
         break
@@ -67,36 +68,26 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
 
 
 def _problem_of(parameter: Tensor) -> str | None:
-    """Why a parameter has no gradient that can be averaged, if so, and the way out."""
+    """Return the reason why a parameter's gradient cannot be averaged, with a remedy; None if it can."""
     if isinstance(parameter, UninitializedParameter):
-        return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
+        return "belongs to a lazy module and has no shape yet. Run one batch through the model before you wrap it"
     if parameter.is_meta:
         return (
-            "is on the meta device and has no values: give it some before the model is wrapped "
+            "is on the meta device and has no values. Initialize it before you wrap the model "
             "(module.to_empty(device=...), then load a state dict or reset its parameters)"
         )
     if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
         return (
-            "is expanded: several of its elements are one place in memory, of which an optimizer would write each; "
-            "build it from a tensor of its own (tensor.expand(...).clone())"
+            "is expanded: several of its elements share memory, so an optimizer cannot update them. "
+            "Make a copy (tensor.expand(...).clone())"
         )
     return None
 
 
-def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
-    """The name of a part that averages some of the ``trained`` parameters itself: torch's container, or ours."""
-    for name, part in module.named_modules():
-        own = (id(parameter) for parameter in part.parameters())
-        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
-        if averages and not (part is module and _yields(part, group)):
-            return name
-    return None
-
-
 def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
-    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
+    """Return the reason why gradients of ``module`` cannot be averaged, with a remedy; None if they can.
 
-    A container of lockstep may be wrapped again, whole and over the same ``group``: the outer one averages then.
+    A container of lockstep may be wrapped again as a whole over the same ``group``; then the outer one averages.
     """
     if not isinstance(module, nn.Module):
         return f"module={module!r}: give a torch.nn.Module"
@@ -106,23 +97,27 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
         problem = _problem_of(parameter)
         if problem is not None:
             return f"parameter {name!r} of {kind} {problem}"
-    inner = _inner_container(module, {id(parameter) for _, parameter in named if parameter.requires_grad}, group)
-    if inner is not None:
-        where = f"part {inner!r} of {kind}" if inner else "the module"
-        return (
-            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
-            "model as a whole, once"
-        )
+    trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
+    for inner, part in module.named_modules():
+        own = (id(parameter) for parameter in part.parameters())
+        # by this attribute, which torch's container has as well
+        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
+        if averages and not (part is module and _yields(part, group)):
+            where = f"part {inner!r} of {kind}" if inner else "the module"
+            return (
+                f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
+                "model once, as a whole"
+            )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
-        return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
+        return f"{kind} has parameters on {' and '.join(types)}. Move it to devices of one type"
     if not any(parameter.requires_grad for _, parameter in named):
-        return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the module without it"
     return None
 
 
 def _yields(container: nn.Module, group: comm.Group) -> bool:
-    """Whether this container can let another one of ``group`` do its work."""
+    """Return True if a container can be wrapped again over ``group``, so that the outer one averages."""
     if not hasattr(container, "use_reducer"):
         return False
     settings = vars(container)
@@ -131,11 +126,14 @@ def _yields(container: nn.Module, group: comm.Group) -> bool:
 
 
 def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
+    """Return whether forwards synchronize buffers, from a container's two arguments.
+
+    ``broadcast_buffers`` is deprecated, as in torch. Default: True.
+    """
     if broadcast_buffers is not None:
         warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
-            "it, buffers are rank 0's at the start in any case), which counts where both are given",
+            f"broadcast_buffers={broadcast_buffers} is deprecated. Use forward_sync_buffers={broadcast_buffers} (rank "
+            "0's buffers are then always taken at the start), which has priority if both are given",
             FutureWarning,
             stacklevel=3,
         )
@@ -146,36 +144,40 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
 
 
 def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
+    """Describe a parameter whose gradient would not be averaged; None without one.
+
+    The caller puts the rank in front of the sentence.
 
     Args:
-        frozen: parameters that were so when the model was wrapped.
-        late: those since then; None where nobody minds.
+        frozen: parameters that were frozen when the model was wrapped, by name.
+        late: parameters added since then; None if they are not checked.
     """
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             return (
-                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
-                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
-                "again now"
+                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now. Wrap the model "
+                "with the parameter unfrozen (requires_grad may change afterwards), or wrap it again now"
             )
     if late is not None and late.found is not None:
         return (
-            f"parameter {late.found!r} was added to the model after it was wrapped, and its gradient would not be "
-            "averaged: add it before, or wrap model.module again"
+            f"parameter {late.found!r} was added to the model after it was wrapped, so its gradient would not be "
+            "averaged. Add it before, or wrap model.module again"
         )
     return None
 
 
 def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
+    """Describe a parameter whose dtype, shape or device no longer fits its bucket; None without one.
+
+    The caller puts the rank in front of the sentence.
+    """
     for bucket in buckets:
         for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
             before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
             if now != before:
                 return (
-                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
-                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
-                    "which follows, and not the module in it"
+                    f"parameter {name!r} is {now[0]} of shape {now[1]} on {now[2]}, but was {before[0]} of shape "
+                    f"{before[1]} on {before[2]} when the model was wrapped. Cast or move the container, not the "
+                    "module in it"
                 )
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.extensions.parallel.dp.coalesced import CopiesOfAll, copied
+from lockstep.extensions.parallel.dp.coalesced import CopiesOfAll, copy_tensors
 from lockstep.extensions.parallel.dp.replicas import replicate
 from tests.loop.pieces import Slope, numbers, quiet
 
@@ -31,10 +31,10 @@ def test_small_tensors_travel_together() -> None:
     tensors = [torch.full((n % 7 + 1, 3), float(n)) for n in range(300)]
     tensors += [torch.ones(2**19), torch.arange(5), torch.ones(3, dtype=torch.float64), torch.ones(4).to_sparse()]
     with Calls() as calls:
-        there = copied(tensors, META)
+        there = copy_tensors(tensors, META)
     assert [(t.shape, t.dtype, t.device) for t in there] == [(t.shape, t.dtype, META) for t in tensors]
     assert calls.count["aten._to_copy.default"] == 5  # the float32 ones, a large one, one of each other kind
-    back = copied(tensors, CPU)
+    back = copy_tensors(tensors, CPU)
     assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(back, tensors, strict=True))
 
 

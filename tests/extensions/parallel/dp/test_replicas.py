@@ -163,7 +163,7 @@ def test_an_error_in_a_part_tells_its_device() -> None:
     with pytest.raises(KeyError) as caught:
         DataParallel(_Fails(), ["cpu"] * 3)(torch.arange(6.0))
     if hasattr(caught.value, "add_note"):  # from Python 3.11 on
-        assert caught.value.__notes__ == ["This is of part 2 of 3 of the batch, on cpu."]
+        assert caught.value.__notes__ == ["Raised for part 2 of 3 of the batch, on cpu."]
 
 
 class _Fails(nn.Module):
@@ -199,8 +199,8 @@ def test_mappings_keep_their_kind() -> None:
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [
-        ([1.5, 2.5], "gave 1.5 and 2.5, and one of them would be lost"),
-        ([{"n": 3}, {"n": 2}], "gave 3 and 2"),
+        ([1.5, 2.5], "returned 1.5 and 2.5, and one would be lost"),
+        ([{"n": 3}, {"n": 2}], "returned 3 and 2"),
         ([numpy.zeros(2), numpy.ones(2)], "would be lost"),
         ([[torch.ones(1)] * 3, [torch.ones(1)] * 2], r"a list of \[2, 3\] members"),
     ],
@@ -214,7 +214,7 @@ def test_what_would_be_lost_is_an_error(outputs: list[Any], text: str) -> None:
 def test_what_cannot_be_cut_or_copied_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"dim=1\): the batch has a tensor of shape \(3,\)"):
         scatter({"x": torch.ones(3, 2), "mask": torch.ones(3)}, [CPU], 1)
-    with pytest.raises(ValueError, match="is lazy and has seen no batch"):  # replicas would begin with other weights
+    with pytest.raises(ValueError, match="is lazy and not initialized"):  # replicas would begin with other weights
         DataParallel(nn.LazyLinear(2), ["cpu", "cpu"])(torch.ones(2, 2))
 
 
@@ -225,5 +225,5 @@ def test_it_is_found_beside_the_container() -> None:
 def test_devices_are_checked() -> None:
     with pytest.raises(ValueError, match="at least one device"):
         DataParallel(Net(), [])
-    with pytest.raises(ValueError, match=r"'weight' is on meta, and the first device is cpu"):
+    with pytest.raises(ValueError, match=r"'weight' is on meta, but the first device is cpu"):
         DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"])

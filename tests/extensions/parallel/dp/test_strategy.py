@@ -145,7 +145,7 @@ def test_what_one_process_cannot_do_is_refused() -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(MisconfigurationException, match=r'"dp".*automatic_optimization = False.*use strategy="ddp"'):
+    with pytest.raises(MisconfigurationException, match=r'"dp".*automatic_optimization = False.*Use strategy="ddp"'):
         quiet(strategy="dp", devices=2).fit(Manual(), numbers(2))
     strategy = DataParallelStrategy()
     strategy.collectives.world = World(

@@ -77,8 +77,8 @@ def wrong_return(state: Any, bucket: Any) -> Tensor: ...
         (None, TypeError, "must be callable"),
         (lambda bucket: None, TypeError, r"is called as hook\(state, bucket\)"),
         (lambda a, b, c: None, TypeError, "missing a required argument: 'c'"),
-        (wrong_bucket, ValueError, "bucket annotation should be dist.GradBucket.*says int"),
-        (wrong_return, ValueError, "return annotation should be torch.futures.Future.*says Tensor"),
+        (wrong_bucket, ValueError, "bucket annotation should be dist.GradBucket.*has int"),
+        (wrong_return, ValueError, "return annotation should be torch.futures.Future.*has Tensor"),
     ],
 )
 def test_what_is_no_hook(hook: Any, error: type[Exception], said: str) -> None:
@@ -99,7 +99,7 @@ def test_what_is_no_hook(hook: Any, error: type[Exception], said: str) -> None:
     ],
 )
 def test_a_state_of_another_hook_is_refused(state: Any, hook: Any, wanted: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"was given the state .*it needs .*{wanted}"):
+    with pytest.raises(MisconfigurationException, match=rf"has the state .*Give it .*{wanted}"):
         check_hook(state, hook)
 
 

@@ -78,7 +78,7 @@ def test_users_states_by_their_own_methods_and_others_not_at_all() -> None:
 
 def test_a_state_of_another_class_is_refused() -> None:
     saved = save_state(PowerSGDState())
-    with pytest.raises(ValueError, match=r"\(None\) has no load_state_dict: resume with the hook"):
+    with pytest.raises(ValueError, match=r"\(None\) has no load_state_dict. Resume with the hook"):
         load_state(None, saved)
     with pytest.raises(ValueError, match=r"without 'iter'.*PostLocalSGDState"):
         load_state(post_localSGD_hook.PostLocalSGDState(None, None, 4), saved)

@@ -1,4 +1,4 @@
-"""Copies of many tensors to other devices, small ones together, and the sum of gradients that come back, in order."""
+"""Copies of many tensors to other devices with few transfers, and sums of their gradients in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lockstep.ground.comm import grouped
 from lockstep.ground.transfer import has_pinned_memory
 
 TOGETHER = 2**24
-"""Bytes of small tensors that are copied together at most."""
+"""Largest size of a group of small tensors that are copied together, in bytes."""
 
 
-def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """``tensors`` on ``device``, small ones of a dtype by one copy for many."""
+def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return copies of ``tensors`` on ``device``; small ones of a dtype share a transfer."""
     found: dict[int, Tensor] = {}
-    non_blocking = has_pinned_memory(device.type)  # the CPU would read what is not there yet
+    # not to the CPU: it would read memory before the copy has arrived
+    non_blocking = has_pinned_memory(device.type)
     for indices in grouped(tensors, TOGETHER):
         if len(indices) == 1:
             found[indices[0]] = tensors[indices[0]].to(device, non_blocking=non_blocking)
@@ -33,40 +34,41 @@ def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class CopiesOfAll(torch.autograd.Function):
-    """Copies of parameters on several devices; their gradients are added up in the order of the devices.
+    """Copies of parameters on several devices; their gradients are summed in the order of the devices.
 
-    Autograd has a thread for each GPU: copies one by one would return their gradients in an order of chance.
+    Autograd has a thread for each GPU, so separate copies would return their gradients in a random order.
     """
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.root, ctx.count = parameters[0].device, len(parameters)
-        # `.data`: what several share of memory is no view for autograd
-        return tuple(copy.data for device in devices for copy in copied(parameters, device))
+        # `.data`: small tensors are parts of one transfer, and autograd would treat them as views
+        return tuple(copy.data for device in devices for copy in copy_tensors(parameters, device))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: list[Tensor | None] = [None] * ctx.count
         for first in range(0, len(grads), ctx.count):
             there = [(i, grad) for i, grad in enumerate(grads[first : first + ctx.count]) if grad is not None]
-            for (index, _), grad in zip(there, copied([grad for _, grad in there], ctx.root), strict=True):
+            for (index, _), grad in zip(there, copy_tensors([grad for _, grad in there], ctx.root), strict=True):
                 before = sums[index]
                 sums[index] = grad if before is None else before + grad
         return None, *sums
 
 
 def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """For each device, by the id of the module's tensor: parameters there, and a buffer of its own.
+    """Return for each device the copies of a module's parameters and buffers, by the id of the original tensor.
 
-    On the device where the module is these are the parameters themselves. Gradients of copies arrive at them.
+    On the module's own device these are the parameters themselves. Gradients of copies flow back to them.
 
     Raises:
-        ValueError: for a lazy module that has not seen a batch.
+        ValueError: the module is lazy and not initialized.
     """
     parameters, buffers = list(module.parameters()), list(module.buffers())
-    if any(is_lazy(tensor) for tensor in chain(parameters, buffers)):  # each replica would begin with its own weights
-        raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
+    # each replica would initialize weights of its own
+    if any(is_lazy(tensor) for tensor in chain(parameters, buffers)):
+        raise ValueError("DataParallel: the module is lazy and not initialized. Run a batch through it first.")
     homes = {tensor.device for tensor in chain(parameters, buffers)}
     away = [device for device in devices if homes != {device}]
     trained = [p for p in parameters if p.requires_grad]
@@ -75,22 +77,20 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
     with torch.no_grad():
         for tensors, device in zip(moved, away, strict=True):
             fixed = [*rest, *buffers]
-            tensors.update(zip(map(id, fixed), copied(fixed, device), strict=True))
+            tensors.update(zip(map(id, fixed), copy_tensors(fixed, device), strict=True))
         found = iter(moved)
-        return [next(found) if homes != {device} else _beside(parameters, buffers) for device in devices]
+        # on its own device a module's parameters need no copies, but each replica has buffers of its own
+        own = {id(p): p for p in parameters}
+        copied = [next(found) if homes != {device} else {} for device in devices]
+        return [copies or {**own, **{id(b): b.clone() for b in buffers}} for copies in copied]
 
 
 def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """For each device, by the id of the parameter: copies whose gradients arrive at the parameters."""
+    """Return for each device copies of parameters by the parameter's id. Gradients flow back to the parameters."""
     if not trained or not devices:
         return [{} for _ in devices]
-    # The views are nodes of the first device's thread, made before all others: they come last there, so that a
-    # parameter that is used several times gets its gradients in one order.
+    # the views are the oldest nodes of the first device's thread, so its backward runs them last: a parameter that is
+    # used several times gets its gradients in a fixed order
     copies = CopiesOfAll.apply(devices, *[p.view_as(p) for p in trained])
     starts = range(0, len(copies), len(trained))
     return [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
-
-
-def _beside(parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-    """On the device where the module is: the parameters themselves, and copies of the buffers."""
-    return {**{id(p): p for p in parameters}, **{id(b): b.clone() for b in buffers}}

@@ -1,4 +1,4 @@
-"""One process, several devices: a batch is cut up, each part runs on a replica in a thread of its own."""
+"""Data parallel in one process: a batch is split over devices, and each part runs on a replica in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,24 +22,24 @@ from lockstep.memory.recompute import Again
 
 
 class DataParallel(nn.Module):
-    """Runs a module on several devices at once, in one process: the interface of ``torch.nn.DataParallel``.
+    """Container that runs a module on several devices in one process, as ``torch.nn.DataParallel`` does.
 
-    In each forward the batch is cut along ``dim`` into parts that differ by at most one row, the module is
-    replicated, each part runs in a thread, and the outputs come together on ``output_device``. Gradients arrive at
-    the module's own parameters. The first part runs on the module itself: what it keeps of a forward (the running
-    statistics of BatchNorm) is that of the first part; what the replicas keep is lost.
+    In each forward the batch is split along ``dim`` into parts that differ by at most one row, the module is
+    replicated, each part runs in a thread, and the outputs are gathered on ``output_device``. Gradients flow back to
+    the module's own parameters. The first part runs on the module itself, so states that a forward changes (such as
+    BatchNorm's running statistics) are those of the first part; those of the replicas are lost.
 
-    Any devices will do, the CPU among them, several times if wanted; torch's takes GPUs only. A batch of fewer rows
-    than devices leaves the last devices idle.
+    Unlike torch's class it accepts any devices, also the CPU, and a device may be listed several times. A batch with
+    fewer rows than devices leaves the last devices idle.
 
     Args:
-        module: what runs; its parameters are on the first device.
-        device_ids: the devices; default: all GPUs, or the CPU where there is none.
-        output_device: where the outputs are gathered; default: the first device.
-        dim: along which inputs are cut and outputs put together.
+        module: the module; its parameters and buffers are on the first device.
+        device_ids: the devices; default: all GPUs, or the CPU without any.
+        output_device: device where the outputs are gathered; default: the first device.
+        dim: dimension along which inputs are split and outputs joined.
 
     Raises:
-        ValueError: there is no device in the list, or a parameter is on another than the first.
+        ValueError: the list of devices is empty, or a parameter or buffer is not on the first device.
 
     Example::
 
@@ -69,12 +68,12 @@ class DataParallel(nn.Module):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.device != self.devices[0]:
                 raise ValueError(
-                    f"DataParallel: {name!r} is on {tensor.device}, and the first device is {self.devices[0]}: move "
+                    f"DataParallel: {name!r} is on {tensor.device}, but the first device is {self.devices[0]}. Move "
                     f'the module there first, by `module.to("{self.devices[0]}")`.'
                 )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for the whole batch."""
+        """Return the module's output for the whole batch."""
         parts = self.scatter((inputs, kwargs), self.devices)
         replicas = self.replicate(self.module, self.devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
@@ -83,21 +82,21 @@ class DataParallel(nn.Module):
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """See :func:`scatter`; to be overridden."""
+        """Split the inputs; see :func:`scatter`. It may be overridden."""
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
-        """Outputs of the replicas, each for its part ``(inputs, kwargs)``; to be overridden."""
+        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden."""
         calls = [_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """See :func:`gather`; to be overridden."""
+        """Join the outputs; see :func:`gather`. It may be overridden."""
         return gather(outputs, device, self.dim)
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """A number is that of an accelerator."""
+    """Return a device; a number is the index of an accelerator."""
     if isinstance(device, int):
         kind = torch.accelerator.current_accelerator()
         return torch.device("cuda" if kind is None else kind.type, device)
@@ -106,36 +105,38 @@ def as_device(device: int | str | torch.device) -> torch.device:
 
 
 def rows_of(batch: object, dim: int = 0) -> int | None:
-    """Rows of the tensors in a nested batch; None where it has no tensor with rows.
+    """Return the number of rows of the tensors in a nested batch; None without a tensor that has dimensions.
 
     Raises:
-        ValueError: they have different numbers of rows, so nobody knows how to cut the batch; or no such dimension.
+        ValueError: the tensors have different numbers of rows, or one lacks the dimension.
     """
     leaves = [leaf for leaf in tree_leaves(batch, Tensor) if leaf.ndim]
     for leaf in leaves:
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise ValueError(f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}.")
+            raise ValueError(
+                f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}, without this dimension."
+            )
     counts = {leaf.shape[dim] for leaf in leaves}
     if len(counts) > 1:
         raise ValueError(
-            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, and are cut "
-            "there: give them the same number, or pass what belongs to all rows as a tensor without dimensions."
+            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, where they are "
+            "split. Give them the same number of rows; pass values for all rows as tensors without dimensions."
         )
     return counts.pop() if counts else None
 
 
 def cut(rows: int, parts: int) -> list[int]:
-    """Sizes of at most ``parts`` parts, none of them empty, that differ by at most one, the larger ones first."""
+    """Return the sizes of at most ``parts`` non-empty parts that differ by at most one; larger ones are first."""
     parts = max(1, min(rows, parts))
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
 def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """A nested batch as one part for each device, on that device.
+    """Split a nested batch into a part for each device, on that device.
 
     Args:
-        batch: tensors are cut along ``dim``; those without dimensions, and all that is no tensor, go to all parts.
-        devices: one for each part; fewer parts are made of fewer rows.
+        batch: tensors are split along ``dim``. Tensors without dimensions, and other objects, are in all parts.
+        devices: devices of the parts; with fewer rows than devices there are fewer parts.
         dim: the dimension of the rows.
     """
     rows = rows_of(batch, dim)
@@ -147,7 +148,7 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
 
         def own(tensor: Tensor, first: int = first, size: int = size, device: torch.device = device) -> Tensor:
             mine = tensor.narrow(dim, first, size) if tensor.ndim else tensor
-            # the CPU would read what is not there yet
+            # not to the CPU: it would read memory before the copy has arrived
             return mine.to(device, non_blocking=has_pinned_memory(device.type))
 
         parts.append(tree_map(own, batch, Tensor))
@@ -158,18 +159,18 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
 def replicate(
     module: nn.Module, devices: Sequence[torch.device], stand_in: Callable[[nn.Module], Any] | None = None
 ) -> list[nn.Module]:
-    """The module itself for the first device, and a replica for each further one.
+    """Return the module itself for the first device, and a replica for each further one.
 
     A replica is a shallow copy of all modules. Its parameters are copies on its device through which gradients
-    flow back (on the module's own device the parameters themselves); its buffers are copies of their own.
+    flow back (on the module's own device the parameters themselves); its buffers are copies.
 
     Args:
-        module: on the first device.
-        devices: where to.
-        stand_in: asked for each submodule; what it returns takes its place everywhere, None replicates it.
+        module: the module, on the first device.
+        devices: devices of the replicas.
+        stand_in: called with each submodule. A result other than None is used in all replicas instead of a copy.
 
     Raises:
-        ValueError: for a lazy module that has not seen a batch.
+        ValueError: the module is lazy and not initialized.
     """
     return [module, *(_replica(module, copies, stand_in) for copies in copies_of(module, devices[1:]))]
 
@@ -191,6 +192,7 @@ def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable
             fill["_parameters"] = {key: None if p is None else copies[id(p)] for key, p in original._parameters.items()}
             fill["_buffers"] = {key: None if b is None else copies[id(b)] for key, b in original._buffers.items()}
             fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
+            # a forward that recomputes activations is bound to the original layer
             if isinstance(fill.get("forward"), Again):
                 fill["forward"] = fill["forward"].of(replica)
         return made[id(original)]
@@ -199,27 +201,23 @@ def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable
     return replica
 
 
-def _autocast_of(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes this thread's autocast in another one: that of the first device that has one, else the CPU's."""
+def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
+    """Run each call in a thread (the first in this one), and return the results.
+
+    Grad mode, autocast and streams, which torch has per thread, are those of this thread.
+
+    Args:
+        calls: functions without arguments.
+        devices: the current device of each call; further devices are ignored.
+
+    Raises:
+        BaseException: the error of the first call in the list that failed, with a note on its part of the batch
+            (from Python 3.11 on).
+    """
+    # the autocast of the first device type with an active one, else the CPU's
     kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
     kind = kinds[0] if kinds else "cpu"
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
-
-
-def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
-    """Call each in a thread of its own (the first in this one), and give what they return.
-
-    Grad mode, autocast and streams are those of this thread, which torch keeps for each thread apart.
-
-    Args:
-        calls: what to call.
-        devices: the current device of each call; a further one is nobody's.
-
-    Raises:
-        BaseException: the first one that a call raised, by its place, which is noted in it (from Python 3.11 on).
-    """
-    autocast = _autocast_of(devices)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
     results: list[Any] = [None] * len(calls)
@@ -232,11 +230,11 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
         except BaseException as error:
             errors[number] = error
             if number < len(devices) and hasattr(error, "add_note"):
-                error.add_note(f"This is of part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
+                error.add_note(f"Raised for part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
 
     def thread(number: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
-            with autocast():
+            with torch.autocast(kind, dtype=dtype, enabled=enabled):
                 work(number)
 
     others = [threading.Thread(target=thread, args=(number,)) for number in range(1, len(calls))]
@@ -252,31 +250,37 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
-    """A context, for any thread, in which ``device`` is the current one, on the stream that is this thread's now."""
+    """Return a context for any thread that selects ``device`` and this thread's current stream on it."""
     return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Outputs of the parts as one: tensors put together along ``dim``, dicts, lists, tuples and dataclasses by member.
+    """Join the outputs of the parts: tensors along ``dim``; dicts, lists, tuples and dataclasses member by member.
 
-    Tensors without dimensions become one with an element for each part, as in torch. What is no tensor must be the
-    same for all parts (an error tells what is not), but for lists of other things than tensors, which are put one
-    after the other.
+    Tensors without dimensions become one with an element for each part, as in torch. Lists without tensors are
+    concatenated. Other objects must be equal in all parts.
 
     Raises:
-        ValueError: the outputs cannot be put together.
+        ValueError: the outputs cannot be joined.
     """
-    return join(outputs, lambda tensors: _together([tensor.to(device) for tensor in tensors], dim))
+
+    def together(tensors: list[Tensor]) -> Tensor:
+        moved = [tensor.to(device) for tensor in tensors]
+        return torch.cat(moved, dim) if moved[0].ndim else torch.stack(moved)
+
+    return join(outputs, together)
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Outputs of the parts as one, with ``tensors`` called for those that stand in the same place."""
+    """Join the outputs of the parts; ``tensors`` joins the tensors at the same place."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return tensors(list(outputs))
     kinds = {type(output) for output in outputs}
     if len(kinds) > 1:
-        raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
+        raise ValueError(
+            f"DataParallel: the replicas returned {sorted(kind.__name__ for kind in kinds)}. Return one type."
+        )
     if isinstance(first, Mapping):
         return _join_mappings(outputs, tensors)
     if isinstance(first, list | tuple):
@@ -289,35 +293,38 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     for output in outputs:
         if not _is_same(first, output):
             raise ValueError(
-                f"DataParallel: the replicas gave {first!r:.60} and {output!r:.60}, and one of them would be lost: "
-                "give a tensor, or a list."
+                f"DataParallel: the replicas returned {first!r:.60} and {output!r:.60}, and one would be lost. "
+                "Return a tensor or a list."
             )
     return first
 
 
 def _join_mappings(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Mappings of one class as one, by key."""
+    """Join mappings of one class by key."""
     first = outputs[0]
     if any(output.keys() != first.keys() for output in outputs):
-        raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
+        raise ValueError(
+            f"DataParallel: the replicas returned dicts with different keys; the first has {sorted(first)}. Return the "
+            "same keys for all parts."
+        )
     joined = {key: join([output[key] for output in outputs], tensors) for key in first}
     if not isinstance(first, MutableMapping):
         return type(first)(joined)
-    made = copy.copy(first)  # with what it has beside its items: a default factory, attributes
+    made = copy.copy(first)  # keeps attributes, such as a default factory
     for key, value in joined.items():
         made[key] = value
     return made
 
 
 def _join_members(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Lists, tuples or named tuples as one, by place; lists of plain things one after the other."""
+    """Join lists, tuples or named tuples by index; concatenate lists without tensors."""
     first = outputs[0]
     if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
         return [item for output in outputs for item in output]
     if any(len(output) != len(first) for output in outputs):
         raise ValueError(
-            f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
-            "members, which are put together one by one; give equally many."
+            f"DataParallel: the replicas returned a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
+            "members, which are joined one by one. Return the same number for all parts."
         )
     members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
     return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
@@ -326,12 +333,8 @@ def _join_members(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]
 def _is_same(one: object, other: object) -> bool:
     try:
         return one is other or bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # an array's answer is an array
+    except (RuntimeError, TypeError, ValueError):  # comparing arrays gives an array
         return False
-
-
-def _together(tensors: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
 
 
 def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:
@@ -345,21 +348,21 @@ Device = int | str | torch.device
 
 
 def as_id(device: torch.device) -> int | torch.device:
-    """An accelerator by its number."""
+    """Return an accelerator's index; the CPU as it is."""
     return device if device.type == "cpu" else device.index
 
 
 def choose_devices(
     device_ids: Sequence[Device] | str | None, output_device: Device | None, here: torch.device
 ) -> tuple[list[torch.device], torch.device | None]:
-    """The devices that a container's two arguments name, and the one for the outputs.
+    """Return the devices that a container's two arguments name, and the one for the outputs.
 
     Args:
-        device_ids, output_device: of the container.
-        here: where its module is.
+        device_ids, output_device: arguments of the container.
+        here: device of its module.
 
     Raises:
-        MisconfigurationException: with the argument and the way out.
+        MisconfigurationException: the arguments do not fit each other or the module.
     """
     if isinstance(device_ids, str) and device_ids != "all":
         raise MisconfigurationException(f'device_ids={device_ids!r}: give a list of devices, "all", or None')
@@ -369,13 +372,12 @@ def choose_devices(
     if not devices:
         if output_device is not None:
             raise MisconfigurationException(
-                f"output_device={output_device!r}: outputs are moved where device_ids says on which devices to run; "
-                "give those too, or leave it out"
+                f"output_device={output_device!r} without device_ids: outputs are not moved then. Give both, or neither"
             )
         return [], None
     if here != devices[0]:
         raise MisconfigurationException(
-            f"device_ids={device_ids!r}: the module is on {here}, and is to run on {devices[0]}: move it "
-            f'there first, by module.to("{devices[0]}"), or leave device_ids out'
+            f"device_ids={device_ids!r}: the module is on {here}, but shall run on {devices[0]}. Move it there first, "
+            f'by module.to("{devices[0]}"), or remove device_ids'
         )
     return devices, devices[0] if output_device is None else as_device(output_device)

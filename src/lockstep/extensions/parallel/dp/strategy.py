@@ -1,4 +1,4 @@
-"""Data parallel in one process: the loader's batch is cut up over the devices, and the parts run in threads."""
+"""Data parallel strategy in one process: the loader's batch is split over the devices, and parts run in threads."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from lockstep.module import LightningModule
 
 
 class DataParallelStrategy(Strategy):
-    """One process drives all devices of its node; ``batch_size`` is that of all of them together.
+    """One process for all devices of its node; ``batch_size`` is the total over the devices.
 
-    Each step method runs once for each device, on a replica of the module and its part of the batch. The loss, and
-    what was logged, is the mean over the parts, weighed by their rows, so that the numbers are those of one device
-    with the whole batch. Metrics of torchmetrics are shared by the replicas, which take turns.
+    Each step method runs once for each device, on a replica of the module and a part of the batch. The loss and
+    logged values are means over the parts, weighted by their rows, so that they are those of one device with the
+    whole batch. Metrics of torchmetrics are shared by the replicas, which use them one after the other.
 
-    The first part runs on the module itself: attributes that a step sets are kept there, those that the others set
-    are lost. "ddp" is faster: here one interpreter drives all devices, and the weights are copied in every step.
+    The first part runs on the module itself, so attributes that its step sets are kept; those that other parts set
+    are lost. "ddp" is faster: here one interpreter drives all devices, and weights are copied in every step.
     """
 
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Refuse what one process cannot do."""
+        """Refuse several nodes."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
-                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): it is one process for the devices of one '
-                'node; use strategy="ddp".'
+                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
+                'node. Use strategy="ddp".'
             )
         super().setup_environment()
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """As on one device; the replicas are made in each step."""
+        """Set up the module on the first device; replicas are made in each step."""
         if not module.automatic_optimization:
             raise MisconfigurationException(
                 'Trainer(strategy="dp") with `automatic_optimization = False`: `training_step` runs on all devices at '
-                'the same time, so it cannot step optimizers; use strategy="ddp".'
+                'the same time, so it cannot step optimizers. Use strategy="ddp".'
             )
         super().setup_module(module, own_backward)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """The step method on all devices; outputs and logged values come together on the first."""
+        """Run a step method on all devices, and join outputs and logged values on the first."""
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
             return super().run(fn, *args)
@@ -64,14 +64,15 @@ class DataParallelStrategy(Strategy):
         def shared(module: nn.Module) -> Any:
             if not _is_metric(module):
                 return None
-            return stand_ins.setdefault(id(module), _InTurn(module, turn))
+            return stand_ins.setdefault(id(module), _SharedMetric(module, turn))
 
         module = self.module
         assert module is not None
         replicas = replicate(module, self.devices[: len(parts)], shared)
         logs: list[dict[str, _LoggedInPart]] = [{} for _ in parts]
-        own_metrics = _take_turns(module, shared)
+        own_metrics = _share_metrics(module, shared)
         try:
+            # threads must not log into the Trainer at the same time, and the mean needs all parts
             for replica, log in zip(replicas, logs, strict=True):
                 replica.__dict__["log"] = _collect(log)
             method = fn.__func__  # type: ignore[attr-defined]
@@ -81,12 +82,14 @@ class DataParallelStrategy(Strategy):
             module.__dict__.pop("log", None)
             for place, name, metric in own_metrics:
                 place[name] = metric
-        for name, logged in _merged(logs, sizes, self.root_device).items():
+        for name, logged in _merge(logs, sizes, self.root_device).items():
             module.log(name, logged.value, **logged.options)
         return self._output(fn.__name__, outputs, sizes)
 
     def _output(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        outputs, sizes = [list(kept) for kept in zip(*_kept(outputs, sizes), strict=True)] or [[None], [1]]
+        # a part whose step returned None does not count
+        kept = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+        outputs, sizes = [list(each) for each in zip(*kept, strict=True)] or [[None], [1]]
         if name == "predict_step":
             return gather(outputs, self.root_device)
         first = outputs[0]
@@ -105,14 +108,14 @@ class DataParallelStrategy(Strategy):
 
 
 class _LoggedInPart:
-    """What ``self.log`` was called with in one part; options by their names."""
+    """Arguments of a call of ``self.log`` in one part; options by name."""
 
     def __init__(self, value: object, options: dict[str, Any]) -> None:
         self.value, self.options = value, options
 
 
-class _InTurn:
-    """A metric that all replicas share: whoever uses it waits for the others, and gives it tensors on its device."""
+class _SharedMetric:
+    """Metric that all replicas share. Calls are serialized by a lock, and their tensors are moved to its device."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn
@@ -137,8 +140,8 @@ def _is_metric(module: object) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Put the stand-ins of metrics in their places in the module itself; gives what has to be put back."""
+def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Replace metrics in the module itself by their stand-ins, and return what has to be restored."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():
@@ -150,7 +153,7 @@ def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[d
 
 
 _OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
-"""What ``log`` takes behind the name and the value."""
+"""Arguments of ``log`` after the name and the value."""
 
 
 def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
@@ -164,11 +167,6 @@ def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tu
     return lambda: method(replica, part, *rest)
 
 
-def _kept(outputs: list[Any], sizes: list[int]) -> list[tuple[Any, int]]:
-    """Without the parts whose step returned None."""
-    return [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
-
-
 def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
     total = sum(weights)
     if not total:
@@ -178,16 +176,17 @@ def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
     return torch.stack([value * (weight / total) for value, weight in zip(values, weights, strict=True)]).sum()
 
 
-def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
-    """One entry for each name, in the order in which the parts first logged them; values on ``device``.
+def _merge(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
+    """Merge the logged values of the parts by name, in the order in which they were first logged.
 
-    Nothing goes to the host: it would wait there for a forward, with no backward to follow on the devices.
+    Values are on ``device``.
     """
+    # nothing is copied to the host, which would wait for the forward and start the backward late
     merged: dict[str, _LoggedInPart] = {}
     for name in dict.fromkeys(name for log in logs for name in log):
         found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
         entry = found[0][0]
-        if isinstance(entry.value, _InTurn):
+        if isinstance(entry.value, _SharedMetric):
             merged[name] = _LoggedInPart(entry.value.metric, entry.options)
             continue
         if _is_metric(entry.value):

@@ -1,4 +1,4 @@
-"""Communication hooks: how gradients travel, where the plain mean over all ranks is too much."""
+"""Communication hooks: replacements of the all-reduce of gradients that send less, or to fewer ranks."""
 
 from lockstep.extensions.parallel.hooks.check import check_hook as check_hook
 from lockstep.extensions.parallel.hooks.check import prepare_state as prepare_state

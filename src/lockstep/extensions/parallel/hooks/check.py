@@ -1,4 +1,4 @@
-"""What is wrong with a communication hook, said before the first step; and what its state needs before it."""
+"""Checks of a communication hook, and preparation of its state, before the first step."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ _DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
 
 
 def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
-    """Make sure that ``hook(state, bucket)`` can work.
+    """Check that ``hook(state, bucket)`` can work.
 
     Args:
         state: the hook's first argument.
         hook: a communication hook: a function of a state and a `GradBucket` that returns a future of the reduced
             gradients.
-        parameters: whose gradients it will get; their devices and dtypes are looked at.
-        group: the ranks.
+        parameters: the parameters of the buckets; their devices and dtypes are checked.
+        group: process group of the ranks.
 
     Raises:
-        TypeError: not callable, or not with two arguments.
-        ValueError: annotated for something else than buckets and futures.
-        MisconfigurationException: a hook that cannot work here, or one that was given another one's state; with what
-            to take instead.
+        TypeError: it is not callable, or not with two arguments.
+        ValueError: its annotations are not those of buckets and futures.
+        MisconfigurationException: the hook cannot work here, or has the state of another hook.
     """
     check_pair(state, hook)
     _refuse_broken(torch_name(innermost(hook)), list(parameters), group)
 
 
 def check_pair(state: object, hook: object) -> None:
-    """The part of `check_hook` that needs neither parameters nor ranks."""
+    """Check a hook and its state, without parameters and ranks; a part of `check_hook`."""
     if not callable(hook):
         raise TypeError(
-            f"Communication hook must be callable, as hook(state, bucket); ddp_comm_hook={hook!r} is a "
+            f"Communication hook must be callable, as hook(state, bucket), but ddp_comm_hook={hook!r} is a "
             f"{type(hook).__name__}"
         )
     _check_signature(hook)
@@ -60,8 +59,8 @@ def check_pair(state: object, hook: object) -> None:
     _check_state(state, inner)
     if torch_name(inner) == "batched_powerSGD_hook":
         raise MisconfigurationException(
-            "torch's batched_powerSGD_hook fails at its start iteration: it hands a 2-D matrix to a function that "
-            "takes 3-D ones. Take lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
+            "torch's batched_powerSGD_hook fails at its start iteration: it passes a 2-D matrix to a function that "
+            "needs 3-D ones. Use lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
             "powerSGD_hook"
         )
 
@@ -69,7 +68,7 @@ def check_pair(state: object, hook: object) -> None:
 def _check_signature(hook: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # written in C: nothing to look at
+    except (TypeError, ValueError):  # a function in C without a signature
         return
     try:
         signature.bind(None, None)
@@ -78,24 +77,26 @@ def _check_signature(hook: Callable[..., object]) -> None:
             f"the communication hook {name_of(hook)}{signature} is called as hook(state, bucket): {error}"
         ) from None
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and not _says(bucket.annotation, "GradBucket"):
+    if bucket is not None and not _allows(bucket.annotation, "GradBucket"):
         raise ValueError(
-            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} says "
-            f"{_named(bucket.annotation)}"
+            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} has "
+            f"{_annotation_name(bucket.annotation)}"
         )
-    if not _says(signature.return_annotation, "Future"):
+    if not _allows(signature.return_annotation, "Future"):
         raise ValueError(
-            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} says "
-            f"{_named(signature.return_annotation)}"
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} has "
+            f"{_annotation_name(signature.return_annotation)}"
         )
 
 
-def _says(annotation: object, word: str) -> bool:
-    """Whether an annotation is not there, or has the word in it, or is open."""
-    return annotation is inspect.Parameter.empty or any(w in _named(annotation) for w in (word, "Any", "object"))
+def _allows(annotation: object, word: str) -> bool:
+    """Return True if the annotation is missing, is Any or object, or mentions the word."""
+    return annotation is inspect.Parameter.empty or any(
+        w in _annotation_name(annotation) for w in (word, "Any", "object")
+    )
 
 
-def _named(annotation: object) -> str:
+def _annotation_name(annotation: object) -> str:
     if isinstance(annotation, type):
         return annotation.__qualname__
     return str(annotation)
@@ -109,32 +110,23 @@ def _check_state(state: object, inner: object) -> None:
         kind = _TORCH_STATES[torch_name(inner) or ""]
         fits, wanted = _is_torch_state(state, kind), f"torch's {kind}(...)"
     elif _takes_group(inner):
-        fits, wanted = state is None or _is_group(state), "a process group, or None for the default one"
+        fits = state is None or isinstance(state, torch.distributed.ProcessGroup)
+        wanted = "a process group, or None for the default one"
     else:
         return
     if not fits:
         raise MisconfigurationException(
-            f"the communication hook {name_of(inner)} was given the state {_shown(state)}; it needs {wanted} "
+            f"the communication hook {name_of(inner)} has the state {_describe(state)}. Give it {wanted} "
             "(ddp_comm_state=, or the first argument of register_comm_hook)"
         )
 
 
 def _takes_group(inner: object) -> bool:
-    """Whether a hook's state is its process group."""
+    """Return True if the hook's state is its process group."""
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 
-def _has_group(state: object) -> bool:
-    """Whether a hook's state names a process group."""
-    torchs = ("PostLocalSGDState", "PowerSGDState")
-    return isinstance(state, _OWN_STATES) or any(_is_torch_state(state, kind) for kind in torchs)
-
-
-def _is_group(state: object) -> bool:
-    return isinstance(state, torch.distributed.ProcessGroup)
-
-
-def _shown(state: object) -> str:
+def _describe(state: object) -> str:
     return "None" if state is None else f"of type {type(state).__qualname__}"
 
 
@@ -143,49 +135,45 @@ def _is_torch_state(state: object, kind: str) -> bool:
 
 
 def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group) -> None:
-    devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
-    if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
+    kinds = {parameter.device.type for parameter in parameters} or {"cpu"}
+    grouped = comm.is_distributed()
+    if name in _QUANTIZATION and not (grouped and all(comm.backend_of(group, kind) == "nccl" for kind in kinds)):
         raise MisconfigurationException(
-            f"torch's {name} works with NCCL only, and these gradients do not travel by it. Take "
-            "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4): fewer bytes still, on the CPU too"
+            f"torch's {name} works with NCCL only, but these gradients are sent by another backend. Use "
+            "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4), which sends less and also runs on the CPU"
         )
     if name in _DROP_IMAGINARY and any(parameter.is_complex() for parameter in parameters):
         raise MisconfigurationException(
-            f"torch's {name} drops the imaginary part of complex gradients. Take fp16, bf16 or power_sgd of "
+            f"torch's {name} drops the imaginary part of complex gradients. Use fp16, bf16 or power_sgd of "
             "lockstep.engines.ddp.hooks"
         )
 
 
-def _carried_by(group: comm.Group, device: torch.device) -> str:
-    return comm.backend_of(group, device.type) if comm.is_distributed() else ""
-
-
 def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
-    """Give a hook's state what it needs before the first step; collective, on all ranks of ``group``.
+    """Set the process groups in a hook's state before the first step. Collective on ``group``.
 
-    Post-local SGD, lockstep's and torch's, gets the group of this rank's node where none was given (torch's own way to
-    make one needs GPUs). A state that names no process group gets ``group``,
-    unless that is the default group.
+    A state of post-local SGD, lockstep's or torch's, without a subgroup gets that of this rank's node. A state without
+    a process group gets ``group``, unless that is the default group.
 
     Args:
-        state: of a hook; ones that are not known are left as they are.
-        group: the ranks; ``None`` is the default group.
-        hook: whose state it is; needed where ``state`` is None.
+        state: a hook's state; a state of an unknown class is not changed.
+        group: process group of the ranks; ``None`` is the default group.
+        hook: the state's hook; needed if ``state`` is None.
 
     Returns:
-        The state to register: ``state`` itself, or ``group`` in place of None for a hook whose state is its group.
+        the state to register: ``state`` itself, or ``group`` instead of None for a hook whose state is its group.
     """
-    named = group is not None and group is not dist.group.WORLD  # with the default one it could not be pickled
-    if named and _has_group(state) and state.process_group is None:
+    # None already means the default group, and a state with a group cannot be pickled
+    named = group is not None and group is not dist.group.WORLD
+    torchs = tuple(kind for kind in ("PostLocalSGDState", "PowerSGDState") if _is_torch_state(state, kind))
+    if named and (torchs or isinstance(state, _OWN_STATES)) and state.process_group is None:
         state.process_group = group
     if isinstance(state, PostLocalSGDState):
         state.prepare()
-    elif _is_torch_state(state, "PostLocalSGDState") and state.subgroup is None and _averages_in_nodes(state):
-        state.subgroup = node_group(state.process_group)
+    elif "PostLocalSGDState" in torchs and state.subgroup is None:
+        averages = state.post_local_gradient_allreduce and comm.world_size(state.process_group) > 1
+        # torch's own default, `dist.new_subgroups()`, needs GPUs
+        state.subgroup = node_group(state.process_group) if averages else None
     if state is None and group is not None and _takes_group(innermost(hook)):
         return group
     return state
-
-
-def _averages_in_nodes(state: Any) -> bool:
-    return state.post_local_gradient_allreduce and comm.world_size(state.process_group) > 1

@@ -18,23 +18,24 @@ from lockstep.ground import comm
 
 
 def mean(flat: Tensor, group: comm.Group) -> None:
-    """Overwrite ``flat`` (contiguous, real) with its mean over the ranks; one all-reduce in its dtype."""
+    """Overwrite ``flat`` (contiguous, real) with its mean over the ranks, by one all-reduce in its dtype."""
     world = comm.world_size(group)
+    # divided before the sum, which could overflow in float16
     if world > 1:
         flat.mul_(1 / world)
         dist.all_reduce(flat, group=group)
 
 
 def mean_in_halves(flat: Tensor, dtype: torch.dtype, group: comm.Group, owed: Tensor | None = None) -> None:
-    """Overwrite ``flat`` with its mean over the ranks, which is sent in 16 bits and summed in float32.
+    """Overwrite ``flat`` with its mean over the ranks, sent in 16 bits and summed in float32.
 
     Args:
-        flat: 1-D, real floating point, of the same length on all ranks.
-        dtype: what is sent: ``torch.float16`` or ``torch.bfloat16``. What is too large for it becomes infinite.
-        group: the ranks.
-        owed: of ``flat``'s length, in float32; it is overwritten with what rounding took away: from this rank's
-            numbers, and from the part of the mean that this rank made. Zero where the mean is not finite: nobody will
-            use that mean.
+        flat: a 1-D tensor, real floating point, with the same length on all ranks.
+        dtype: dtype that is sent: ``torch.float16`` or ``torch.bfloat16``. Numbers too large for it become infinite.
+        group: process group of the ranks.
+        owed: a float32 tensor with ``flat``'s length. It is overwritten with this rank's rounding errors: those of its
+            numbers, and those of the slice of the mean that it computed. They are zero where the mean is not finite,
+            since such a mean is not used.
     """
     if flat.numel() == 0:
         return
@@ -42,6 +43,7 @@ def mean_in_halves(flat: Tensor, dtype: torch.dtype, group: comm.Group, owed: Te
     numbers = -(-length // world)
     lacking = numbers * world - length
     rows = (torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat).view(world, numbers)
+    # rank r sums row r of all ranks, so each number is rounded once before the sum and the mean once after it
     message = rows.to(dtype)
     lost = rows.float() - message.float() if owed is not None else None
     arrived = message
@@ -54,6 +56,7 @@ def mean_in_halves(flat: Tensor, dtype: torch.dtype, group: comm.Group, owed: Te
     total.mul_(1 / world)
     message = total.to(dtype)
     if lost is not None:
+        # times world: the error is added to one rank's gradient, which the next mean divides
         lost[rank] += (total - message.float()) * world
     arrived = message
     if world > 1:
@@ -69,7 +72,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A 1-D tensor's numbers as real ones, in place: two for each complex one."""
+    """Return a 1-D real view of a tensor, with two numbers for each complex one."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
 
 
@@ -77,7 +80,7 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over the ranks, by one all-reduce in the gradients' dtype: what is done without a hook.
+    """Average over the ranks by one all-reduce in the gradients' dtype, as without a hook.
 
     Args:
         state: the process group; ``None`` is the default group.
@@ -97,22 +100,25 @@ def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def fp16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean, sent as float16 and summed in float32: half the bytes of float32.
+    """Average over the ranks, sent as float16 and summed in float32: half the bytes of float32.
 
-    Each gradient is rounded once before it is sent, and the mean once after it was summed; with a 16-bit all-reduce
-    each of the W - 1 sums on the way would be rounded too. (`lockstep.engines.ddp.hooks.compress` has the messages:
-    slices all-to-all, then an all-gather of the slices of the mean.) What is above 65504 arrives as inf, on all ranks.
+    Each gradient is rounded once before it is sent, and the mean once after the sum; a 16-bit all-reduce would also
+    round each of the W - 1 partial sums. There are two messages: slices all-to-all, then an all-gather of the slices
+    of the mean. Values above 65504 become inf on all ranks.
 
     Args:
         state: the process group; ``None`` is the default group.
-        bucket: gradients of any floating point dtype; complex ones travel as pairs of real numbers, and those of 16
-            bits as they are. float64 has the precision of float16 afterwards.
+        bucket: gradients of any floating point dtype. Complex ones are sent as pairs of real numbers, and those of 16
+            bits in their own dtype. float64 gradients have the precision of float16 afterwards.
     """
     return _in_halves(state, bucket, torch.float16)
 
 
 def bf16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean, sent as bfloat16 and summed in float32: as `fp16`, with float32's range and 8 bits of precision."""
+    """Average over the ranks, sent as bfloat16 and summed in float32.
+
+    Like `fp16`, with float32's range and 8 bits of precision.
+    """
     return _in_halves(state, bucket, torch.bfloat16)
 
 
@@ -135,16 +141,16 @@ Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 
 
 def fp16_wrapper(hook: Hook) -> Hook:
-    """``hook``, called with the gradients cast to float16, its result cast back.
+    """Wrap a hook so that it receives the gradients in float16, and its result is cast back.
 
-    A hook that sends what it is given sends half the bytes. `allreduce` in this wrapper sums in float16 on the way
-    (with NCCL; gloo does too), which `lockstep.engines.ddp.hooks.compress.fp16` does not.
+    A hook that sends its gradients as they are then sends half the bytes. `allreduce` in this wrapper also sums in
+    float16, unlike `lockstep.engines.ddp.hooks.compress.fp16`.
 
     Args:
         hook: any communication hook.
 
     Returns:
-        A hook with the same state.
+        a hook with the same state.
 
     Example::
 
@@ -154,7 +160,7 @@ def fp16_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_wrapper(hook: Hook) -> Hook:
-    """``hook``, called with the gradients cast to bfloat16, its result cast back: as `fp16_wrapper`."""
+    """Wrap a hook so that it receives the gradients in bfloat16, and its result is cast back; like `fp16_wrapper`."""
     return _wrapped(hook, torch.bfloat16)
 
 
@@ -163,7 +169,7 @@ def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_complex():
             raise TypeError(
-                f"{wrapped.__qualname__}: the gradients are {buffer.dtype}, and no 16-bit dtype is complex; take the "
+                f"{wrapped.__qualname__}: the gradients are {buffer.dtype}, and no 16-bit dtype is complex. Use the "
                 "hook fp16 or bf16, which sends pairs of real numbers"
             )
         narrow = buffer.to(dtype)

@@ -1,9 +1,9 @@
-"""What a hook remembers of each parameter from round to round, and the same as plain data in a checkpoint."""
+"""Memory of a hook for each parameter, and its form in a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
 from lockstep.extensions.parallel.hooks.hook_transport import torch_name
 
-if TYPE_CHECKING:
-    import numpy as np
-
 # -- memory --------------------------------------------------------------------------------------------------
 
 
@@ -22,71 +19,72 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Tensors by parameter, saved by their places in the buckets.
+    """Tensors for each parameter, saved by the parameter's place in the buckets.
 
-    Buckets may be laid out anew (the reducer does so after its first round, and when parameters are thawed), so
-    records belong to parameters. A checkpoint has no parameters to name them by: there they stand by bucket and place,
-    and the checkpoint's bucket plan is laid out before they are asked for.
+    A checkpoint does not contain parameters, so it has the records by bucket and place. Its bucket plan is restored
+    before they are used.
     """
 
     def __init__(self) -> None:
+        # by parameter: the layout changes after the first round, and when parameters are unfrozen
         self._records: Any = WeakIdKeyDictionary()
         self._layout: dict[int, list[Record]] = {}
         self._saved: dict[int, list[Record]] = {}
 
     def records(self, bucket: GradBucket) -> list[Record]:
-        """The record of each parameter in ``bucket``, for the caller to fill and change.
+        """Return the record of each parameter in ``bucket``; the caller may change them.
 
         Raises:
-            ValueError: what was loaded was saved with other buckets.
+            ValueError: the loaded state was saved with another bucket layout.
         """
         parameters, index = bucket.parameters(), bucket.index()
         saved = self._saved.pop(index, None)
         if saved is not None:
-            self._take(saved, bucket)
+            self._restore(saved, bucket)
         found = []
         for parameter in parameters:
             record = self._records.get(parameter)
             if record is None:
                 record = self._records[parameter] = {}
             found.append(record)
+        # a new round may have fewer buckets than the last one
         if bucket.index() == 0:
-            self._layout.clear()  # a round begins, perhaps with fewer buckets than the last
+            self._layout.clear()
         self._layout[index] = found
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"saved": self.state_dict()}  # in another process there are other parameters
+        return {"saved": self.state_dict()}  # parameters are other objects in another process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.load_state_dict(state["saved"])
 
-    def _take(self, saved: list[Record], bucket: GradBucket) -> None:
+    def _restore(self, saved: list[Record], bucket: GradBucket) -> None:
         parameters, buffer = bucket.parameters(), bucket.buffer()
-        index, way = bucket.index(), "lay the buckets out as they were (reducer.replan), or do not load the state"
+        index, way = bucket.index(), "Restore the bucket layout (reducer.replan), or do not load the state"
         if len(saved) != len(parameters):
             raise ValueError(
                 f"the hook's state was saved with {len(saved)} parameters in bucket {index}, which has "
-                f"{len(parameters)} now: {way}"
+                f"{len(parameters)} now. {way}"
             )
         for place, (parameter, record) in enumerate(zip(parameters, saved, strict=True)):
             numbers = parameter.numel() * (2 if parameter.is_complex() else 1)
             if "error" in record and record["error"].numel() != numbers:
                 raise ValueError(
                     f"the hook's state was saved with {record['error'].numel()} numbers at place {place} of bucket "
-                    f"{index}, where there are {numbers} now: {way}"
+                    f"{index}, which has {numbers} there now. {way}"
                 )
         for parameter, record in zip(parameters, saved, strict=True):
             self._records[parameter] = {name: value.to(buffer.device) for name, value in record.items()}
 
     @property
     def bytes(self) -> int:
-        """What the records take."""
+        """Size of the records, in bytes."""
         return sum(value.nbytes for record in self._records.values() for value in record.values())
 
     def state_dict(self) -> dict[int, list[Record]]:
-        """Copies, by bucket and place."""
+        """Return copies of the records by bucket and place."""
         layout = {**self._layout, **self._saved}
         return {
             index: [{name: value.detach().clone() for name, value in record.items()} for record in records]
@@ -94,7 +92,7 @@ class Memory:
         }
 
     def load_state_dict(self, saved: dict[int, list[Record]]) -> None:
-        """Take what `state_dict` gave; parameters get it when their buckets come."""
+        """Load the result of `state_dict`. Parameters get their records when their buckets are first used."""
         self._records.clear()
         self._layout.clear()
         self._saved = {
@@ -117,7 +115,7 @@ _NUMBERS_OF_POWER_SGD = (
 
 
 def save_state(state: Any) -> dict[str, Any] | None:
-    """What this rank's ``state`` holds: tensors (copies) and plain types.
+    """Return the contents of this rank's ``state`` as tensors (copies) and plain types.
 
     Returns:
         None for states without a memory: a process group, None, an object without ``state_dict()``.
@@ -127,7 +125,15 @@ def save_state(state: Any) -> dict[str, Any] | None:
         saved: dict[str, Any] = {name: getattr(state, name) for name in _NUMBERS_OF_POWER_SGD}
         for name in _TENSORS_OF_POWER_SGD:
             saved[name] = {index: tensor.detach().clone() for index, tensor in getattr(state, name).items()}
-        saved["rng"] = _save_numpy(state.rng)
+        # plain types, also of numpy's random state: a checkpoint is read with weights_only=True
+        name, keys, position, has_gauss, gauss = state.rng.get_state()
+        saved["rng"] = {
+            "name": str(name),
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
         return saved
     if kind == "PostLocalSGDState":
         return {"iter": state.iter}
@@ -137,15 +143,15 @@ def save_state(state: Any) -> dict[str, Any] | None:
 
 
 def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | None = None) -> None:
-    """Let ``state`` go on from what `save_state` gave on this rank.
+    """Restore ``state`` from the result of `save_state` on this rank.
 
     Args:
-        state: one of the same class, made with the same settings.
-        saved: of `save_state`; None does nothing.
-        device: where gradients are, for torch's states, which do not look; by default tensors stay where they are.
+        state: a state of the same class with the same settings.
+        saved: result of `save_state`; None does nothing.
+        device: device of the gradients, to which tensors of torch's states are moved; None moves nothing.
 
     Raises:
-        ValueError: ``state`` has nothing to load into, or ``saved`` is another class's.
+        ValueError: ``state`` has no ``load_state_dict``, or ``saved`` is from another class.
     """
     if saved is None:
         return
@@ -156,60 +162,44 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
                 setattr(state, name, saved[name])
             for name in _TENSORS_OF_POWER_SGD:
                 setattr(state, name, {int(i): t.to(device or t.device, copy=True) for i, t in saved[name].items()})
-            _load_numpy(state.rng, saved["rng"])
+            rng = saved["rng"]
+            state.rng.set_state((rng["name"], rng["keys"].tolist(), rng["position"], rng["has_gauss"], rng["gauss"]))
         elif kind == "PostLocalSGDState":
             state.iter = saved["iter"]
         elif callable(getattr(state, "load_state_dict", None)):
             state.load_state_dict(saved)
         else:
             raise ValueError(
-                f"the checkpoint holds a communication hook's state ({', '.join(map(str, saved))}), and this run's "
-                f"({'None' if state is None else type(state).__qualname__}) has no load_state_dict: resume with the "
-                "hook and the state of that run"
+                f"the checkpoint has a communication hook's state ({', '.join(map(str, saved))}), but this run's state "
+                f"({'None' if state is None else type(state).__qualname__}) has no load_state_dict. Resume with the "
+                "hook and the state of the saved run"
             )
     except KeyError as error:
         raise ValueError(
-            f"the checkpoint holds a communication hook's state without {error}: it belongs to another class than "
-            f"{type(state).__qualname__}; resume with the hook and the state of that run"
+            f"the checkpoint has a communication hook's state without {error}: it is of another class than "
+            f"{type(state).__qualname__}. Resume with the hook and the state of the saved run"
         ) from None
 
 
 def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dict[str, Any] | None]:
-    """What ranks saved, for another number of ranks.
+    """Return the ranks' saved states for another number of ranks.
 
-    With as many ranks each gets its own. With another number, each gets the mean of all errors, so that the errors'
-    mean over ranks, which is owed to the gradients, stays what it was; all else is alike on all ranks.
+    With the same number each rank gets its own state. Otherwise each gets the mean of all errors, which keeps the
+    errors' mean over the ranks; the other entries are the same on all ranks.
     """
     if len(saved) == world or not saved:
         return list(saved)
-    merged = None if saved[0] is None else _merged(list(saved), False)
+    merged = None if saved[0] is None else _merge(list(saved), False)
     return [merged] * world
 
 
-def _merged(values: list[Any], errors: bool) -> Any:
+def _merge(values: list[Any], errors: bool) -> Any:
     first = values[0]
     if isinstance(first, dict):
         alike = set(first).intersection(*values)
-        return {**first, **{key: _merged([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
+        return {**first, **{key: _merge([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
     if isinstance(first, list) and all(len(value) == len(first) for value in values):
-        return [_merged(list(those), errors) for those in zip(*values, strict=True)]
+        return [_merge(list(those), errors) for those in zip(*values, strict=True)]
     if errors and isinstance(first, Tensor):
         return torch.stack([value.cpu() for value in values]).mean(dim=0)
     return first
-
-
-def _save_numpy(rng: np.random.RandomState) -> dict[str, Any]:
-    state: Any = rng.get_state()
-    name, keys, position, has_gauss, gauss = state
-    return {
-        "name": str(name),
-        "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
-    }
-
-
-def _load_numpy(rng: np.random.RandomState, saved: dict[str, Any]) -> None:
-    keys = saved["keys"].tolist()
-    rng.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))

@@ -1,4 +1,4 @@
-"""What a communication hook is given: the gradients of one bucket."""
+"""Gradients of one bucket, as the argument of a communication hook."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.nn.parameter import Parameter
 
 
 class GradBucket:
-    """The gradients of one bucket, as a communication hook sees them.
+    """Gradients of one bucket, as the argument of a communication hook.
 
-    The methods are those of `torch.distributed.GradBucket`, so that hooks written for torch's
-    ``DistributedDataParallel`` work unchanged.
+    The methods are those of `torch.distributed.GradBucket`, so hooks for torch's ``DistributedDataParallel`` work
+    without changes.
 
     Args:
-        index: place of the bucket in the round, counted from 0.
-        buffer: 1-D tensor of all gradients, of this rank, not divided by anything.
+        index: index of the bucket in the round.
+        buffer: 1-D tensor of this rank's gradients, not divided by the number of ranks.
         gradients: views of ``buffer``, each with its parameter's shape.
         parameters: the parameters, in the order of their gradients.
-        is_last: whether no other bucket comes after it in a round.
-        absent: places of the parameters that have no gradient on this rank in this round; zeros stand for them.
+        is_last: True for the last bucket of a round.
+        absent: indices of the parameters without a gradient on this rank in this round; the buffer has zeros there.
     """
 
     __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_origin", "_parameters", "absent")
@@ -43,15 +43,15 @@ class GradBucket:
         self.absent = absent
 
     def index(self) -> int:
-        """Place of the bucket in the round, counted from 0."""
+        """Return the index of the bucket in the round, from 0."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """The gradients as one 1-D tensor; a hook may change it in place."""
+        """Return the gradients as one 1-D tensor; a hook may change it in place."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients one by one: views of the buffer, also of one that was set, contiguous as torch gives them."""
+        """Return a contiguous view of the buffer for each gradient, as torch does; also of a buffer that was set."""
         starts = [gradient.storage_offset() - self._origin for gradient in self._gradients]
         pairs = zip(starts, self._gradients, strict=True)
         return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
@@ -60,9 +60,9 @@ class GradBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the round."""
+        """Return True for the last bucket of the round."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put ``tensor`` (of the buffer's size) in the buffer's place."""
+        """Replace the buffer by ``tensor``, which has the same size."""
         self._buffer = tensor

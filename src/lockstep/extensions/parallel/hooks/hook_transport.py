@@ -1,6 +1,6 @@
-"""A communication hook in the place of the all-reduce: which hook it is, in which order it runs, what it gives back.
+"""Transport by a communication hook instead of the all-reduce.
 
-Messages of hooks that take several go out one after another, in one order on all ranks, beside the backward.
+Hooks with several messages send them one after another, in the same order on all ranks, while the backward runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.ground.installed import Installation
 EXIT_ORDERED = Installation(
     "atexit: end the threads of ordered messages",
     ("extensions/parallel/hooks/hook_transport.py",),
-    "a thread that wants the interpreter while it goes aborts it; from the import on",
+    "a thread that needs the interpreter while it exits aborts the process; installed at import",
 )
 
 # -- the ordered queue ---------------------------------------------------------------------------------------
@@ -43,28 +43,27 @@ Job: TypeAlias = "Callable[[comm.Group], Tensor]"
 THREAD = "lockstep-hook"
 """Name of a queue's thread."""
 PATIENCE = 1.0
-"""Seconds that the end of the interpreter waits for such a thread, which may be held up by a rank that is gone."""
+"""Seconds to wait for such a thread at the interpreter's exit; it may be blocked by a rank that has ended."""
 
 
 def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
-    """Run ``job`` in the queue of ``group``, after all that was submitted before.
+    """Run ``job`` in the queue of ``group``, after all earlier jobs.
 
-    The first call for a group is collective: every rank of it makes the queue.
+    The first call for a group is collective, since it makes the queue.
 
     Args:
-        group: the ranks; ``None`` is the default group.
-        device: where the tensors of ``job`` are; on a GPU it sees what the current stream has been given by now.
-        job: a function of the group over which it is to communicate (the same ranks in the same order); it may
-            block.
+        group: process group of the ranks; ``None`` is the default group.
+        device: device of the job's tensors. On a GPU the job runs after the current stream's work so far.
+        job: a function of the process group that it must use (the same ranks in the same order); it may block.
 
     Returns:
-        A future of what ``job`` returns, or raises.
+        a future of the job's result or error.
     """
     return open_queue(group, device).submit(group, device, job)
 
 
 def open_queue(group: comm.Group, device: torch.device) -> OrderedQueue:
-    """The queue of ``group`` for tensors on ``device``; made where there is none, which is collective."""
+    """Return the queue of ``group`` for tensors on ``device``. Making one is collective."""
     if comm.world_size(group) == 1:
         return OrderedQueue()
     parent: Any = dist.group.WORLD if group is None else group
@@ -81,47 +80,48 @@ def open_queue(group: comm.Group, device: torch.device) -> OrderedQueue:
 def _own_group(group: dist.ProcessGroup) -> Any:
     members = dist.get_process_group_ranks(group)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    # Where all ranks take part, torch numbers groups. Where they do not, it names a group by its ranks and by how many
-    # groups each of them has, and a group never comes together whose ranks have different numbers of them.
+    # torch numbers groups that all ranks make. It names others by their ranks and by each rank's number of groups; if
+    # the numbers differed between ranks, the group would never connect
     some = group is not dist.group.WORLD
     own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=some)
-    comm.barrier(own)  # a rank that ends at once must not be gone while another still connects to it
+    # a rank that exits at once would be missing while another one still connects to it
+    comm.barrier(own)
     return own
 
 
 class OrderedQueue:
-    """Runs jobs at once, over the group itself."""
+    """Queue that runs jobs at once, over the group itself."""
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
-        _settle(future, job, group)
+        _complete(future, job, group)
         return future
 
 
 class StreamQueue(OrderedQueue):
-    """Runs jobs at once, with their kernels and messages on a stream beside the backward's."""
+    """Queue that runs jobs at once, with kernels and messages on a stream of its own."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """A future of ``job``'s result; a stream that waits for it waits for this queue's stream."""
+        """Run a job, and return a future of its result. A stream that waits for it waits for this queue's stream."""
         future = _future(device)
-        with self._beside(device):
-            _settle(future, job, group)
+        with self._on_stream(device):
+            _complete(future, job, group)
         return future
 
-    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context on this queue's stream, after what the current stream has been given by now."""
+    def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context on this queue's stream, after the current stream's work so far."""
         if not _has_queue(device):
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = new_stream(device)
-        return _Beside(self._streams[device], current_stream(device).record_event())
+        return _OnStream(self._streams[device], current_stream(device).record_event())
 
 
 class ThreadQueue(StreamQueue):
-    """Runs jobs on a thread that ends when none are left, over ``group``, which nobody else uses."""
+    """Queue that runs jobs on a thread, over a ``group`` of its own. The thread ends with the last job."""
 
     def __init__(self, group: comm.Group) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class ThreadQueue(StreamQueue):
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
         with self._lock:
-            self._waiting.append((future, job, self._beside(device)))
+            self._waiting.append((future, job, self._on_stream(device)))
             starts, self._runs = not self._runs, True
         if starts:
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
@@ -145,14 +145,14 @@ class ThreadQueue(StreamQueue):
                 if not self._waiting:
                     self._runs = False
                     return
-                future, job, beside = self._waiting.popleft()
-            with beside:
-                _settle(future, job, self._group)
-            del future, job, beside  # nothing is kept until the next one comes
+                future, job, context = self._waiting.popleft()
+            with context:
+                _complete(future, job, self._group)
+            del future, job, context  # otherwise their tensors would live until the next job
 
 
-class _Beside:
-    """On ``stream``, after ``event``."""
+class _OnStream:
+    """Context on ``stream``, after ``event``."""
 
     def __init__(self, stream: Any, event: Any) -> None:
         self._stream, self._event = stream, event
@@ -168,7 +168,10 @@ class _Beside:
 
 @cache
 def has_futures(kind: str) -> bool:
-    """Whether ``torch.futures`` knows a kind of device: the stream of who waits for one waits for that of who set."""
+    """Return True if ``torch.futures`` synchronizes streams of a device type.
+
+    Then the stream that waits for a future waits for the stream that set it.
+    """
     if kind in ("cpu", "cuda"):
         return kind == "cuda"
     try:
@@ -181,7 +184,7 @@ def has_futures(kind: str) -> bool:
 
 
 def _has_queue(device: torch.device) -> bool:
-    """Whether jobs can run beside what a device computes: in a stream for which others wait by a future."""
+    """Return True if jobs can run on a stream of their own, for which other streams wait by a future."""
     return has_streams(device) and has_futures(device.type)
 
 
@@ -189,25 +192,25 @@ def _future(device: torch.device) -> Future:
     return torch.futures.Future(devices=[device] if _has_queue(device) else None)
 
 
-def _settle(future: Future, job: Job, group: comm.Group) -> None:
+def _complete(future: Future, job: Job, group: comm.Group) -> None:
     try:
         with torch.no_grad():
             result = job(group)
-    except BaseException as error:  # told to whoever waits: the thread has nobody above it
+    except BaseException as error:  # raised where the future is waited for: the thread has no caller
         future.set_exception(error)  # type: ignore[arg-type]
     else:
         future.set_result(result)
 
 
 def completed(tensor: Tensor) -> Future:
-    """A future that holds ``tensor`` already."""
+    """Return a completed future with ``tensor``."""
     future = _future(tensor.device)
     future.set_result(tensor)
     return future
 
 
 def end_threads() -> None:
-    """Let the queues' threads end: one that is just coming out of its last job when the interpreter goes aborts it."""
+    """Wait for the queues' threads to end. One that needs the interpreter while it exits would abort the process."""
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join(PATIENCE)
@@ -216,7 +219,7 @@ def end_threads() -> None:
 EXIT_ORDERED.at_exit(end_threads)
 
 _queues: weakref.WeakKeyDictionary[Any, dict[str, OrderedQueue]] = weakref.WeakKeyDictionary()
-"""The queues of each group, by backend; they go with it."""
+"""Queues of each group, by backend. Weak, so that they are freed with the group."""
 
 
 # -- which hook it is ----------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ _TORCH_WRAPPERS = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 
 
 def innermost(hook: object) -> Any:
-    """The hook inside of fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
+    """Return the hook inside fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
     while True:
         inside = getattr(hook, "wrapped_hook", None)
         if inside is None and isinstance(hook, functools.partial):
@@ -240,7 +243,7 @@ def innermost(hook: object) -> Any:
 
 
 def torch_name(thing: object) -> str | None:
-    """The name of a hook, or of the class of a hook's state, of torch's; None if it is not torch's.
+    """Return the name of one of torch's hooks, or of the class of such a hook's state; None for others.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -256,7 +259,7 @@ def torch_name(thing: object) -> str | None:
 
 
 def name_of(hook: object) -> str:
-    """What a hook is called in messages."""
+    """Return a hook's name for messages."""
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
@@ -267,31 +270,31 @@ EXAMPLE = (
 
 
 def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
-    """What ``hook`` returned, if it is a future.
+    """Return the hook's result as a future.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not a future.
     """
     if isinstance(returned, torch._C.Future):
         return returned  # type: ignore[return-value]
     raise TypeError(
-        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}; it must "
+        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}. It must "
         f"return a torch.futures.Future of the reduced gradients, as in `{EXAMPLE}`"
     )
 
 
 def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
-    """The reduced gradients in a future's value, 1-D.
+    """Return the reduced gradients in a future's value, 1-D.
 
     Args:
-        value: what the future of ``hook`` holds: a tensor of the bucket's size, or a list of one. Its dtype may be
-            another, as torch's wrappers leave it.
-        bucket: what ``hook`` was given.
-        hook: who gave ``value``.
+        value: value of the hook's future: a tensor with the bucket's size, or a list of one. It may have another
+            dtype, since torch's wrappers return that.
+        bucket: the hook's bucket.
+        hook: the hook, for the error.
 
     Raises:
-        TypeError: no tensor, or one of another size, another device, or of whole numbers; one of real numbers for
-            complex gradients, whose imaginary parts would be lost.
+        TypeError: it is not a tensor, has another size or device, has integers, or is real for complex gradients,
+            whose imaginary parts would be lost.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -302,12 +305,12 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
         if fits and value.is_complex() == buffer.is_complex():
             return value.detach().reshape(-1)
     raise TypeError(
-        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}; "
-        f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} has {_describe(value)}. "
+        f"For bucket {bucket.index()} it must have {_describe(buffer)}, as in `{EXAMPLE}`"
     )
 
 
-def _described(thing: object) -> str:
+def _describe(thing: object) -> str:
     if isinstance(thing, Tensor):
         return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
     if isinstance(thing, (list, tuple)):
@@ -319,30 +322,30 @@ def _described(thing: object) -> str:
 
 
 WAIT = 5e-5
-"""Seconds between two looks at a future that a failed callback may have left open."""
+"""Seconds between two checks of a future that a failed callback may have left incomplete."""
 
 Callback = Callable[[Any], Any]
 
 
 class CallbackErrors:
-    """Hears what the callbacks raise that a hook gives to futures, and their callbacks in turn.
+    """Errors of the callbacks that a hook adds to futures, and of callbacks that these add.
 
-    An error in ``future.then(...)`` is the error of the future that ``then`` gave; one in
-    ``future.add_done_callback(...)`` is printed by torch, and nobody is told. A future that such a callback was to
-    complete never ends.
+    An error in ``future.then(...)`` is the error of the future that ``then`` returned. An error in
+    ``future.add_done_callback(...)`` is only printed by torch, and a future that the callback should complete is
+    never completed.
 
     Attributes:
-        error: the first one.
+        error: the first error, or None.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._may_stay_open = False
-        _listen()
+        _patch_futures()
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Inside, callbacks that this thread registers are listened to."""
+    def recording(self) -> Iterator[None]:
+        """Record errors of the callbacks that this thread registers inside."""
         before, _current.errors = getattr(_current, "errors", None), self
         try:
             yield
@@ -350,7 +353,8 @@ class CallbackErrors:
             _current.errors = before
 
     def wait(self, future: torch.futures.Future[Any]) -> Any:
-        """The value of ``future``, or the error of a callback, as it was raised there."""
+        """Return the value of ``future``, or raise the error of a callback as it was raised there."""
+        # a plain wait would not return if a done callback has failed
         if self._may_stay_open:
             while self.error is None and not future.done():
                 time.sleep(WAIT)
@@ -358,21 +362,21 @@ class CallbackErrors:
         try:
             return future.wait()
         except Exception:
-            self.raise_error()  # which torch has told in words of its own
+            self.raise_error()  # the original: torch's error has only its text
             raise
 
     def raise_error(self) -> None:
-        """Raise what a callback has raised, if one has."""
+        """Raise the error of a callback, if there is one."""
         if self.error is not None:
             raise self.error
 
     def guard(self, callback: Callback, is_done_callback: bool) -> Callback:
-        """``callback``, which is listened to when it runs, in whichever thread."""
+        """Wrap a callback so that its error is recorded, in any thread."""
         self._may_stay_open = self._may_stay_open or is_done_callback
 
         @wraps(callback)
         def guarded(future: torch.futures.Future[Any]) -> Any:
-            with self.heard():
+            with self.recording():
                 try:
                     return callback(future)
                 except BaseException as error:
@@ -386,14 +390,14 @@ _current = threading.local()
 
 
 @cache
-def _listen() -> None:
-    """Have torch's futures ask, from now on, whether somebody listens to the callbacks of this thread."""
+def _patch_futures() -> None:
+    """Patch torch's futures, once, so that callbacks registered inside `CallbackErrors.recording` are wrapped."""
     kind: Any = torch._C.Future
     for name in ("then", "add_done_callback"):
-        setattr(kind, name, _asking(getattr(kind, name), name == "add_done_callback"))
+        setattr(kind, name, _with_recording(getattr(kind, name), name == "add_done_callback"))
 
 
-def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
+def _with_recording(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
     @wraps(own)
     def register(future: torch.futures.Future[Any], callback: Callback) -> Any:
         errors: CallbackErrors | None = getattr(_current, "errors", None)
@@ -412,11 +416,11 @@ _OWN = "lockstep.extensions.parallel.hooks."
 
 
 def keeps_order(hook: object) -> bool:
-    """Whether ``hook`` may be called for a bucket while what it does for the last one is under way.
+    """Return True if ``hook`` may be called for a bucket while its work for the last one still runs.
 
-    That is so where it hands over all of its messages before it returns, or keeps them in order by itself: lockstep's
-    hooks, those of torch's that send one message, and a hook with a true attribute ``overlaps``, which says so of
-    itself; in wrappers too. Of others nothing is known: on gloo, they are called when the last future is done.
+    Such a hook starts all of its messages before it returns, or orders them itself. These are lockstep's hooks, those
+    of torch's that send one message, and hooks with a true attribute ``overlaps``; also inside wrappers. On gloo other
+    hooks are called when the last future is done.
     """
     inner = innermost(hook)
     if getattr(hook, "overlaps", False) or getattr(inner, "overlaps", False):
@@ -425,14 +429,14 @@ def keeps_order(hook: object) -> bool:
 
 
 def in_order(hook: Hook, group: comm.Group = None) -> Hook:
-    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward."""
+    """Return ``hook``; torch's PowerSGD, wrapped or not, is wrapped so that it runs in a queue on gloo."""
     if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
         return hook
     return _InQueue(hook, group)
 
 
 class _InQueue:
-    """Runs torch's PowerSGD in a queue, over the queue's group."""
+    """Hook that runs torch's PowerSGD in a queue, over the queue's group."""
 
     overlaps = True
 
@@ -440,21 +444,21 @@ class _InQueue:
         self.wrapped_hook = hook
         self._group = group
         self._seen: dict[int, list[int]] = {}
-        self._home: tuple[Any, comm.Group] | None = None
+        self._state_group: tuple[Any, comm.Group] | None = None
         self._own: comm.Group = None
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
-        if self._home is None or self._home[0] is not state:
-            self._home = state, state.process_group  # read once: while the queue runs it is the queue's
+        if self._state_group is None or self._state_group[0] is not state:
+            self._state_group = state, state.process_group  # read once: a running job sets it to the queue's group
         self._forget_others(state, bucket)
-        home = self._home[1]
+        home = self._state_group[1]
         group = self._group if home is None else home
-        if not _one_by_one(group, bucket):
+        if not _in_turn(group, bucket):
             return self.wrapped_hook(state, bucket)
 
         def run(own: comm.Group) -> Tensor:
-            # One of gloo's threads still holds the group when the result is there; was it the last to let go of it, it
-            # would wait for its own end, which aborts the process.
+            # a thread of gloo still has a reference to the group when the result arrives; if that were the last one,
+            # the thread would wait for its own end, which aborts the process
             self._own = own
             state.process_group = own
             try:
@@ -465,7 +469,7 @@ class _InQueue:
         return submit(group, bucket.buffer().device, run)
 
     def _forget_others(self, state: Any, bucket: GradBucket) -> None:
-        """Drop what torch's state remembers of a bucket that held other parameters: it knows buckets by number only."""
+        """Drop torch's memory of a bucket that had other parameters: torch's state has it by the bucket's index."""
         index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
         if self._seen.setdefault(index, parameters) != parameters:
             self._seen[index] = parameters
@@ -473,7 +477,7 @@ class _InQueue:
                 memory.pop(index, None)
 
 
-def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
+def _in_turn(group: comm.Group, bucket: GradBucket) -> bool:
     return comm.world_size(group) > 1 and comm.backend_of(group, bucket.buffer().device.type) == "gloo"
 
 
@@ -481,24 +485,24 @@ def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
 
 
 class HookTransport(AllReduce):
-    """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
+    """Transport that reduces buckets by a communication hook, which divides gradients itself.
 
-    On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
-    starts another collective there (torch's PowerSGD) would start those of two buckets in one order here and in
-    another there. So a bucket's hook is called when the last bucket's future is done, unless the hook says
-    ``overlaps = True``: it starts all its collectives before it returns.
+    On gloo a future's callback runs in a thread at an undefined time. A hook that starts another collective there
+    (torch's PowerSGD) could start those of two buckets in different orders on two ranks. So the hook is called for a
+    bucket when the last bucket's future is done, unless it has ``overlaps = True``: then it starts all its collectives
+    before it returns.
 
     Args:
-        group: the ranks.
+        group: process group of the ranks.
         state: the hook's first argument.
-        hook: ``(state, GradBucket) -> Future`` of a tensor of the buffer's size (or a list of one).
-        buckets: those of a round at the moment; sparse gradients, the last ones, travel as they are.
-        over: the group of the round, for those; False where it is left to each rank.
+        hook: ``(state, GradBucket) -> Future`` of a tensor with the buffer's size (or a list of one).
+        buckets: returns the buckets of the current round. Sparse gradients, the last ones, bypass the hook.
+        over: returns the round's group for sparse gradients; False if each rank keeps its own.
     """
 
     divides = False
     inline_used = False
-    alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
+    alignment = 1  # as in torch: a hook may rely on a buffer without gaps
 
     def __init__(
         self,
@@ -510,57 +514,52 @@ class HookTransport(AllReduce):
     ) -> None:
         super().__init__(group)
         self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over
-        self._shown: dict[int, GradBucket] = {}
-        self._one_by_one = False
+        self._open_buckets: dict[int, GradBucket] = {}
+        self._in_turn = False
         self._last: Any = None
         self._error: Exception | None = None
         self._callbacks = CallbackErrors()
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
-        self._one_by_one = several and any(
-            comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes
-        )
+        self._in_turn = several and any(comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes)
         return super().buffers(sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Call the hook. What it raises, `flush` and `wait` raise, when the backward has ended."""
+        """Call the hook. `flush` and `wait` raise its error after the backward."""
         if self._error is not None:
             return
         if bucket.is_sparse:
-            self._start_sparse(bucket)
+            group = self._over()
+            if group is False or comm.world_size(group) == 1:
+                bucket.work = completed(bucket.flat)
+                return
+            bucket.flat.mul_(1 / comm.world_size(group))
+            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
             return
         following = self._buckets()[bucket.index + 1 :]
         last = not following or following[0].is_sparse
         absent = () if 0 not in bucket.used else [place for place, used in enumerate(bucket.used) if not used]
-        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
-        self._shown[bucket.index] = shown
+        given = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
+        self._open_buckets[bucket.index] = given
         try:
             self.flush()
-            self._callbacks.raise_error()  # of the last round, too
-            with self._callbacks.heard():
-                returned = self._hook(self._state, shown)
+            self._callbacks.raise_error()  # also an error since the last round
+            with self._callbacks.recording():
+                returned = self._hook(self._state, given)
             bucket.work = self._last = future_of(returned, self._hook)
         except Exception as error:
             self._error = error
 
-    def _start_sparse(self, bucket: Bucket) -> None:
-        group = self._over()
-        if group is False or comm.world_size(group) == 1:
-            bucket.work = completed(bucket.flat)
-            return
-        bucket.flat.mul_(1 / comm.world_size(group))
-        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
-
     def flush(self) -> None:
-        """Return when the hooks called so far have started all the collectives that they will."""
+        """Wait until the hook's calls so far have started all their collectives."""
         if self._error is not None:
             raise self._error
-        if self._one_by_one and self._last is not None:
+        if self._in_turn and self._last is not None:
             self._callbacks.wait(self._last)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for what the hook promised, and take it into the buffer."""
+        """Wait for the hook's result, and copy it into the buffer."""
         if self._error is not None:
             raise self._error
         if bucket.is_sparse:
@@ -568,7 +567,8 @@ class HookTransport(AllReduce):
             return
         value = self._callbacks.wait(bucket.work)
         self._last = None
-        result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
+        # most hooks return the buffer itself
+        result = tensor_of(value, self._open_buckets.pop(bucket.index), self._hook)
         if result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
 
@@ -576,18 +576,18 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Let ``hook`` reduce the buckets of ``reducer``, before its first `prepare`, alike on every rank.
+    """Let ``hook`` reduce the buckets of ``reducer``; on every rank, before its first `prepare`.
 
     Args:
-        reducer: without a hook.
+        reducer: a reducer without a hook.
         state: the hook's first argument.
-        hook: ``(state, bucket) -> Future``; the bucket is a `GradBucket`, whose gradients are not divided by anything;
-            the future holds what takes the buffer's place.
-        round_group: asked once a round for the group over which it is agreed who used which parameters: None is
-            the reducer's group, False leaves it to each rank (steps that reduce nothing).
+        hook: ``(state, bucket) -> Future`` of the reduced buffer. The bucket is a `GradBucket`; its gradients are not
+            divided by the number of ranks.
+        round_group: called once a round for the group in which ranks exchange used parameters. None is the reducer's
+            group; False: nothing is exchanged (steps that reduce nothing).
 
     Raises:
-        RuntimeError: if there is a hook, or a backward was prepared.
+        RuntimeError: there is a hook already, or a backward was prepared.
     """
     carried = HookTransport(reducer.group, state, hook, lambda: reducer.buckets, lambda: reducer.round_group)
     reducer.use_transport(carried, round_group)

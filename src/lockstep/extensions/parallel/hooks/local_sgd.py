@@ -1,4 +1,4 @@
-"""Post-local SGD: the mean over all ranks for some rounds, and over the ranks of a node from then on."""
+"""Post-local SGD: gradients are averaged over all ranks in the first rounds, later over the ranks of a node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lockstep.ground.errors import MisconfigurationException
 
 
 def node_group(group: comm.Group = None) -> Any:
-    """A process group of the ranks of ``group`` that are on this rank's node; collective.
+    """Return a process group of the ranks of ``group`` on this rank's node. Collective.
 
-    A node is a host and a network namespace of it: what reaches each other without a wire.
+    A node is a host and a network namespace on it.
     """
     nodes = comm.all_gather_object(this_node(), group)
     mine = [rank for rank, node in enumerate(nodes) if node == nodes[comm.rank(group)]]
@@ -34,11 +34,11 @@ def node_group(group: comm.Group = None) -> Any:
 
 
 def group_of(members: list[int], group: comm.Group = None) -> Any:
-    """A process group of some ranks of ``group``, this one among them; they call it together.
+    """Return a process group of some ranks of ``group``, including this one. Collective on these ranks.
 
     Args:
-        members: counted within ``group``.
-        group: it gives the backend and the time limit.
+        members: ranks within ``group``.
+        group: process group whose backend and timeout are used; ``None`` is the default group.
     """
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     whole: Any = dist.group.WORLD if group is None else group
@@ -47,14 +47,15 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
     members_of_all = [ranks[member] for member in members]
     with _apart_from_default():
         made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)
-    comm.barrier(made)  # a rank that ends at once must not be gone while another still connects to it
+    # a rank that exits at once would be missing while another one still connects to it
+    comm.barrier(made)
     return made
 
 
 @contextlib.contextmanager
 def _apart_from_default() -> Iterator[None]:
-    """Inside, new groups connect by themselves. Beside a default group that is bound to a device, torch would split its
-    communicator, which all of its ranks have to call, and those of other groups do not."""
+    """Make new groups connect by themselves inside, instead of splitting the default group's communicator."""
+    # torch splits it if the default group is bound to a device, and all ranks would have to call that
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -64,14 +65,15 @@ def _apart_from_default() -> Iterator[None]:
 
 
 def _backend(group: comm.Group) -> str:
-    """As `torch.distributed.init_process_group` wants to be told: "gloo", or "cpu:gloo,cuda:nccl"."""
+    """Return a group's backend in the form of `torch.distributed.init_process_group`: "cpu:gloo,cuda:nccl"."""
     parts = dist.get_backend_config(group).split(",")
     kinds = {part.partition(":")[2] for part in parts}
     return kinds.pop() if len(kinds) == 1 else ",".join(parts)
 
 
 def this_node() -> tuple[str, str, str]:
-    """What tells this process's node from others: host name, boot, network namespace."""
+    """Return an identifier of this process's node: host name, boot, network namespace."""
+    # containers may share a host name, and one host may run several containers
     boot = namespace = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -86,18 +88,19 @@ class PostLocalSGDState:
     """Settings and progress of `post_local_sgd`.
 
     Args:
-        start: rounds with the mean over all ranks; from round ``start`` (counted from 0) on, steps are local.
-        subgroup: the ranks that go on averaging gradients with this one. ``None``: those on this rank's node, found
-            by `lockstep.engines.ddp.hooks.local_sgd.node_group`, which all ranks call together when the hook is
-            registered or first called.
+        start: number of rounds with the mean over all ranks; from round ``start`` (counted from 0) on, steps are
+            local.
+        subgroup: ranks that average gradients in local steps. ``None``: those on this rank's node, found by
+            `lockstep.engines.ddp.hooks.local_sgd.node_group` when the hook is registered or first called, which is
+            collective.
         process_group: all ranks; ``None`` is the default group.
-        local_allreduce: False: every rank goes on by itself, and ``subgroup`` is not used.
+        local_allreduce: if False, each rank uses its own gradients in local steps, and ``subgroup`` is ignored.
 
     Attributes:
         iteration: rounds so far.
 
     Raises:
-        MisconfigurationException: for a ``start`` that is no number of rounds.
+        MisconfigurationException: ``start`` is not a number of rounds.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class PostLocalSGDState:
         local_allreduce: bool = True,
     ) -> None:
         if not isinstance(start, int) or start < 0:
-            raise MisconfigurationException(f"PostLocalSGDState(start={start!r}): a number of rounds, at least 0")
+            raise MisconfigurationException(f"PostLocalSGDState(start={start!r}): give a number of rounds, at least 0")
         self.process_group = process_group
         self.subgroup = subgroup
         self.start = start
@@ -119,16 +122,17 @@ class PostLocalSGDState:
 
     @property
     def start_localSGD_iter(self) -> int:
-        """``start``, by the name that torch's state has for it."""
+        """Name of ``start`` in torch's state."""
         return self.start
 
     def prepare(self) -> None:
-        """Make the group of this node's ranks, where none was given; collective."""
+        """Make the subgroup of this node's ranks, if there is none. Collective."""
         if self.local_allreduce and self.subgroup is None and comm.world_size(self.process_group) > 1:
             self.subgroup, self._made = node_group(self.process_group), True
 
     def __getstate__(self) -> dict[str, Any]:
-        made = {"subgroup": None, "_made": False} if self._made else {}  # a group belongs to its process
+        # a group cannot be used in another process, which makes its own
+        made = {"subgroup": None, "_made": False} if self._made else {}
         return {**vars(self), **made}
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +143,7 @@ class PostLocalSGDState:
 
 
 def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over all ranks, then over ``state.subgroup``; by itself, a rank keeps its own gradients.
+    """Average over all ranks in the first rounds, then over ``state.subgroup``, if there is one.
 
     Args:
         state: settings and progress.
@@ -167,16 +171,16 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Over which group the ranks agree on the parameters that were used, where that changes with a hook's rounds.
+    """Return a function for the group in which ranks exchange used parameters, if it changes with the rounds.
 
     Args:
-        hook: a communication hook, of lockstep or torch, wrapped or not.
+        hook: a communication hook of lockstep or torch, wrapped or not.
         state: its state.
 
     Returns:
-        ``None`` for hooks that always go over one group. For post-local SGD, a function to be called at the beginning
-        of each round, before its first bucket: ``None`` for the state's whole group; a group; or False where a rank
-        goes on by itself, and nothing is to be agreed.
+        ``None`` for hooks that always use one group. For post-local SGD a function to be called at the start of each
+        round, before its first bucket. It returns a group, ``None`` for the default group, or False if a rank uses
+        its own gradients and nothing is exchanged.
     """
     inner = innermost(hook)
     if inner is post_local_sgd:

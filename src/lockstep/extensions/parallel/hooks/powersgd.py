@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix of gradients travels as two thin ones (Vogels, Karimireddy and Jaggi, 2019)."""
+"""PowerSGD: each matrix of gradients is sent as two thin ones (Vogels, Karimireddy and Jaggi, 2019)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ class PowerSGDState:
     """Settings and memory of `power_sgd`.
 
     Args:
-        rank: columns of the thin matrices. 1 to 4 is usual; a matrix with fewer rows or columns takes as many.
-        start: rounds with the plain mean before; at least 0. Gradients change fastest at the beginning, where an
-            approximation from the round before is worth least: a tenth of the training is usual.
-        min_compression_rate: a matrix travels compressed if that takes less than one part in so many of its bytes.
-        error_feedback: add to each gradient what the approximation has left out so far. It takes the memory of the
-            compressed gradients once more, in float32 (or in their own dtype, if that is wider). Without it, training
-            loses what does not fit into the rank.
-        warm_start: begin with the approximation of the round before; without it, with random vectors.
-        seed: of the random vectors; the same on all ranks.
-        process_group: the ranks; ``None`` is the default group.
+        rank: columns of the thin matrices; 1 to 4 is usual. At most the number of rows or columns of a matrix.
+        start: rounds with the plain mean before compression; at least 0. A tenth of the training is usual: gradients
+            change fastest at first, so that the previous round's approximation is of little use.
+        min_compression_rate: compress a matrix only if that sends less than its size divided by this number.
+        error_feedback: add the errors of the approximation so far to each gradient. This needs memory of the size of
+            the compressed gradients, in float32 (or in their own dtype, if that is wider). Without it, training loses
+            what the approximation leaves out.
+        warm_start: start with the approximation of the previous round; without it, with random vectors.
+        seed: seed of the random vectors; the same on all ranks.
+        process_group: process group of the ranks; ``None`` is the default group.
 
     Attributes:
         iteration: rounds so far.
-        numbers, numbers_sent: gradients of compressed rounds so far, and what travelled for them.
+        numbers, numbers_sent: number of gradients in compressed rounds so far, and of numbers sent for them.
 
     Raises:
-        MisconfigurationException: for a rank below 1, a negative number elsewhere, or parts of rounds.
+        MisconfigurationException: ``rank`` is below 1, another number is negative, or ``rank`` or ``start`` is not an
+            integer.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class PowerSGDState:
         whole = isinstance(rank, int) and isinstance(start, int)
         if not whole or rank < 1 or start < 0 or min_compression_rate < 0:
             raise MisconfigurationException(
-                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): rank is "
-                "a whole number above 0, start one of at least 0, and the rate is at least 0"
+                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): give "
+                "integers, a rank of at least 1, and a start and a rate of at least 0"
             )
         self.process_group = process_group
         self.rank = rank
@@ -70,32 +71,32 @@ class PowerSGDState:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank keeps from one round to the next."""
+        """Size of this rank's memory between rounds, in bytes."""
         return self._memory.bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress and memory of this rank (each rank has its own errors): tensors and plain types."""
+        """Return progress and memory of this rank as tensors and plain types. Each rank has its own errors."""
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved, by this rank; settings stay those of the constructor."""
+        """Continue from a state that this rank saved; settings stay those of the constructor."""
         self.iteration = state["iteration"]
         self._memory.load_state_dict(state["memory"])
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean, approximated by matrices of rank ``state.rank``: (n + m) r numbers travel for n x m.
+    """Average approximately, by matrices of rank ``state.rank``: (n + m) r numbers are sent for n x m.
 
-    A gradient of n rows (its first dimension) with m numbers each is M on this rank. All ranks multiply M, and what
-    they owe to it, with the same thin matrix Q, average P = M Q and make its columns orthonormal; then they average
-    Q = M^T P, and P Q^T is the mean's approximation. That is a step of the power iteration: with a warm start, Q
-    follows the largest singular vectors from round to round. Vectors, scalars and matrices that would not be smaller
-    travel as they are, in one message with the Ps: two messages a bucket.
+    M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
+    multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
+    Q = M^T P, and P Q^T approximates the mean. This is one step of a power iteration: with a warm start, Q follows the
+    largest singular vectors from round to round. Vectors, scalars and matrices that would not be smaller are sent
+    unchanged, in one message with the Ps. There are two messages per bucket.
 
-    Gradients of fp16 and bf16 travel in their dtype and are summed in float32. Where a gradient is inf or NaN, its
-    matrix is NaN on all ranks, and nothing of that round is kept for the next.
+    fp16 and bf16 gradients are sent in their dtype and summed in float32. If a gradient is inf or NaN, its matrix is
+    NaN on all ranks, and the memory does not change in that round.
 
-    Ranks orthogonalize for themselves: they end with the same bits on processors of one kind.
+    Each rank orthogonalizes by itself, so ranks have the same bits only on processors of one kind.
 
     Args:
         state: settings and memory.
@@ -118,17 +119,17 @@ def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
 
 
 class _Matrix(NamedTuple):
-    """A gradient that travels compressed."""
+    """Gradient that is sent compressed."""
 
-    place: int  # among the bucket's parameters
-    absent: bool  # no gradient in this round: what is owed waits
+    place: int  # index among the bucket's parameters
+    absent: bool  # no gradient in this round: its error is kept for a later one
     values: Tensor  # (n, m); a view of the buffer, unless that has 16 bits
     record: Record
     rank: int
 
 
 class _Round:
-    """One bucket's way."""
+    """Compressed average of one bucket."""
 
     def __init__(self, state: PowerSGDState, bucket: GradBucket, round_: int) -> None:
         self.state = state
@@ -160,11 +161,11 @@ class _Round:
                 sent = size
             self.state.numbers += size
             self.state.numbers_sent += sent
-        # matrices of one shape stand together, and are orthogonalized together
+        # matrices of one shape are adjacent, so that `_orthonormal` handles them in one call
         self.matrices.sort(key=lambda matrix: (*matrix.values.shape, matrix.place))
 
     def run(self, group: comm.Group) -> None:
-        """Exchange, and leave the approximated mean in the buffer."""
+        """Write the approximate mean into the buffer. Collective."""
         matrices = self.matrices
         if self.state.error_feedback:
             for matrix in matrices:
@@ -189,23 +190,26 @@ class _Round:
             self.flat.copy_(self.work)
 
     def _begin(self) -> list[Tensor]:
-        """Q of each matrix, orthonormal: of the last round, or random."""
+        """Return an orthonormal Q for each matrix, from the last round or random."""
         fresh = not self.state.warm_start
         starts = []
         for matrix in self.matrices:
             q = matrix.record.get("q")
             if fresh or q is None or q.shape[1] != matrix.rank:
-                generator = torch.Generator().manual_seed(self._seed(matrix.place))
+                # all ranks draw the same numbers, which differ between rounds, buckets and parameters
+                seed = self.state.seed
+                for number in (self.round, self.bucket.index(), matrix.place):
+                    seed = (seed * 1_000_003 + number + 1) % 2**63
+                generator = torch.Generator().manual_seed(seed)
                 q = torch.randn(matrix.values.shape[1], matrix.rank, generator=generator).to(self.work)
             starts.append(q)
         return _orthonormal(starts)
 
     def _second(self, ps: list[Tensor], group: comm.Group) -> None:
-        """Q, the approximation, and what is kept.
+        """Average Q, write the approximation, and update the memory.
 
-        Each rank keeps what the approximation of its own matrix leaves out, and no other rank's: what it has sent is
-        gone from its error for good. (With the ranks' mean taken off each matrix, which sums up to the same, errors
-        of opposite sign would grow for ever where the ranks' data differ.)
+        A rank's error is the difference to the approximation of its own matrix. (With the difference to the ranks'
+        mean, which has the same sum, errors of opposite signs would grow forever if the ranks' data differ.)
         """
         ps = _orthonormal(ps)
         second = self.work.new_empty(sum(m.values.shape[1] * m.rank for m in self.matrices))
@@ -220,11 +224,12 @@ class _Round:
             if self.state.error_feedback and not matrix.absent:
                 _keep(matrix.record, "error", torch.addmm(matrix.values, p, own.t(), alpha=-1), good)
             if self.state.warm_start:
-                _keep(matrix.record, "q", q, good & q.any())  # zeros where no rank had a gradient
+                # Q is zero if no rank had a gradient; then the old one is the better start
+                _keep(matrix.record, "q", q, good & q.any())
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean; a copy of it, ``sent``, with what of it is in the mean."""
+        """Overwrite ``message`` with its mean, and its copy ``sent`` with the rounded values that are in the mean."""
         if not self.half:
             mean(message, group)
             return
@@ -233,17 +238,12 @@ class _Round:
         if sent is not None and owed is not None:
             sent.sub_(owed)
 
-    def _seed(self, place: int) -> int:
-        seed = self.state.seed
-        for number in (self.round, self.bucket.index(), place):
-            seed = (seed * 1_000_003 + number + 1) % 2**63
-        return seed
-
 
 def _rows(parameter: Tensor) -> int:
-    """Rows of the matrix that a gradient is in the buffer, where it lies as its parameter does; 0 for vectors."""
+    """Return the number of rows of a gradient as a matrix in the buffer; 0 for vectors."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
+    # the outermost dimension in memory: a gradient has its parameter's layout, which may be channels_last
     return parameter.shape[max(range(parameter.dim()), key=lambda d: (parameter.stride(d), -d))]
 
 
@@ -256,10 +256,11 @@ def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those of each (thin) matrix; neighbours of one shape together.
+    """Return matrices with orthonormal columns that span those of the given thin ones.
 
-    Householder's QR gives orthonormal columns whatever the rank, zero matrices included; NaN stays NaN.
+    Adjacent matrices of one shape are handled in one call.
     """
+    # Householder's QR: orthonormal for any rank, also for zero matrices, and NaN stays NaN
     found: list[Tensor] = []
     begin = 0
     for end in range(1, len(matrices) + 1):
@@ -275,7 +276,8 @@ def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _keep(record: Record, name: str, value: Tensor, good: Tensor) -> None:
-    """Put ``value`` into ``record`` if ``good`` is true, without asking a GPU for its answer."""
+    """Store ``value`` in ``record`` if ``good`` is true."""
+    # on a GPU `if good` would wait for it
     if good.device.type == "cpu":
         if good:
             record[name] = value.clone() if value._is_view() else value

@@ -1,7 +1,7 @@
-"""Parameters without a gradient in a window: the optimizer leaves them, as on one process, and what it has of them.
+"""Parameters without a gradient in a window keep their values and optimizer states, as on one process.
 
-DeepSpeed lays the parameters of a group end to end and steps all of them; weight decay and momentum would move those
-that are frozen, or that no step has used.
+DeepSpeed concatenates the parameters of a group and steps all of them; weight decay and momentum would also move
+those that are frozen or unused.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from torch.optim import Optimizer
 from lockstep.ground.errors import MisconfigurationException
 
 COUNTED = (
-    "DeepSpeed: parameter {name!r} has a gradient again, after steps without one. {kind} counts the steps of all "
-    "parameters of a group together, and its update would not be that of one process. Give what is not trained in "
-    'each step a parameter group of its own in `configure_optimizers`; or use strategy="fsdp".'
+    "DeepSpeed: parameter {name!r} has a gradient again after steps without one. {kind} counts steps per parameter "
+    "group here, so the update would differ from one process. Put parameters that are not trained in each step into a "
+    'parameter group of their own in `configure_optimizers`, or use strategy="fsdp".'
 )
 SWAPPED = (
-    "DeepSpeed: parameter {name!r} has no gradient in this step (it is frozen, or nothing used it), and the states of "
-    "{kind} are on a disk, where it would be updated all the same: offload to the CPU, or leave the parameter out of "
-    "the optimizer."
+    "DeepSpeed: parameter {name!r} has no gradient in this step (it is frozen or unused), but would be updated, since "
+    "the states of {kind} are on a disk. Offload to the CPU, or remove the parameter from the optimizer."
 )
 
 
-class LeftAlone:
-    """What the engine's step must not change.
+class UnusedParameters:
+    """Values and states that the engine's step must not change.
 
     Args:
-        optimizer: that steps; its parameters are the engine's float32 tensors.
+        optimizer: the optimizer that steps; its parameters are the engine's float32 tensors.
         flats: those tensors.
-        groups: by such a tensor, the parameters of which it has this rank's parts.
-        pieces: by a parameter's id, where this rank's part of it lies.
-        names: of all trained parameters, by id.
+        groups: for each of those tensors the parameters whose shards it contains.
+        pieces: this rank's shards, by the parameter's id.
+        names: names of all trained parameters, by id.
         swaps: the optimizer's states are on a disk between steps.
     """
 
@@ -52,18 +51,19 @@ class LeftAlone:
         self._optimizer, self._flats, self._pieces = optimizer, flats, pieces
         self._groups, self._names, self._swaps = groups, names, swaps
         self._kind = type(optimizer).__name__
-        self._missed: set[int] = set()  # that have missed a step which others of their group took
+        self._missed: set[int] = set()  # ids of parameters that missed a step which others of their group took
 
     def step(self, used: set[int], step: Callable[[], object]) -> None:
-        """Call ``step``, by which parameters without a gradient stay as they are.
+        """Call ``step`` and restore the parameters without a gradient.
 
         Args:
-            used: the ids of those with a gradient, the same parameters on all ranks.
-            step: the engine's.
+            used: ids of the parameters with a gradient; the same parameters on all ranks.
+            step: the engine's step.
 
         Raises:
-            MisconfigurationException: it cannot be as on one process; on all ranks.
+            MisconfigurationException: on all ranks, if the update would differ from one process.
         """
+        # the group's step count includes the steps that the parameter missed, so Adam's bias correction would be wrong
         again = [key for key in self._names if key in self._missed and key in used]
         if again:
             raise MisconfigurationException(COUNTED.format(name=self._names[again[0]], kind=self._kind))
@@ -73,34 +73,30 @@ class LeftAlone:
             unused = [parameter for parameter in group if id(parameter) not in used]
             if unused and self._swaps:
                 raise MisconfigurationException(SWAPPED.format(name=self._names[id(unused[0])], kind=self._kind))
-            parts += [(parameter, flat, self._kept(parameter, flat)) for parameter in unused]
-            if len(unused) == len(group):  # nor does what is counted for all of them go on
-                idle.append((flat, self._copied(flat)))
+            parts += [(parameter, flat, self._copy_values(parameter, flat)) for parameter in unused]
+            # on one process the step count of a group without any gradient would not increase
+            if len(unused) == len(group):
+                state = self._optimizer.state.get(flat, {})
+                idle.append((flat, {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}))
         step()
         with torch.no_grad():
             for parameter, flat, kept in parts:
-                self._put_back(parameter, flat, kept)
+                self._restore(parameter, flat, kept)
         for flat, state in idle:
             self._optimizer.state[flat] = state
-        self._note_missed(parts, {id(flat) for flat, _ in idle})
-
-    def _note_missed(self, parts: Sequence[tuple[Parameter, Tensor, Any]], idle: set[int]) -> None:
-        """Note parameters without a gradient in a step that was counted for their group: not for one of ``idle``."""
+        uncounted = {id(flat) for flat, _ in idle}
         for parameter, flat, _ in parts:
+            # an optimizer that counts steps has a state which is not a value per element
             counts = len(self._flat_states(flat)) < len(self._optimizer.state.get(flat, {}))
-            if counts and id(flat) not in idle:
+            if counts and id(flat) not in uncounted:
                 self._missed.add(id(parameter))
-
-    def _copied(self, flat: Tensor) -> dict[str, Any]:
-        state = self._optimizer.state.get(flat, {})
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _flat_states(self, flat: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(flat, {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape and v.dim() == 1}
 
-    def _kept(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
-        """The module's own values, and this rank's float32 part with the optimizer's states of its elements."""
+    def _copy_values(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
+        """Copy the module's values of a parameter, this rank's float32 shard, and the optimizer's states of it."""
         piece = self._pieces.get(id(parameter))
         module = [values.clone() for values in _values(parameter)]
         if piece is None:
@@ -108,14 +104,15 @@ class LeftAlone:
         state = {key: piece.of(value).clone() for key, value in self._flat_states(flat).items()}
         return module, piece.of(flat).detach().clone(), state
 
-    def _put_back(
+    def _restore(
         self, parameter: Any, flat: Tensor, kept: tuple[list[Tensor], Tensor | None, dict[str, Tensor]]
     ) -> None:
         module, part, states = kept
         now = _values(parameter)
         for values, before in zip(now, module, strict=False):
             values.copy_(before)
-        if len(now) > len(module):  # it was gathered behind the update; the next forward gathers it anew
+        # stage 3 gathered it after the update, with the moved values; the next forward gathers the restored shards
+        if len(now) > len(module):
             parameter.partition()
         piece = self._pieces.get(id(parameter))
         if piece is None or part is None:
@@ -127,7 +124,7 @@ class LeftAlone:
 
 
 def _values(parameter: Any) -> list[Tensor]:
-    """What of a parameter the module has on this rank: in stage 3 its part, and the whole where that is gathered."""
+    """Return the module's tensors of a parameter: in stage 3 its shard, and the whole one while it is gathered."""
     part = getattr(parameter, "ds_tensor", None)
     whole = [parameter.detach()] if parameter.numel() else []
     return whole if part is None else [part.detach(), *whole]
