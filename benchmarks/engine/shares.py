@@ -164,7 +164,7 @@ class Nothing(LightningModule):
 class Listens(Callback):
     """Has steps measured, as `StragglerMonitor` does, and does nothing with it; or as shares need it, without parts."""
 
-    _hears_step_times = True
+    _receives_step_times = True
 
     def __init__(self, parts: bool) -> None:
         self.parts = parts

@@ -87,7 +87,7 @@ class Attributes:
     validate_loop: EvaluationLoop
     test_loop: EvaluationLoop
     predict_loop: EvaluationLoop
-    _ckpt_wanted: str | None
+    _user_ckpt_path: str | None
 
     # Flags whose values `__getattr__` reads from the config. Type checkers do not see `__getattr__`, and so report
     # a misspelt name.
@@ -542,7 +542,7 @@ class Attributes:
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
-        self.session.ckpt_path = self._ckpt_wanted = None if path is None else os.fspath(path)
+        self.session.ckpt_path = self._user_ckpt_path = None if path is None else os.fspath(path)
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:

@@ -291,7 +291,7 @@ class Trainer(Attributes):
             callbacks=own_callbacks,
             chooses=isinstance(strategy, str) and strategy.lower() == "auto",
         )
-        self._ckpt_wanted = None
+        self._user_ckpt_path = None
         self.fit_loop = FitLoop(self.session, epochs_by_default=flags["max_epochs"] is None)
         self.validate_loop = EvaluationLoop(self.session, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self.session, RunningStage.TESTING)
@@ -583,7 +583,7 @@ class Trainer(Attributes):
 
     def _saved_session(self, call: str) -> Session:
         """Return the session to save: this process's, or one made from the weights that other processes returned."""
-        if self._spawns and self.session.came_back:
+        if self._spawns and self.session.has_returned:
             from lockstep.loop import spawn_results  # spawned ranks alone have results to bring here
 
             return spawn_results.session_here(self.session)
@@ -671,7 +671,7 @@ class Trainer(Attributes):
 
     def _checkpoint(self, path: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
         """Return the path of a call's checkpoint: its ``ckpt_path``, else the value of ``trainer.ckpt_path``."""
-        return state.find(self.session, self._ckpt_wanted if path is None else path, model_given=model_given)
+        return state.find(self.session, self._user_ckpt_path if path is None else path, model_given=model_given)
 
     def _call(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
@@ -681,7 +681,7 @@ class Trainer(Attributes):
         from lockstep.loop import spawn_results  # as above
 
         session = self.session
-        session.came_back = False
+        session.has_returned = False
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)
         return spawn_results.take_over(session, self._launch(call, session, loop, *args))
 

@@ -314,11 +314,11 @@ def test_a_run_whose_ranks_went_different_ways_is_given_up() -> None:
     notes = Mailbox()
     with status.noted_call(0, notes.address):
         notes.leave({"first": "rank 1 failed", "rank": 1})
-        assert not status.is_given_up()
+        assert not status.is_ending()
         notes.leave({"first": "rank 1 is stopped", "rank": -1})
-        assert status.is_given_up()
+        assert status.is_ending()
     status.noted_call(0, "").__enter__()
-    assert not status.is_given_up()
+    assert not status.is_ending()
     notes.close()
 
 

@@ -49,7 +49,7 @@ class Callback:
     # It decides by logged values: its `on_train_epoch_end` is called last, after all others have logged.
     _decides = False
     # The ranks' windows are measured for it, and passed to `_on_step_times`.
-    _hears_step_times = False
+    _receives_step_times = False
     # Callbacks of one `state_key` with the same value here have the same state: one of them is saved.
     _shares_state: object = None
     # Key of a second state dict of the module that it adds to a checkpoint.

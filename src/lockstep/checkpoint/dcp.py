@@ -30,7 +30,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.storage import PathLike
-from lockstep.ground.parameters import begins_of, is_cut_again, local_part
+from lockstep.ground.parameters import is_cut_again, local_part, starts_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset of a part within the whole tensor, and its size, in each dimension."""
@@ -74,7 +74,7 @@ class _PlacedPart:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._part = tensor.shape, local_part(tensor.detach())
-        box = tuple(begins_of(tensor)), tuple(self._part.shape)
+        box = tuple(starts_of(tensor)), tuple(self._part.shape)
         self._boxes = [box] if self._part.numel() else []
 
     def size(self) -> torch.Size:

@@ -15,11 +15,11 @@ from lockstep.checkpoint.pretrained import FOLDER, shown
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import (
-    begins_of,
     local_part,
     partition_values,
     plain_name,
     stands_in,
+    starts_of,
     state_dicts_without,
     whole_shape,
 )
@@ -290,7 +290,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
         return partition_values(parameter, rank), [start], (numel,)
     if stands_in(parameter):
         return torch.empty(0), [0], (0,)
-    return local_part(parameter.detach()), begins_of(parameter), parameter.shape
+    return local_part(parameter.detach()), starts_of(parameter), parameter.shape
 
 
 def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ def is_started(environ: Mapping[str, str]) -> bool:
 
 
 @contextmanager
-def told_local_rank(local_rank: int) -> Iterator[None]:
+def local_rank_set(local_rank: int) -> Iterator[None]:
     """Set ``LOCAL_RANK``, which DeepSpeed reads itself, inside the context.
 
     If no launcher has set it, it is removed afterwards: a process with this variable counts as a started rank.

@@ -115,12 +115,12 @@ class ModelCopies:
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()
-            self.buffers.differ = not self.are_apart
+            self.buffers.differ = not self.have_diverged
 
     def backward_ends(self, reduced: bool) -> None:
         """Mark buffers as due after a backward that was reduced."""
         if self.buffers is not None:
-            self.buffers.due = reduced and not self.are_apart
+            self.buffers.due = reduced and not self.have_diverged
 
     def close(self) -> None:
         """Restore the module's layers at the end of a fit."""
@@ -131,7 +131,7 @@ class ModelCopies:
     # -- called by loops and strategies
 
     @property
-    def are_apart(self) -> bool:
+    def have_diverged(self) -> bool:
         """True if weights differ between ranks now."""
         return self.local_steps is not None and self.local_steps.differ
 
@@ -170,7 +170,7 @@ class ModelCopies:
 
     def window_state(self) -> dict[str, Tensor]:
         """Return copies of this rank's own buffers within a window, for a checkpoint."""
-        own = {} if self.buffers is None or self.are_apart else self.buffers.window_state()
+        own = {} if self.buffers is None or self.have_diverged else self.buffers.window_state()
         copied: dict[str, Tensor] = snapshot(own)
         return copied
 

@@ -278,7 +278,7 @@ class _Messages:
             return ()
         raised: list[int] = []
         now, since = time.monotonic(), self._every
-        if self._maximum.is_begun:
+        if self._maximum.has_started:
             *tags, duration, cost = self._maximum.finish()
             raised = [bit for bit, tag in enumerate(tags) if tag > self._voided[bit]]
             if self._paced and duration:
@@ -383,7 +383,7 @@ class HostMaximum:
 
     Attributes:
         leaders: the leader of each rank's host.
-        is_begun: True if a maximum has been started but not read.
+        has_started: True if a maximum has been started but not read.
         is_started: True if messages of it are in flight.
 
     Example:
@@ -419,7 +419,7 @@ class HostMaximum:
         self._heads = sorted(set(self.leaders))
         self._place = self._heads.index(rank) if self._leads else -1
         self._round, self._mine = 0, torch.zeros(width, dtype=torch.int64)
-        self.is_begun = self.is_started = False
+        self.has_started = self.is_started = False
         self._playing: Generator[list[Work], None, Tensor] | None = None
         self._waiting: list[Work] = []
         self._own_group: comm.Group = None
@@ -432,7 +432,7 @@ class HostMaximum:
     def begin(self, row: Sequence[int]) -> None:
         """Publish this rank's numbers, without waiting."""
         self._round += 1
-        self.is_begun, self.is_started = True, False
+        self.has_started, self.is_started = True, False
         self._mine = torch.tensor(row, dtype=torch.int64)
         if self._page is not None:
             self._put(self._slot, row)
@@ -440,7 +440,7 @@ class HostMaximum:
     @waits("agreeing with the other ranks")
     def start(self) -> None:
         """Start the exchange of the host's leader, which waits for the numbers of its host's ranks."""
-        if not self.is_begun or self.is_started:
+        if not self.has_started or self.is_started:
             return
         self.is_started = True
         if not self._leads:
@@ -481,7 +481,7 @@ class HostMaximum:
             RuntimeError: the limit has passed, or a rank is gone.
         """
         self.start()
-        self.is_begun = self.is_started = False
+        self.has_started = self.is_started = False
         if not self._leads:
             return list(self._read(len(self._locals), limit))
         while self._playing is not None:

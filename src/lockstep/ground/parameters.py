@@ -281,7 +281,7 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
     return tuple(box)
 
 
-def begins_of(tensor: Tensor) -> list[int]:
+def starts_of(tensor: Tensor) -> list[int]:
     """Return the first index, in each dimension, of this rank's shard of a DTensor; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 

@@ -513,7 +513,7 @@ def _interruptible(session: Session) -> Iterator[None]:
                 clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
                 # past Python's buffers, which may be in use while a handler runs
                 os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
-                status.heard_ctrl_c()
+                status.reported_ctrl_c()
 
     def end() -> None:
         session.interrupt(None)  # the exception ends the loop, so it does not wait for a boundary

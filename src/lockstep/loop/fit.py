@@ -195,7 +195,7 @@ class FitLoop(FitNames):
         fit.finite.start(session, None if fit.resume.entry is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.make_step()
-        listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
+        listeners = [callback for callback in session.callbacks if callback._receives_step_times is True]
         if session.config.balance or listeners:
             self.balance = load("services", "balance").measure(session, self.step, self.validation, listeners)
         if self.balance is not None:

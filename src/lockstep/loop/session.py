@@ -186,7 +186,7 @@ class Session:
         used: the uses of memory at the end of the last fit.
         chooses: True if a plan may replace this strategy when a fit starts.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
-        came_back: True if the last call ran in other processes and its weights were returned to this one.
+        has_returned: True if the last call ran in other processes and its weights were returned to this one.
     """
 
     trainer: Trainer
@@ -217,7 +217,7 @@ class Session:
     used: MemoryUse | None = None
     chooses: bool = False
     inner: Session | None = None
-    came_back: bool = False
+    has_returned: bool = False
     watched: ExitStack | None = None
 
     module: LightningModule = field(init=False)

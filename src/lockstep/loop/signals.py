@@ -20,7 +20,7 @@ from lockstep.loop import state
 from lockstep.loop.session import Session
 from lockstep.loop.state_checks import load_weights
 from lockstep.supervise.signals import by_default, end_at_once, handling, is_under_lockstep, send_again
-from lockstep.supervise.status import is_given_up
+from lockstep.supervise.status import is_ending
 
 TERMINATED = "SIGTERM"
 """Value of ``trainer.interruption`` after SIGTERM."""
@@ -106,7 +106,7 @@ class Signals:
             waits = self.job is not None and self.job.requeues
             again = self.requested == number and time.monotonic() - self._at > AGAIN and not waits
             # no boundary will follow
-            if self.failing or again or not self.session.strategy.has_met or is_given_up():
+            if self.failing or again or not self.session.strategy.has_met or is_ending():
                 end_at_once()
             self._at = self._at if self.requested == number else time.monotonic()
         if self.requested != signal.SIGTERM:

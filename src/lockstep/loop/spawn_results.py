@@ -172,7 +172,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
     for mine, theirs in zip(session.base_callbacks, results.callbacks, strict=True):
         vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
     session.fit.progress, session.published = results.progress, results.published
-    session.state, session.came_back = results.state, True
+    session.state, session.has_returned = results.state, True
     return results.returned
 
 

@@ -105,7 +105,7 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
         leave_note(_rank.address, _rank.raised[1])
 
 
-def heard_ctrl_c() -> None:
+def reported_ctrl_c() -> None:
     """Record that this rank has announced what follows from Ctrl-C. Safe in signal handlers: it takes no lock."""
     if _rank.address:
         leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
@@ -170,7 +170,7 @@ def named(error: BaseException) -> BaseException:
     return reason
 
 
-def is_given_up() -> bool:
+def is_ending() -> bool:
     """Return True if the run is being ended since ranks diverged or a node is gone. No boundary will be reached."""
     return any(first["rank"] < 0 for first in _known_firsts())
 

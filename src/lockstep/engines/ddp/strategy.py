@@ -420,7 +420,7 @@ class DDPStrategy(RankedStrategy):
             self.copies.backward_ends(self.sync_gradients)
         if self.sync_gradients:
             self.rounds, self.traffic = reducer.rounds, (reducer.collectives, reducer.bytes)
-            if self._checks is not None and not self.copies.are_apart:
+            if self._checks is not None and not self.copies.have_diverged:
                 self._checks.remember()
                 self._checks.compare("backward", [], None if self.by_hand is None else self.by_hand.number)
 
@@ -450,7 +450,7 @@ class DDPStrategy(RankedStrategy):
         on which sums over three and more ranks depend; the count of the averages and the outer optimizer; each rank's
         state of the communication hook and, under local steps, its own weights.
         """
-        apart = self.copies.are_apart and not alone
+        apart = self.copies.have_diverged and not alone
         with self.copies.one_model() if apart else contextlib.nullcontext():
             state = self._saved(alone, weights_only)
             if apart:  # these weights are dropped when the context ends

@@ -26,7 +26,7 @@ from lockstep.engines.sharded.fsdp_groups import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import begins_of, box_in, box_of, local_part, plain_name
+from lockstep.ground.parameters import box_in, box_of, local_part, plain_name, starts_of
 from lockstep.ground.tree import tensors_in, tree_map
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ class ShardedModule:
         for kind, gradients in (("shards", shards), ("waiting", waiting)):
             found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}
             in_parts = {name: each for name, each in gradients.items() if hasattr(each, "placements")}
-            found[f"{kind} from"] = {name: begins_of(each) for name, each in in_parts.items()}
+            found[f"{kind} from"] = {name: starts_of(each) for name, each in in_parts.items()}
         return found
 
     def load_window_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -82,7 +82,7 @@ class StragglerMonitor(Callback):
         print(*monitor.scores, sep="\\n")
     """
 
-    _hears_step_times = True
+    _receives_step_times = True
 
     def __init__(self, threshold: float = 1.25, patience: int = 3) -> None:
         self.threshold = threshold

@@ -20,7 +20,7 @@ from lockstep.checkpoint.first_values import fill, stand_in
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.checkpoint.sharded import Place, is_engines
-from lockstep.cluster.local import told_local_rank
+from lockstep.cluster.local import local_rank_set
 from lockstep.cluster.world import World
 from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module
 from lockstep.engines.engine import EngineState
@@ -240,7 +240,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         super().setup_environment()
         # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
-        self._call.enter_context(told_local_rank(self.world.local_rank))
+        self._call.enter_context(local_rank_set(self.world.local_rank))
         self._call.enter_context(package.import_for(self.root_device, self._level))
         settings.check_keys(self._user, package.zero_keys())
         path = settings.find_disk(self._config)

@@ -162,7 +162,7 @@ class _Start:
         if job is None:
             yield
             return
-        with handling((SIGUSR1, SIGUSR2, SIGTERM), partial(self._act, job), gives_way=True):
+        with handling((SIGUSR1, SIGUSR2, SIGTERM), partial(self._act, job), replaceable=True):
             yield
 
     def _act(self, job: Job, number: int) -> None:

@@ -21,7 +21,7 @@ from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
-from lockstep.ground.parameters import begins_of
+from lockstep.ground.parameters import starts_of
 
 FOLLOW = "parameters of the ranks"
 """Override by which one process takes over rank 0's parameters after each step."""
@@ -318,7 +318,7 @@ def _described(tensor: Tensor) -> Value:
 
     assert isinstance(tensor, DTensor)
     part = tensor.to_local()
-    return TensorPart(part=part, offset=tuple(begins_of(tensor)), shape=tuple(tensor.shape), own=tuple(part.shape))
+    return TensorPart(part=part, offset=tuple(starts_of(tensor)), shape=tuple(tensor.shape), own=tuple(part.shape))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
