@@ -1,7 +1,7 @@
-"""The journal file of a study: Optuna's, with lines that are checked after each write.
+"""Optuna's journal file of a study, with a check of the lines after each write.
 
-A line is an operation, and trials are numbered by the lines before them. So a line that is torn, by a writer that was
-killed or by a network file system, must not stay: it would be read as part of the next one.
+A line is an operation, and trials are numbered by the lines before them. A partial line, left by a killed writer or a
+network file system, must be removed: the next line would be appended to it.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ except ModuleNotFoundError:
     raise missing_extra("optuna", "optuna", "the journal of a search with strategy='optuna'") from None
 
 TRIES = 3
-"""How often a line is written that does not come out as it was written."""
+"""Number of attempts to write a line that reads back differently."""
 
 
 class CorruptJournal(RuntimeError):
-    """The journal of a study has a line that is no whole operation."""
+    """The journal of a study has a line that is not a complete operation."""
 
 
 class StudyJournal(JournalFileBackend):
-    """Optuna's journal file, in which a torn line is found when it is written, or else when it is read.
+    """Optuna's journal file that detects partial lines when they are written, or else when they are read.
 
     Args:
-        path: of the file, which is made.
+        path: path of the file, which is created.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._held = FileLock(path)
-        super().__init__(path, self._held)  # type: ignore[arg-type]  # of locks Optuna has a base, but not for others
+        super().__init__(path, self._held)  # type: ignore[arg-type]  # Optuna's base class of locks is private
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add operations, a line each, and read them back.
+        """Append operations, one line each, and read them back.
 
         Raises:
-            CorruptJournal: the file does not hold what was written.
-            OSError: the disk is full, say; nothing of the lines stays.
+            CorruptJournal: the file does not contain what was written.
+            OSError: the lines cannot be written, for example because the disk is full. The file is unchanged.
         """
         data = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
         with held(self._held):
             append(self._path, data)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """The operations from a number on. A last line that has no end yet is left out.
+        """Yield the operations from a number on, without an unfinished last line.
 
         Raises:
-            CorruptJournal: a line is none; the message has its number.
+            CorruptJournal: a line is not an operation; the message has its number.
         """
         try:
             for told in super().read_logs(log_number_from):
@@ -76,7 +76,10 @@ def _is_operation(told: object) -> bool:
 
 
 def _operations_before_torn(path: str) -> int:
-    """The lines before the first that is none: optuna 4 reads all of them before it gives the first."""
+    """Return the number of lines before the first damaged one.
+
+    Optuna 4 reads all lines before it yields the first, so the yielded ones cannot be counted.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             try:
@@ -89,13 +92,13 @@ def _operations_before_torn(path: str) -> int:
 
 
 def append(path: str, data: bytes) -> None:
-    """Add whole lines to a file, and read them back; called by who holds the lock.
+    """Append whole lines to a file and read them back. The caller holds the lock.
 
-    What a killed writer has left of a line is cut off first.
+    A partial line of a killed writer is removed first.
 
     Raises:
-        CorruptJournal: they do not come back.
-        OSError: they cannot be written; nothing of them stays.
+        CorruptJournal: the lines read back differently.
+        OSError: the lines cannot be written. The file is unchanged.
     """
     for _ in range(TRIES):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -109,13 +112,14 @@ def append(path: str, data: bytes) -> None:
                 raise
         finally:
             os.close(file)
-        # opened anew: a network file system then asks the server
+        # Opened again, because a network file system then reads from the server and not from its cache.
         with open(path, "rb") as fresh:
             fresh.seek(start)
             if fresh.read(len(data)) == data:
                 return
             beyond = bool(fresh.read(1))
-        if beyond:  # who writes there does not heed the lock; nothing may be cut off any more
+        # Another program appends without the lock: truncating would remove its lines.
+        if beyond:
             break
         os.truncate(path, start)
     raise CorruptJournal(
@@ -130,7 +134,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _cut_torn_end(file: int, path: str) -> int:
-    """Cut off what follows the last line's end; gives the size then."""
+    """Remove a partial last line and return the new size."""
     size = os.fstat(file).st_size
     end = size
     while end and (block := os.pread(file, min(end, 4096), end - min(end, 4096))).rfind(b"\n") < 0:

@@ -1,4 +1,4 @@
-"""The folder of a search: its trials, how each of them stands, and their submission to SLURM."""
+"""Folder of a search: its trials, the state of each, and their submission to SLURM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.ground.errors import MisconfigurationException
 SEARCH = "search.json"
 SCRIPT = "job.sh"
 SEARCHED = "searched"
-"""Among the settings: what is searched, and how."""
+"""Key of the settings with the description of the search."""
 
 UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
 PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
 CANCELLED, UNKNOWN = "cancelled", "unknown"
 FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
-"""States that nothing changes by itself."""
+"""States that do not change without a command."""
 
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -39,12 +39,12 @@ _OF_JOBS = {
     "OUT_OF_MEMORY": (FAILED, "out of memory, says SLURM"),
     "COMPLETED": (FAILED, "its process ended without a last word of the trial's"),
 }
-"""By the state of a job in SLURM: that of its trial, which has said no last word, and why."""
+"""State and reason of a trial that has not reported its end, by the state of its job in SLURM."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How often a trial may be started again, counted apart: after preemptions, and after failures."""
+    """Numbers of restarts allowed for a trial, counted separately after preemptions and after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -52,11 +52,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Status:
-    """How a trial stands.
+    """State of a trial.
 
     Attributes:
-        error: why it failed, or waits.
-        node: where it ran last.
+        error: reason why it failed or is waiting.
+        node: node of its last start.
     """
 
     trial: TrialFolder
@@ -69,7 +69,7 @@ class Status:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest values that it has logged."""
+        """Newest metrics that the trial has logged."""
         found: Mapping[str, Any] = self.result.get("metrics", {})
         return found
 
@@ -78,25 +78,25 @@ class Search:
     """The folder of a search.
 
     Args:
-        path: ``log_path`` and the search's name.
+        path: path of the folder: ``log_path`` and the name of the search.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        """Keep what the search was begun with."""
+        """Write the settings of the search."""
         with storage.replacing(self.path / SEARCH) as file:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
     def claim(self, searched: Mapping[str, Any]) -> None:
-        """Keep what is searched; where the folder has a search already, see that it is this one.
+        """Write the description of the search, or compare it with the one in the folder.
 
         Args:
-            searched: what makes it this search, by name, as JSON holds it.
+            searched: description of the search by name, as JSON values.
 
         Raises:
-            MisconfigurationException: it is another one.
+            MisconfigurationException: the folder contains another search.
         """
         settings = self.settings()
         kept = settings.get(SEARCHED)
@@ -115,7 +115,7 @@ class Search:
             )
 
     def settings(self) -> dict[str, Any]:
-        """What it was begun with; empty where that is not known."""
+        """Read the settings of the search; empty if they are missing or unreadable."""
         try:
             found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
         except (OSError, ValueError):
@@ -124,13 +124,13 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """How often its trials may be started again."""
+        """Number of restarts allowed for its trials."""
         settings, standard = self.settings(), Limits()
         most = settings.get("max_preemptions", standard.preemptions)
         return Limits(most, settings.get("max_failures", standard.failures))
 
     def trials(self) -> list[TrialFolder]:
-        """Its trials, by number."""
+        """Return its trials, sorted by number."""
         return folders(self.path)
 
 
@@ -139,17 +139,17 @@ def _shown(searched: Mapping[str, Any], name: str) -> str:
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
-    """The searches at a path: the folder of one, or a ``log_path`` with several in it."""
+    """Return the searches at a path: the folder of one, or a ``log_path`` with several."""
     if folders(path):
         return [Search(path)]
     return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
 
 
-# -- how trials stand ----------------------------------------------------------------------------------------
+# -- states of trials ----------------------------------------------------------------------------------------
 
 
 def look(search: Search) -> tuple[list[Status], str]:
-    """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
+    """Return the states of a search's trials, and why SLURM did not answer ("" if it did)."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     jobs: dict[str, QueuedJob] = {}
@@ -163,7 +163,7 @@ def look(search: Search) -> tuple[list[Status], str]:
 
 
 def _is_over(history: TrialHistory) -> bool:
-    """Whether SLURM has nothing to add."""
+    """Return True if the state does not depend on SLURM."""
     return history.current is not None and history.current.end == "completed"
 
 
@@ -180,15 +180,15 @@ def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, as
 
 
 def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:
-    """The state of a trial, and why it failed or waits.
+    """Return the state of a trial, and the reason why it failed or is waiting.
 
-    Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
-    node that was lost, is a preemption.
+    A trial is "completed" only if it has reported so itself. A failure counts as a preemption if SLURM restarts the job
+    or has lost its node.
 
     Args:
-        history: what its events say.
-        job: what SLURM says of its newest job; None: it does not know it.
-        asked: whether SLURM could be asked.
+        history: history of the trial, read from its events.
+        job: state of its newest job in SLURM; None if SLURM does not have it.
+        asked: True if SLURM has answered.
     """
     last = history.current
     if last is not None and last.end == "completed":
@@ -210,7 +210,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
 
 
 def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
-    """The state of a trial that has said no last word, by that of its job."""
+    """Return the state of a trial that has not reported its end, by the state of its job."""
     if job is None:
         return FAILED, "SLURM no longer knows its job, and it has said no last word"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
@@ -225,15 +225,15 @@ def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
 
 
 def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
-    """Submit trials whose folders and scripts are there: each as a job, or all as one array job.
+    """Submit trials whose folders and scripts exist: each as a job, or all as one array job.
 
     Args:
-        search: theirs.
-        trials: in this order.
-        submitted: told what has been submitted, in words, when it is over.
+        search: search of the trials.
+        trials: the trials, in the order of submission.
+        submitted: called at the end with a text about the submitted trials.
 
     Raises:
-        SlurmRefused: in sbatch's own words, with the trials that went in and those that did not.
+        SlurmRefused: sbatch failed. The message has its output, the submitted trials and the remaining ones.
     """
     gone: dict[int, str] = {}
     try:
@@ -249,13 +249,13 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
 
 
 def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
-    """Submits; gives each trial with its job as soon as it is in the queue."""
+    """Submit the trials, and yield each with its job as soon as it is in the queue."""
     settings = search.settings()
     if settings.get("array"):
         limit = settings.get("at_most")
         numbers = ranges([trial.number for trial in trials]).replace(" ", "")
         array = f"--array={numbers}{f'%{limit}' if limit else ''}"
-        # one number for all of them: what counts is that it is above those of all earlier starts
+        # An array job has one argument for all trials; it only has to exceed the numbers of all earlier starts.
         starts = max(map(_starts, trials), default=0)
         job = queue.submit(array, search.path / SCRIPT, str(starts))
         yield from ((trial, f"{job}_{trial.number}") for trial in trials)
@@ -265,7 +265,7 @@ def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[T
 
 
 def _starts(trial: TrialFolder) -> int:
-    """A number above those of all starts that the trial has had."""
+    """Return the number of the trial's next start."""
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
@@ -286,10 +286,10 @@ def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]
 
 
 def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
-    """Cancel the jobs of trials that wait or run; gives those trials.
+    """Cancel the jobs of pending and running trials, and return these trials.
 
     Raises:
-        SlurmRefused: in scancel's own words.
+        SlurmRefused: scancel failed; the message has its output.
     """
     chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.job]
     queue.cancel(status.history.job for status in chosen)
@@ -299,7 +299,7 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 
 def exhausted(status: Status, limits: Limits) -> str:
-    """Why a trial is not to be started again; empty if it may be."""
+    """Return the limit that forbids another start of a trial, or "" if none does."""
     history = status.history
     lost = history.preemptions + (status.state == PREEMPTED)
     if status.state == FAILED and history.failures >= limits.failures:
@@ -310,7 +310,7 @@ def exhausted(status: Status, limits: Limits) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers in few words.
+    """Return numbers as text, with ranges for consecutive ones.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])

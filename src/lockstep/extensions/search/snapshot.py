@@ -1,4 +1,4 @@
-"""A copy of the code that git tracks, so that trials that wait in the queue run what was submitted."""
+"""A copy of the code that git tracks, so that waiting trials run the code that was submitted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Copied:
     """A command that runs copied code.
 
     Attributes:
-        words: of the command.
-        folder: where it is started.
-        python_path: for PYTHONPATH; None: as it is.
+        words: words of the command.
+        folder: its working directory.
+        python_path: value for PYTHONPATH; None leaves it unchanged.
     """
 
     words: list[str]
@@ -28,7 +28,7 @@ class Copied:
 
 
 def _place_of_program(words: Sequence[str]) -> int:
-    """The place of the script, or of ``-m``, in a command of Python's."""
+    """Return the index of the script, or of ``-m``, in a Python command."""
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         at += 2 if words[at] in ("-X", "-W") else 1
@@ -38,26 +38,26 @@ def _place_of_program(words: Sequence[str]) -> int:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file or link, if it is there: what git tracks may have been removed."""
+    """Copy a file or link if it exists. Git also lists tracked files that were removed from the work tree."""
     if source.is_symlink() or source.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
-    """Copy the files that git tracks, as they are now, and let a command run them there.
+    """Copy the files that git tracks, in their current state, and change a command to run the copy.
 
-    A script stays in its working folder, where its data are; a module (``-m``), which is looked for in the working
-    folder, runs in the copy of that. Entries of PYTHONPATH within the work tree are those of the copy.
+    A script keeps its working directory, where its data are. A module (``-m``) is imported from the working directory,
+    so it runs in the copy of that. Entries of PYTHONPATH in the work tree point to the copy.
 
     Args:
-        target: the folder of the copy, which is replaced.
-        words: of a command of Python's: ``[python, options, script or -m module, arguments]``.
-        folder: its working folder.
-        python_path: PYTHONPATH as it is.
+        target: folder of the copy; it is replaced.
+        words: words of a Python command: ``[python, options, script or -m module, arguments]``.
+        folder: its working directory.
+        python_path: the current PYTHONPATH.
 
     Raises:
-        MisconfigurationException: git is missing, the script is in no work tree, or git does not track it.
+        MisconfigurationException: git is missing, the script is not in a work tree, or git does not track it.
     """
     at = _place_of_program(words)
     is_module = words[at] == "-m"
@@ -80,7 +80,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
 
 
 def _moved(path: str, top: Path, target: Path, folder: str) -> str:
-    """A path within the work tree as one within the copy; any other as it is, from the root."""
+    """Map a path in the work tree to the copy; make other paths absolute."""
     real = os.path.realpath(os.path.join(folder, path))
     if real != str(top) and not real.startswith(f"{top}{os.sep}"):
         return os.path.join(folder, path)

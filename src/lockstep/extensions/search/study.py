@@ -1,4 +1,4 @@
-"""A study of Optuna's over a journal file that all nodes see: trials drawn by number, and told how they ended."""
+"""Optuna study in a journal file that all nodes see: draws the values of trials and records their reports and ends."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ except ModuleNotFoundError:
     raise missing_extra("optuna", "optuna", "strategy='optuna'") from None
 
 NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
-"""What is kept of a trial in the study: its number, the check at which it was pruned, why it was taken for dead."""
+"""User attributes of an entry: number of the trial, report at which it was pruned, why it was considered dead."""
 BEAT = "heartbeat"
-"""The file in a trial's folder that is touched as long as the trial lives."""
+"""File in a trial's folder that a running trial touches."""
 DRAWS = ".draw.lock"
-"""The lock of who begins or ends a trial: behind the journal's name."""
+"""Suffix of the journal's path for the lock held while a trial starts, reports or ends."""
 PERIOD = 10.0
-"""Seconds from one heartbeat to the next."""
+"""Seconds between heartbeats."""
 DEAD = 120.0
-"""Seconds without a heartbeat after which a trial is taken for dead."""
+"""Seconds without a heartbeat after which a trial is considered dead."""
 LONGEST_DRAW = 120.0
-"""Seconds after which another host may draw, though this one has not said that it is done."""
+"""Seconds after which another host may take over the lock of a draw."""
 PATIENCE = 600.0
-"""Seconds that a rank waits for what rank 0 draws."""
+"""Seconds that a rank waits for the values that rank 0 draws."""
 
 _ENDS: dict[TrialState, End] = {
     TrialState.COMPLETE: "completed",
@@ -52,14 +52,14 @@ _STATES = {end: state for state, end in _ENDS.items()}
 class StudyTrial:
     """A trial of a study, by its number in the search. It can be pickled.
 
-    Each start of a trial that has reported is an entry of its own, with the trial's number and values; the one before
-    it has failed. A fit that goes on from a checkpoint takes over the reports before it (:meth:`resume`). A trial that
-    was taken for dead, and is not, gets another entry with its values and reports.
+    If a trial has reported and starts again, the new start is another entry of the study with the same number and
+    values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports
+    (:meth:`resume`). A trial that was considered dead, but only paused, gets another entry with its values and reports.
 
     Args:
-        settings: of the search.
-        number: of the trial.
-        folder: of the search, which all nodes see.
+        settings: settings of the search.
+        number: number of the trial.
+        folder: folder of the search, visible to all nodes.
     """
 
     def __init__(self, settings: SearchSettings, number: int, folder: Path) -> None:
@@ -68,16 +68,16 @@ class StudyTrial:
         self._heart: _Heart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a process that reads it opens the journal itself, and this one's heart beats here
+        # The process that unpickles it opens the journal itself. The heartbeat stays with the process that started it.
         return {**vars(self), "_opened": None, "_heart": None}
 
-    # -- its values ------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """The trial's values; drawn, unless it has some. From now on it lives.
+        """Return the trial's values, drawn if it has none, and start its heartbeat.
 
         Raises:
-            MisconfigurationException: the study was begun with other options, or in another mode.
+            MisconfigurationException: the study has other options or another mode.
         """
         with self._drawing():
             _beat(self._beat)
@@ -87,15 +87,15 @@ class StudyTrial:
         return self._values(params)
 
     def wait(self) -> dict[str, Any]:
-        """The values that rank 0 draws.
+        """Wait for the values that rank 0 draws, and return them.
 
         Raises:
-            TimeoutError: it has not drawn them.
+            TimeoutError: they were not drawn within `PATIENCE` seconds.
         """
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             if (self.folder / JOURNAL).exists():
-                with contextlib.suppress(KeyError):  # nobody has made the study yet
+                with contextlib.suppress(KeyError):  # the study is not created yet
                     found = self._entry()
                     if found is not None and found.params.keys() >= self.settings.space.dimensions.keys():
                         return self._values(found.params)
@@ -105,10 +105,10 @@ class StudyTrial:
         )
 
     def _begun(self) -> FrozenTrial:
-        """The trial's entry in the study, running or ended."""
+        """Return the trial's entry in the study, which is running or ended; create it if needed."""
         if self._entry() is None:
             asked = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
-            if asked:  # values that somebody has enqueued in the study
+            if asked:  # values that a user has enqueued in the study
                 self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
             else:
                 self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
@@ -119,7 +119,7 @@ class StudyTrial:
         return self._anew(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
-        """What Optuna has for each hyperparameter; a trial that died while it drew goes on where it was."""
+        """Return Optuna's parameters of an entry, and draw those that are missing after an interrupted draw."""
         space = self.settings.space.dimensions
         if entry.params.keys() >= space.keys():
             return entry.params
@@ -135,13 +135,13 @@ class StudyTrial:
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _given(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()}
 
-    # -- on its way ------------------------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Tell the study that a fit begins: of earlier reports, those before its first check are its own.
+        """Prepare the trial's entry for a fit that starts, with the earlier reports that the fit continues.
 
         Args:
-            checks: reports that the fit's checkpoint knows of; 0 without one.
+            checks: number of reports in the fit's checkpoint; 0 without one.
         """
         with self._drawing():
             entry = self._alive()
@@ -149,13 +149,13 @@ class StudyTrial:
             if entry.state != TrialState.RUNNING or goes_on:
                 return
             earlier = [each for each in self._entries() if checks - 1 in each.intermediate_values]
-            if entry.intermediate_values:  # of a fit before, in this process
+            if entry.intermediate_values:  # from an earlier fit in this process
                 entry = self._anew(entry, keeps=False)
             if earlier:
                 self._take_over(entry, earlier[-1], checks)
 
     def _take_over(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
-        """Have an entry begin with the first reports of an earlier one."""
+        """Copy the first ``checks`` reports of an earlier entry."""
         for step, value in earlier.intermediate_values.items():
             if step < checks:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
@@ -163,15 +163,15 @@ class StudyTrial:
             self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
 
     def report(self, step: int, value: float) -> bool:
-        """Tell the study a value of the trial, and ask whether the trial is to be stopped.
+        """Report a value to the study, and return True if its pruner stops the trial.
 
         Args:
-            step: number of the check; a value that this fit has told for it before stays.
-            value: that the search minimizes or maximizes.
+            step: number of the report. A value that this fit has reported for it before is kept.
+            value: value that the search minimizes or maximizes.
         """
         with self._drawing():
             entry = self._alive()
-            if entry.state != TrialState.RUNNING:  # it has ended already, and stays as it is
+            if entry.state != TrialState.RUNNING:  # entries that have ended are not changed
                 return entry.state == TrialState.PRUNED
             if step not in entry.intermediate_values:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
@@ -182,15 +182,15 @@ class StudyTrial:
         return prunes
 
     def finish(self, number: int, state: End, value: float | None) -> End:
-        """Tell the study how the trial ended; a trial that has ended already stays as it is.
+        """Report to the study how the trial ended. A trial that has ended already is unchanged.
 
         Args:
-            number: of the trial.
+            number: number of the trial.
             state: how it ended.
-            value: of a completed one; None: the last that was reported.
+            value: value of a completed trial; None: the last report.
 
         Returns:
-            how the study keeps it.
+            The state in the study.
         """
         if number != self.number:
             raise ValueError(f"trial {number} was not begun in this process; trial {self.number} was")
@@ -218,12 +218,15 @@ class StudyTrial:
         return state
 
     def _alive(self) -> FrozenTrial:
-        """The trial's entry; where that was taken for dead, another one with its values and reports, which runs."""
+        """Return the trial's entry. If that has failed, replace it by a running one with its values and reports."""
         entry = self._known_entry()
         return self._anew(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
     def _anew(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
-        """Another entry of the trial in the place of this one, which runs: with its values, and maybe its reports."""
+        """Add a running entry with the values of an entry, and with its reports if ``keeps``, and return it.
+
+        An entry that is still running becomes FAIL.
+        """
         if entry.state == TrialState.RUNNING:
             self._study.tell(entry.number, state=TrialState.FAIL)
         dropped = (LOST,) if keeps else (LOST, PRUNED_AT)
@@ -239,14 +242,14 @@ class StudyTrial:
         return self._known_entry()
 
     def lose(self) -> None:
-        """Tell the study that the trial's process has ended without a word; a trial that has ended stays as it is."""
+        """Mark the trial as failed, if it is running in the study but its process has ended."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
                 self._study.tell(entry.number, state=TrialState.FAIL)
 
     def rest(self) -> None:
-        """Give no more signs of life."""
+        """Stop the heartbeat."""
         if self._heart is not None:
             self._heart.stop()
             self._heart = None
@@ -259,7 +262,7 @@ class StudyTrial:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Nobody else begins or ends a trial meanwhile."""
+        """Hold the lock that keeps other processes from starting, reporting or ending a trial."""
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL
         journal.touch()
@@ -279,11 +282,11 @@ class StudyTrial:
         return self._study._storage
 
     def _open(self, makes: bool) -> optuna.Study:
-        """The study in the journal.
+        """Open the study in the journal.
 
         Raises:
-            KeyError: there is none.
-            MisconfigurationException: it looks for other values.
+            KeyError: the study does not exist and ``makes`` is False.
+            MisconfigurationException: the study has another mode.
         """
         settings, name = self.settings, self.folder.name
         direction = _DIRECTIONS[settings.mode]
@@ -314,11 +317,11 @@ class StudyTrial:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _entries(self) -> list[FrozenTrial]:
-        """The entries of the trial, the newest last."""
+        """Return the entries of the trial, the newest last."""
         return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
 
     def _entry(self) -> FrozenTrial | None:
-        """The newest entry of the trial."""
+        """Return the newest entry of the trial, or None."""
         mine = self._entries()
         return mine[-1] if mine else None
 
@@ -329,24 +332,24 @@ class StudyTrial:
 
 
 def start(settings: SearchSettings, number: int, folder: Path) -> tuple[StudyTrial, dict[str, Any]]:
-    """Begin a trial in this process, or go on with it; gives it with its values.
+    """Start or continue a trial in this process, and return it with its values.
 
     Args:
-        settings: of the search.
-        number: of the trial.
-        folder: of the search, which all nodes see.
+        settings: settings of the search.
+        number: number of the trial.
+        folder: folder of the search, visible to all nodes.
     """
     trial = StudyTrial(settings, number, folder)
     return trial, trial.draw() if rank_zero_only.rank == 0 else trial.wait()
 
 
 def fail_dead(folder: Path) -> list[int]:
-    """Tell the study of a search of the trials whose node has died; gives their numbers.
+    """Mark the trials without a heartbeat as failed, and return their numbers.
 
-    Trials do so when they begin and end. This is for when none does any more.
+    Trials do so when they start and end. This function serves when no other trial starts or ends.
 
     Args:
-        folder: of the search. Without a study in it there is nothing to tell.
+        folder: folder of the search. Nothing happens if it has no study.
     """
     journal = folder / JOURNAL
     if not journal.exists():
@@ -361,14 +364,15 @@ def fail_dead(folder: Path) -> list[int]:
 
 
 def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
-    """The same, for who has the lock."""
+    """Mark the trials without a heartbeat as failed. The caller holds the lock."""
+    # Heartbeats are times of the file system, whose clock may differ from this node's.
     clock = folder / BEAT
     clock.touch()
-    now = clock.stat().st_mtime  # the file system's clock, which all heartbeats have
+    now = clock.stat().st_mtime
     dead = []
     for entry in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         number = entry.user_attrs.get(NUMBER)
-        if not isinstance(number, int):  # somebody else's own trial
+        if not isinstance(number, int):  # a trial that the user's own code runs in the study
             continue
         trial = TrialFolder.of(folder, number)
         try:
@@ -385,16 +389,16 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
 
 
 def _last(entry: FrozenTrial) -> float | None:
-    """The value that was reported last."""
+    """Return the last reported value, or None."""
     step = entry.last_step
     return None if step is None else entry.intermediate_values[step]
 
 
-# -- hyperparameters as Optuna has them -----------------------------------------------------------------------
+# -- hyperparameters in Optuna --------------------------------------------------------------------------------
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    """What Optuna draws for a hyperparameter."""
+    """Draw a hyperparameter."""
     if isinstance(dimension, Options):
         return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:
@@ -403,7 +407,7 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """The values as Optuna can hold and tell apart: themselves, or else their numbers and texts."""
+    """Return labels that Optuna can store and distinguish: the values, or else their numbers and texts."""
     values = list(options.values)
     scalars = all(value is None or type(value) in (bool, int, float, str) for value in values)
     if scalars and all(values.index(value) == at for at, value in enumerate(values)):
@@ -412,7 +416,7 @@ def _labels(options: Options) -> list[Any]:
 
 
 def _given(dimension: Dimension, param: Any) -> Any:
-    """The trial's value for what Optuna has drawn."""
+    """Convert a parameter that Optuna has drawn to the trial's value."""
     if isinstance(dimension, Options):
         return dimension[_labels(dimension).index(param)]
     return dimension.given(param)
@@ -427,7 +431,7 @@ def _beat(path: Path) -> None:
 
 
 class _Heart:
-    """A thread that touches a file, until it is stopped or the process ends."""
+    """A thread that touches a file until it is stopped or the process ends."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ends = path, threading.Event()
@@ -435,11 +439,11 @@ class _Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """The trial has ended."""
+        """Stop the thread and wait for it."""
         self._ends.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ends.wait(PERIOD):
-            with contextlib.suppress(OSError):  # the next one may succeed
+            with contextlib.suppress(OSError):  # such as a file server that restarts; the next one may succeed
                 _beat(self._path)

@@ -1,4 +1,4 @@
-"""``lockstep submit``: a script to SLURM, as one job that is saved and requeued when its time is up."""
+"""``lockstep submit``: submits a script to SLURM as a job that is saved and requeued at its time limit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ examples:
 
 
 def submit(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        words: behind ``lockstep submit``.
+        words: arguments after ``lockstep submit``.
 
     Raises:
-        MisconfigurationException: with the option, its value, and the way out.
+        MisconfigurationException: an option is invalid.
     """
     options, script = split(list(words), _parser())
     check_script("lockstep submit", options.module, script)
@@ -81,7 +81,7 @@ def _parser() -> CommandParser:
 
 
 def _further_options(options: argparse.Namespace) -> list[sbatch.Option]:
-    """The options of sbatch that are handed on as they are, and the partition."""
+    """Return the options for sbatch that are passed on unchanged, and the partition."""
     parts = [each.partition("=") for each in options.sbatch]
     more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
     if options.partition is not None:

@@ -1,4 +1,4 @@
-"""``lockstep trials``: the trials of a search as a table that follows the queue; submitted anew, cancelled."""
+"""``lockstep trials``: shows the trials of a search as a table, resubmits and cancels them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ examples:
   lockstep trials searches/digits --watch --resubmit preempted        where the cluster cancels what it preempts
 """
 KINDS = (searches.FAILED, searches.PREEMPTED, searches.UNSUBMITTED, searches.CANCELLED)
-"""States whose trials can be submitted anew."""
+"""States whose trials can be resubmitted."""
 CLEAR = "\033[H\033[2J"
 
 
 def trials(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        words: behind ``lockstep trials``.
+        words: arguments after ``lockstep trials``.
 
     Raises:
-        MisconfigurationException: for what cannot be done, with the way out.
+        MisconfigurationException: there are no trials at the path, or an option does not fit them.
     """
     given = _parser().parse_args(words)
     found = searches.found_at(given.path)
@@ -96,7 +96,7 @@ def _parser() -> CommandParser:
 
 
 def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
-    """Show the table until all trials are at their end, and submit anew what was asked for, meanwhile."""
+    """Show the table until all trials have ended, and resubmit the selected trials meanwhile."""
     said: set[str] = set()
     while True:
         again = given.resubmit and _resubmit(found[0], given, said)
@@ -109,17 +109,18 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
 
 
 def _look(search: Search) -> tuple[list[Status], str]:
-    """How the trials stand. A study is told of those whose node has died: no other trial may come that would do it."""
+    """Return the states of the trials, and why SLURM did not answer ("" if it did)."""
+    # Dead trials of a study are marked here, because there may be no other trial left that would do so.
     if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
         from lockstep.extensions.search.study import fail_dead
 
-        with contextlib.suppress(PermissionError):  # who may only read sees the table all the same
+        with contextlib.suppress(PermissionError):  # the table needs read access only
             fail_dead(search.path)
     return searches.look(search)
 
 
 def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
-    """Print the tables; gives all trials."""
+    """Print the tables and return the states of all trials."""
     shown: list[Status] = []
     rows = []
     for search in found:
@@ -142,19 +143,19 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
     return shown
 
 
-# -- anew, and away ------------------------------------------------------------------------------------------
+# -- resubmit and cancel -------------------------------------------------------------------------------------
 
 
 def _resubmit(search: Search, given: argparse.Namespace, said: set[str]) -> int:
-    """Submit trials anew; gives how many.
+    """Resubmit trials and return their number.
 
     Args:
-        search: theirs.
-        given: what was typed.
-        said: what has been said in earlier rounds, and is not said again.
+        search: search of the trials.
+        given: options of the command line.
+        said: messages of earlier rounds, which are not repeated.
 
     Raises:
-        SlurmRefused: SLURM could not be asked how they stand, and a trial may still run; or sbatch has refused.
+        SlurmRefused: SLURM did not answer, so that a trial may still run; or sbatch failed.
     """
     statuses, trouble = _look(search)
     if trouble:
@@ -178,10 +179,10 @@ def _resubmit(search: Search, given: argparse.Namespace, said: set[str]) -> int:
 
 
 def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
-    """The trials that are to be submitted anew.
+    """Return the trials to resubmit.
 
     Raises:
-        MisconfigurationException: no such state or trial, or one that waits, runs, or is completed.
+        MisconfigurationException: the state or trial does not exist, or the trial is pending, running or completed.
     """
     if what in KINDS:
         return [status for status in statuses if status.state == what]
