@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: averages the weights of the last epochs, at a learning rate of its own."""
+"""StochasticWeightAveraging: averages the weights of the last epochs, with its own learning rate."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 AverageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(average, weights of now, number of weights in the average) to the new average."""
+"""Function of (average, current weights, number of averaged weights) that returns the new average."""
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights that the last epochs begin with, and leaves the average in the model at the end.
+    """Averages the weights at the start of the last epochs, and leaves the average in the model at the end.
 
-    From epoch ``swa_epoch_start`` on, the learning rate is annealed to ``swa_lrs`` (an ``SWALR`` takes the place
-    of the scheduler), and the weights at the beginning of each epoch are taken into the average. When the last
-    epoch of ``max_epochs`` is over, the average is written into the model; where it has BatchNorm layers, one
-    more pass over the training batches, without hooks, logs or updates, gives them the statistics that belong
-    to the averaged weights. A fit that ends earlier (EarlyStopping, ``max_steps``) keeps its current weights;
-    one without a limit (``max_epochs=-1``) takes the average whenever it ends.
+    From epoch ``swa_epoch_start`` on, an ``SWALR`` replaces the scheduler and anneals the learning rate to ``swa_lrs``.
+    The weights at the start of each of these epochs enter the average. After the last epoch of ``max_epochs``, the
+    average is written into the model. If the model has BatchNorm layers, one more pass over the training batches,
+    without hooks, logs or updates, computes their statistics for the averaged weights. A fit that ends earlier
+    (EarlyStopping, ``max_steps``) keeps its current weights; a fit without a limit (``max_epochs=-1``) takes the
+    average whenever it ends.
 
-    Every rank averages its own copy of the same weights, and the statistics of BatchNorm are averaged over the
-    ranks, so that all end with the same model. Validation within the fit sees the current weights; see
-    :class:`~lockstep.extensions.extras.weight_averaging.WeightAveraging` for an average that is shown to it.
+    Every rank averages its own copy of the same weights, and BatchNorm statistics are averaged over the ranks, so that
+    all ranks end with the same model. Validation within the fit uses the current weights; use
+    :class:`~lockstep.extensions.extras.weight_averaging.WeightAveraging` to validate the average.
 
     Args:
-        swa_lrs: the learning rate that is annealed to; a list has one for each parameter group.
-        swa_epoch_start: the epoch in which averaging begins: an int of at least 1 is the number of the epoch
-            counted from 1, a float in [0, 1] the part of ``max_epochs`` before it.
-        annealing_epochs: epochs until the learning rate is reached.
+        swa_lrs: the final learning rate; a list has one for each parameter group.
+        swa_epoch_start: first epoch of averaging: an int of at least 1 is its number counted from 1, a float in [0, 1]
+            the fraction of ``max_epochs`` before it.
+        annealing_epochs: number of epochs until the final learning rate is reached.
         annealing_strategy: ``"cos"`` or ``"linear"``.
-        avg_fn: a function of (average, weights of now, number of weights in the average), tensors all three,
-            that gives the new average of one parameter; default: the equal mean.
-        device: where the average is kept; None: on the model's device.
+        avg_fn: function of three tensors (average, current weights, number of averaged weights) that returns the new
+            average of one parameter; default: the equal mean.
+        device: device of the average; None for the model's device.
 
     Attributes:
-        n_averaged: number of weights in the average, a tensor; None before the fit has come to averaging.
+        n_averaged: number of weights in the average, a tensor; None before averaging starts.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, when the fit starts, there are several
-            optimizers or schedulers, a fraction of an unlimited ``max_epochs`` is asked for, or a module with
-            BatchNorm optimizes manually.
+            optimizers or schedulers, ``swa_epoch_start`` is a fraction but ``max_epochs`` is unlimited, or a module
+            with BatchNorm uses manual optimization.
 
     Example::
 
@@ -108,28 +108,28 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch of averaging, counted from 0."""
+        """First epoch of averaging, counted from 0."""
         return self._first
 
     @property
     def swa_end(self) -> int | float:
-        """The last epoch of averaging, counted from 0; infinite without a limit of epochs."""
+        """Last epoch of averaging, counted from 0; infinite if ``max_epochs`` is unlimited."""
         return math.inf if self._max_epochs == -1 else self._max_epochs - 1
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
-        """The equal mean, one more parameter taken in."""
+        """Return the equal mean, updated by one more value of the parameter."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: LightningModule) -> bool:
-        """Whether the module has BatchNorm layers."""
+        """Return True if the module has BatchNorm layers."""
         return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new fit begins with a new average."""
+        """Start a new fit with a new average."""
         if stage == "fit":
             self._forget()
             if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
@@ -139,7 +139,7 @@ class StochasticWeightAveraging(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out when to begin; a run that was averaging already goes on with its learning rate."""
+        """Compute the first epoch of averaging. A resumed fit that was averaging restores its learning rate."""
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(
                 f"StochasticWeightAveraging works with one optimizer, and `configure_optimizers` returned "
@@ -161,10 +161,11 @@ class StochasticWeightAveraging(Callback):
             first = int(self._max_epochs * first)
         self._first = max(first - 1, 0)
         if self._scheduler_state is not None:
-            self._install(trainer)  # ahead of the state of the checkpoint's scheduler, which is this one's
+            # Before the checkpoint's scheduler state is loaded, because that is the state of this scheduler.
+            self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, and take the weights of this moment into the average."""
+        """Start averaging if it is due, and add the current weights to the average."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
@@ -187,17 +188,17 @@ class StochasticWeightAveraging(Callback):
             self._latest_update_epoch = epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model, if the last epoch is over."""
+        """Write the average into the model after the last epoch."""
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same for a run that was cut off after its last epoch, and so has nothing left to train."""
+        """Write the average in a resumed run that was interrupted after its last epoch, and does not train again."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how it came about, with the keys of Lightning."""
+        """Return the average and the state of averaging, with Lightning's keys."""
         return {
             "n_averaged": 0 if self.n_averaged is None else int(self.n_averaged),
             "latest_update_epoch": self._latest_update_epoch,
@@ -215,7 +216,7 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Put the annealing of the learning rate in the place of the scheduler, if there is one."""
+        """Install ``SWALR``, in place of the scheduler if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
@@ -284,11 +285,11 @@ class StochasticWeightAveraging(Callback):
 
     @torch.no_grad()
     def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
-        """The mean of the batches' statistics, over all batches of all ranks."""
+        """Set the statistics of BatchNorm to the mean over all batches of all ranks."""
         momenta = [layer.momentum for layer in layers]
         for layer in layers:
             layer.reset_running_stats()
-            layer.momentum = None  # the mean over all batches so far
+            layer.momentum = None  # torch then computes the mean over all batches so far
         batches = run_forwards(trainer)
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
@@ -296,7 +297,7 @@ class StochasticWeightAveraging(Callback):
             return
         for layer in layers:
             if isinstance(layer, SyncBatchNorm):
-                continue  # it has seen the samples of all ranks
+                continue  # its statistics cover the samples of all ranks already
             for statistic in (layer.running_mean, layer.running_var):
                 assert statistic is not None
                 wide = statistic.to(widest(statistic.device))
@@ -308,13 +309,13 @@ class StochasticWeightAveraging(Callback):
 
 
 def run_forwards(trainer: Trainer) -> int:
-    """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
+    """Run ``training_step`` on the batches of the next epoch, without hooks, gradients, logs and updates.
 
-    To be called on all ranks inside a fit, between two epochs or after the last one, under automatic optimization.
-    BatchNorm's statistics are an example of what changes.
+    Call it on all ranks inside a fit, between two epochs or after the last one, under automatic optimization. It
+    updates the statistics of BatchNorm, for example.
 
     Returns:
-        the number of batches that this rank had samples for, but for those that are None.
+        The number of batches with samples on this rank, without those that are None.
     """
     session, step = trainer.session, trainer.fit_loop.step
     feed, strategy, results = session.fit.loaded, session.strategy, session.results
@@ -339,7 +340,7 @@ def run_forwards(trainer: Trainer) -> int:
 
 
 class SWALR(swa_utils.SWALR):
-    """torch's, for groups too that come later, by a callback that thaws layers say: they take the last one's rate."""
+    """torch's ``SWALR`` that accepts parameter groups added later (unfrozen layers); they use the last group's rate."""
 
     def get_lr(self) -> list[float | Tensor]:
         rate = None

@@ -96,7 +96,7 @@ class _Rising:
 
 
 class Throughput:
-    """Batches, samples, items and floating-point operations per second.
+    """Counts batches, samples, items and floating-point operations per second.
 
     Rates are taken between the oldest and the newest of the last ``window_size`` updates, once the window is full.
     :meth:`compute` returns
@@ -149,7 +149,7 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """The time of the newest update; 0 before the first."""
+        """Time of the newest update; 0 before the first."""
         return self._time.values[-1] if self._time.values else 0.0
 
     def update(
