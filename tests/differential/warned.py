@@ -24,7 +24,7 @@ TOPICS = {
     "no effect": (
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
-        r"has nowhere to write: the Trainer|and there is no logger: give"
+        r"logs nothing, because the Trainer has no logger|and there is no logger: give"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
@@ -49,7 +49,7 @@ TOPICS = {
     "already in the optimizer": r"already exist within another group|in it already and stay in their group",
     "SWA that begins late": r"SWA is initializing after|after its first epoch",
     "no batch indices": r"infer the batch indices|does not tell which samples",
-    "average begins anew": r"was not created with WeightAveraging|written without the callback; averaging",
+    "average begins anew": r"was not created with WeightAveraging|written without the callback, so averaging",
     "no batches": r"Total length of|has no batches",
     "hooks of transfer": r"overridden `(on_before_batch_transfer|transfer_batch_to_device|on_after_batch_transfer)`",
     "averaging of made layers": r"WeightAveraging callback with a model",

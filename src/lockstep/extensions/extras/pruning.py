@@ -65,12 +65,12 @@ def find_method(
         if not across:
             raise MisconfigurationException(
                 f"ModelPruning(pruning_fn={asked.__name__}, use_global_unstructured=False): a class of pruning method "
-                "works with use_global_unstructured=True; to prune each parameter by itself, give a function "
+                "works with use_global_unstructured=True only. To prune each parameter separately, use a function "
                 "`fn(module, name=..., amount=...)`, such as the class's `apply`."
             )
         _check_type(cast("type[prune.BasePruningMethod]", asked))
     elif across or not callable(asked):
-        hint = "; give the class, not an object of it" if isinstance(asked, prune.BasePruningMethod) else ""
+        hint = " (the class, not an instance)" if isinstance(asked, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
             f"ModelPruning(pruning_fn={asked!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
@@ -86,7 +86,7 @@ def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) 
     if name.endswith("_structured"):
         if dim is None:
             raise MisconfigurationException(
-                f"ModelPruning({name!r}): the `pruning_dim` should be provided, for it takes away whole slices."
+                f"ModelPruning({name!r}): the `pruning_dim` should be provided, because whole slices are removed."
             )
         options["dim"] = dim
     if name == "ln_structured":
@@ -103,8 +103,8 @@ def _check_type(method: type[prune.BasePruningMethod]) -> None:
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={method.__name__}, use_global_unstructured=True): the method's PRUNING_TYPE "
-            f"is {kind!r}, and across parameters only 'unstructured' ones work: set use_global_unstructured=False."
+            f"ModelPruning(pruning_fn={method.__name__}, use_global_unstructured=True): the method's PRUNING_TYPE is "
+            f"{kind!r}, but across parameters only 'unstructured' methods work. Set use_global_unstructured=False."
         )
 
 
@@ -179,8 +179,8 @@ class ModelPruning(Callback):
         unknown = [name for name in parameter_names or () if name not in self.PARAMETER_NAMES]
         if unknown:
             raise MisconfigurationException(
-                f"ModelPruning(parameter_names={parameter_names}): {unknown[0]} isn't in {self.PARAMETER_NAMES}; name "
-                "other parameters by `parameters_to_prune`."
+                f"ModelPruning(parameter_names={parameter_names}): {unknown[0]} isn't in {self.PARAMETER_NAMES}. Use "
+                "`parameters_to_prune` for other parameters."
             )
         if not (isinstance(amount, (int, float)) or callable(amount)):
             raise MisconfigurationException(
@@ -188,8 +188,8 @@ class ModelPruning(Callback):
             )
         if not callable(amount) and not 0 <= amount <= (1 if isinstance(amount, float) else math.inf):
             raise MisconfigurationException(
-                f"ModelPruning(amount={amount!r}): a float is the share to prune, between 0 and 1, an int a number of "
-                "elements."
+                f"ModelPruning(amount={amount!r}): a float is the fraction to prune, between 0 and 1, and an int the "
+                "number of elements."
             )
         if verbose not in (0, 1, 2):
             raise MisconfigurationException(f"ModelPruning(verbose={verbose!r}): it must be any of (0, 1, 2).")
@@ -235,7 +235,7 @@ class ModelPruning(Callback):
             return [(module, name) for name in names for module in modules if _holds(module, name)]
         if not isinstance(parameters_to_prune, (list, tuple)) or not all(map(_is_pair, parameters_to_prune)):
             raise MisconfigurationException(
-                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): give a list of tuples with 2 "
+                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): it must be a list of tuples with 2 "
                 "elements, (nn.Module, name of the parameter)."
             )
         _refuse_missing(modules, parameters_to_prune)
@@ -250,8 +250,8 @@ class ModelPruning(Callback):
             self._given = _by_name(pl_module, self._given_names)
         if trainer.strategy.cuts_parameters:
             raise MisconfigurationException(
-                f"ModelPruning with {type(trainer.strategy).__name__}: each rank would prune its part of a parameter "
-                'by itself: use strategy="ddp".'
+                f"ModelPruning does not work with {type(trainer.strategy).__name__}, because each rank would prune its "
+                'shard of a parameter separately. Use strategy="ddp".'
             )
         refuse_lazy(pl_module, "ModelPruning")
         found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)

@@ -82,7 +82,7 @@ class SpikeDetection(Callback):
             raise MisconfigurationException(f"SpikeDetection(mode={mode!r}): mode must be 'min' or 'max'.")
         if not isinstance(window, int) or window < 1:
             raise MisconfigurationException(
-                f"SpikeDetection(window={window!r}): the mean is over a number of batches, an int of at least 1."
+                f"SpikeDetection(window={window!r}): the number of batches must be an int of at least 1."
             )
         self.mode = mode
         self.warmup = warmup
@@ -171,11 +171,11 @@ def _loss(outputs: STEP_OUTPUT) -> float | None:
     """Return the batch's loss; None if ``training_step`` skipped the batch on this rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is None:
-        warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to judge.", key="spike")
+        warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to check.", key="spike")
         return None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"SpikeDetection reads the loss of each batch, and `training_step` gave {type(outputs).__name__}: return "
-            'the loss, a tensor of one number, or a dict with the key "loss".'
+            f"SpikeDetection reads the loss of each batch, but `training_step` returned {type(outputs).__name__}. "
+            'Return the loss, a tensor with one element, or a dict with the key "loss".'
         )
     return float(loss)

@@ -81,13 +81,13 @@ class StochasticWeightAveraging(Callback):
         _check_rates(swa_lrs)
         _check_begin(swa_epoch_start)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise _refused("annealing_epochs", annealing_epochs, "give an int of at least 0")
+            raise _refused("annealing_epochs", annealing_epochs, "it must be an int of at least 0")
         if annealing_strategy not in ("cos", "linear"):
-            raise _refused("annealing_strategy", annealing_strategy, 'choose "cos" or "linear"')
+            raise _refused("annealing_strategy", annealing_strategy, 'it must be "cos" or "linear"')
         if avg_fn is not None and not callable(avg_fn):
-            raise _refused("avg_fn", avg_fn, "give a function of (average, weights, number), or None")
+            raise _refused("avg_fn", avg_fn, "it must be a function of (average, weights, number), or None")
         if device is not None and not isinstance(device, (torch.device, str)):
-            raise _refused("device", device, "give a torch.device, its name, or None")
+            raise _refused("device", device, "it must be a torch.device, its name, or None")
         self.swa_epoch_start = swa_epoch_start
         self._swa_lrs = swa_lrs
         self._annealing_epochs = annealing_epochs
@@ -134,29 +134,29 @@ class StochasticWeightAveraging(Callback):
             self._forget()
             if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
                 raise MisconfigurationException(
-                    "StochasticWeightAveraging runs `training_step` without updates to refresh BatchNorm, which "
-                    "manual optimization does not allow: use WeightAveraging, which averages the statistics."
+                    "StochasticWeightAveraging runs `training_step` without updates to refresh BatchNorm, which manual "
+                    "optimization does not allow. Use WeightAveraging, which averages the statistics."
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute the first epoch of averaging. A resumed fit that was averaging restores its learning rate."""
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(
-                f"StochasticWeightAveraging works with one optimizer, and `configure_optimizers` returned "
-                f"{len(trainer.optimizers)}: use WeightAveraging."
+                f"StochasticWeightAveraging works with one optimizer, but `configure_optimizers` returned "
+                f"{len(trainer.optimizers)}. Use WeightAveraging."
             )
         if len(trainer.lr_scheduler_configs) > 1:
             raise MisconfigurationException(
-                "StochasticWeightAveraging takes the place of one lr scheduler, and `configure_optimizers` returned "
-                f"{len(trainer.lr_scheduler_configs)}: return one or none."
+                "StochasticWeightAveraging replaces one lr scheduler, but `configure_optimizers` returned "
+                f"{len(trainer.lr_scheduler_configs)}. Return one or none."
             )
         self._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         first = self.swa_epoch_start
         if isinstance(first, float):
             if self._max_epochs == -1:
                 raise MisconfigurationException(
-                    f"StochasticWeightAveraging(swa_epoch_start={first}) is a part of max_epochs, which has no limit "
-                    "here: give an int, or Trainer(max_epochs=...)."
+                    f"StochasticWeightAveraging(swa_epoch_start={first}) is a fraction of max_epochs, which has no "
+                    "limit here. Use an int, or set Trainer(max_epochs=...)."
                 )
             first = int(self._max_epochs * first)
         self._first = max(first - 1, 0)
@@ -172,15 +172,15 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler is None:
             if epoch != self.swa_start:
                 rank_zero_warn(
-                    f"StochasticWeightAveraging begins in epoch {epoch}, after its first epoch {self.swa_start}: what "
-                    "the fit goes on from was not averaging."
+                    f"StochasticWeightAveraging starts in epoch {epoch}, after its first epoch {self.swa_start}, "
+                    "because the resumed run was not averaging."
                 )
             replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
             self._install(trainer)
             trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)
             if replaced:
                 rank_zero_info(
-                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate in the place of "
+                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate instead of "
                     f"{replaced[0]}."
                 )
         if epoch > self._latest_update_epoch:
@@ -232,9 +232,7 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler_state is not None:
             self._scheduler.load_state_dict(self._scheduler_state)
         for config in configs:
-            rank_zero_info(
-                f"StochasticWeightAveraging: SWALR takes the place of {type(config.scheduler).__name__} from here on."
-            )
+            rank_zero_info(f"StochasticWeightAveraging: SWALR replaces {type(config.scheduler).__name__} from now on.")
         configs[:] = [LRSchedulerConfig(cast(Any, self._scheduler))]
 
     @torch.no_grad()
@@ -250,8 +248,8 @@ class StochasticWeightAveraging(Callback):
                 self._average[name] = now.clone()
             elif name not in self._average:
                 raise MisconfigurationException(
-                    f"StochasticWeightAveraging: {name!r} is a parameter that came after the average had begun "
-                    "(ModelPruning makes such): keep one of the two callbacks."
+                    f"StochasticWeightAveraging: the parameter {name!r} was added after averaging started. If "
+                    "ModelPruning added it, keep only one of the two callbacks."
                 )
             else:
                 before = self._average[name].to(device)
@@ -277,8 +275,8 @@ class StochasticWeightAveraging(Callback):
             return
         if self._max_epochs == -1 and trainer.num_training_batches == math.inf:
             rank_zero_warn(
-                "StochasticWeightAveraging: the training data may have no end, so BatchNorm keeps the statistics that "
-                "belong to the weights before averaging; give Trainer(max_epochs=...) or limit_train_batches=..."
+                "StochasticWeightAveraging: the training data may have no end, so BatchNorm keeps the statistics of "
+                "the weights before averaging. Set Trainer(max_epochs=...) or limit_train_batches=..."
             )
             return
         self._refresh(trainer, layers)
@@ -352,13 +350,13 @@ class SWALR(swa_utils.SWALR):
 def _check_rates(rates: object) -> None:
     each = rates if isinstance(rates, list) else [rates]
     if not each or not all(isinstance(rate, float) and rate > 0 for rate in each):
-        raise _refused("swa_lrs", rates, "give a float above 0, or a list of such, one for each parameter group")
+        raise _refused("swa_lrs", rates, "it must be a float above 0, or a list with one for each parameter group")
 
 
 def _check_begin(begin: object) -> None:
     whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
     if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
-        raise _refused("swa_epoch_start", begin, "give an int of at least 1, or a float between 0 and 1")
+        raise _refused("swa_epoch_start", begin, "it must be an int of at least 1, or a float between 0 and 1")
 
 
 def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:

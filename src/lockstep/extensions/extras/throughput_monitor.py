@@ -90,7 +90,7 @@ class ThroughputMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create a meter for each stage of this run."""
         if not trainer.loggers:
-            rank_zero_warn("ThroughputMonitor has nowhere to write: the Trainer has no logger.")
+            rank_zero_warn("ThroughputMonitor logs nothing, because the Trainer has no logger.")
         self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
         self._has_flops = None
         stages = [_STAGE_OF[stage]]
@@ -174,7 +174,7 @@ class ThroughputMonitor(Callback):
             if not self._has_flops:
                 rank_zero_warn(
                     f"ThroughputMonitor: {type(pl_module).__name__} has no attribute `flops_per_batch`, so operations "
-                    "per second are not measured; lockstep.utilities.throughput.measure_flops gives the number."
+                    "per second are not measured. lockstep.utilities.throughput.measure_flops computes it."
                 )
         meter.batches += 1
         meter.samples += self.batch_size_fn(batch)

@@ -87,9 +87,9 @@ class WeightAveraging(Callback):
         """
         if is_freed(pl_module):
             raise MisconfigurationException(
-                f"{type(self).__name__}: each rank of a pipeline has the weights of its own blocks alone, so that none "
-                "has a whole average to show or to save: give BalancedStrategy(one_process=True), another strategy, or "
-                "StochasticWeightAveraging in the place of this callback."
+                f"{type(self).__name__}: each rank of a pipeline has only the weights of its own blocks, so no rank "
+                "has the whole average. Use BalancedStrategy(one_process=True), another strategy, or "
+                "StochasticWeightAveraging instead of this callback."
             )
         refuse_lazy(pl_module, type(self).__name__)
         tensors = nn.Module()
@@ -203,8 +203,8 @@ class WeightAveraging(Callback):
             return
         if "current_model_state" not in checkpoint:
             rank_zero_warn(
-                "WeightAveraging: this checkpoint was written without the callback; averaging begins anew "
-                "from its weights."
+                "WeightAveraging: the checkpoint was written without the callback, so averaging restarts from its "
+                "weights."
             )
             return
         # Copied, because a sharded engine reads a checkpoint into the model's memory, which the load below overwrites.
@@ -229,8 +229,8 @@ class WeightAveraging(Callback):
         shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]
         if shapes[0] != shapes[1]:
             raise MisconfigurationException(
-                f"{type(self).__name__}: the module's parameters or buffers have changed since training began "
-                "(ModelPruning does that), so that there is nothing to average them with: leave one of the two out."
+                f"{type(self).__name__}: the module's parameters or buffers have changed since training started, so "
+                "they cannot be averaged. If ModelPruning changed them, remove one of the two callbacks."
             )
 
     def _update(self, pl_module: LightningModule) -> None:

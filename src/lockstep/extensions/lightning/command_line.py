@@ -168,7 +168,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
             raise ValueError(
-                "SaveConfigCallback(save_to_log_dir=False) saves nothing: define `save_config` in a subclass, or give "
+                "SaveConfigCallback(save_to_log_dir=False) saves nothing. Define `save_config` in a subclass, or use "
                 "LightningCLI(save_config_callback=None)."
             )
 
@@ -184,20 +184,21 @@ class SaveConfigCallback(Callback):
                 self.save_config(trainer, pl_module, stage)
             except Exception as error:  # the other ranks wait in the broadcast below
                 problem = error
-        said = trainer.strategy.broadcast(None if problem is None else f"rank 0: {type(problem).__name__}: {problem}")
+        error_text = None if problem is None else f"rank 0: {type(problem).__name__}: {problem}"
+        error_text = trainer.strategy.broadcast(error_text)
         if problem is not None:
             raise problem
-        if said is not None:
-            raise RuntimeError(said)
+        if error_text is not None:
+            raise RuntimeError(error_text)
         self.already_saved = True
 
     def _write(self, folder: str) -> None:
         path = inside(folder, self.config_filename)
         if not self.overwrite and exists(path):
             raise RuntimeError(
-                f"{type(self).__name__}: {path} is there already, of an earlier run. Move it away, or give "
+                f"{type(self).__name__}: {path} exists already, from an earlier run. Move it, or use "
                 'LightningCLI(save_config_kwargs={"overwrite": True}) to replace it, or '
-                "LightningCLI(save_config_callback=None) to save none."
+                "LightningCLI(save_config_callback=None) to save no config."
             )
         make_folder(folder)
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
@@ -252,7 +253,7 @@ def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict
         for key, value in chosen.items()
         if key not in saved or saved[key] != value
     ]
-    parts = (("from the checkpoint", taken), ("as given by hand", by_hand))
+    parts = (("from the checkpoint", taken), ("from the command line", by_hand))
     return "; ".join(f"{', '.join(arguments)} {source}" for source, arguments in parts if arguments)
 
 
@@ -427,7 +428,7 @@ class LightningCLI:
             "--seed_everything",
             type=Union[bool, int],  # noqa: UP007
             default=self.seed_everything_default,
-            help="The seed of everything random; true: the one set before, else 0; false: seed nothing.",
+            help="Seed of all random numbers; true: the seed set before, else 0; false: no seeding.",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -463,9 +464,7 @@ class LightningCLI:
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the arguments into :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
-            rank_zero_warn(
-                f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
-            )
+            rank_zero_warn(f"LightningCLI(args={args!r:.100}) is used, so the command line {sys.argv[1:]} is ignored.")
         self.config = self._parsed(parser, args)
 
     @staticmethod
@@ -499,7 +498,7 @@ class LightningCLI:
             all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)
             self.config = self.parser.parse_object({subcommand: {"model": merged}}, before)
         except SystemExit:
-            sys.stderr.write(f"--ckpt_path {path}: its hyperparameters are no arguments of the model (see above).\n")
+            sys.stderr.write(f"--ckpt_path {path}: its hyperparameters do not fit the model's arguments (see above).\n")
             raise
         sources = (flat_arguments(config[subcommand]["model"]) for config in (before, all_saved, self.config))
         report = arguments_report(*sources)
@@ -560,8 +559,8 @@ class LightningCLI:
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
             rank_zero_warn(
-                f"{self.trainer_class.__qualname__} has no argument `callbacks`: those of the command line, that which "
-                "saves the config among them, are left out."
+                f"{self.trainer_class.__qualname__} has no argument `callbacks`, so the callbacks of the command line, "
+                "including the one that saves the config, are left out."
             )
             return self.trainer_class(**config)
         own = [*several(config["callbacks"]), *callbacks, *several(self.trainer_defaults.get("callbacks"))]
@@ -598,9 +597,9 @@ class LightningCLI:
             return
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise MisconfigurationException(
-                f"{type(self).__name__}: {optimizers + schedulers} are all to go into `configure_optimizers`, which "
-                "takes one optimizer and one scheduler: link them to arguments of the model by `link_to=`, and make "
-                "them in its `configure_optimizers`."
+                f"{type(self).__name__}: `configure_optimizers` takes one optimizer and one scheduler, but the command "
+                f"line has {optimizers + schedulers}. Link them to arguments of the model with `link_to=`, and create "
+                "them in the model's `configure_optimizers`."
             )
         given = parser.class_and_arguments(optimizers[0], self._get(self.config_init, optimizers[0]))
         if not given:
@@ -608,7 +607,7 @@ class LightningCLI:
         if is_overridden("configure_optimizers", self.model, LightningModule):
             rank_zero_warn(
                 f"`{type(self.model).__name__}.configure_optimizers` is replaced by "
-                f"`{type(self).__name__}.configure_optimizers`, since the command line gives the optimizer."
+                f"`{type(self).__name__}.configure_optimizers`, because the command line has the optimizer."
             )
         optimizer, scheduler = instantiate_class(self.model.parameters(), given), None
         if schedulers:

@@ -64,10 +64,10 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise MisconfigurationException(f"there is no script in the folder {path}")
     if not found[0].is_file():
-        raise MisconfigurationException(f"{path} is not there (this is {Path.cwd()})")
+        raise MisconfigurationException(f"{path} does not exist (in {Path.cwd()})")
     if path.suffix == ".ipynb":
         raise MisconfigurationException(
-            f"{path} is a notebook: write it as a script first, by `jupyter nbconvert --to script`"
+            f"{path} is a notebook. Convert it to a script first, with `jupyter nbconvert --to script`"
         )
     return found
 
@@ -88,15 +88,15 @@ def _read(file: Path) -> tuple[str, str]:
             text = data.decode()
             migrated_config(text, str(file))
         except ValueError as error:
-            raise MisconfigurationException(f"{file} is no {file.suffix[1:]}: {error}") from None
+            raise MisconfigurationException(f"{file} is not valid {file.suffix[1:]}: {error}") from None
         return text, "utf-8"
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
         ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
-        raise MisconfigurationException(f"{file}:{line} is no Python of today: {said}") from None
+        line, message = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
+        raise MisconfigurationException(f"{file}:{line} is not valid Python 3: {message}") from None
     return text, encoding
 
 
@@ -124,12 +124,12 @@ class ReportLine:
 
 def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
     if not changed and not notes:
-        yield f"{name}: nothing is to be done: it names nothing of Lightning"
+        yield f"{name}: nothing to do: it does not use Lightning"
     elif not changed or written:
         yield f"{name}: {'written' if changed else 'no line has to change'}"
-    differs = "what differs for this script (docs/from-lightning.md has more)"
+    differs = "differences for this script (docs/from-lightning.md has more)"
     by_weight = sorted(set(notes), key=lambda note: (note.weight, note))
-    for by_hand, title in ((True, "to be done by hand"), (False, differs)):
+    for by_hand, title in ((True, "to do by hand"), (False, differs)):
         lines = [f"  line {note.line}: {note.text}" for note in by_weight if note.by_hand is by_hand]
         yield from [f"{name}: {title}:", *lines] if lines else []
 
@@ -181,7 +181,9 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
             script.tell(node, ast.unparse(node), script.meant(node) or ROOT)
         elif isinstance(node, ast.Constant) and home_of(str(node.value)):
             script.notes.append(
-                ReportLine(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?", weight=2)
+                ReportLine(
+                    node.lineno, f"the text {node.value!r:.60} names Lightning: change it to lockstep?", weight=2
+                )
             )
     return script.edited(), [*script.notes, *found_in(script)]
 
@@ -329,7 +331,7 @@ def _flags(script: _Script, call: ast.Call) -> None:
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
-            ReportLine(call.lineno, "Trainer(**...): old flags among them are translated when it runs.", weight=2)
+            ReportLine(call.lineno, "Trainer(**...): old flags in it are translated when the script runs.", weight=2)
         )
     values: Today = {name: _value(script, keyword.value) for name, keyword in given.items()}
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
@@ -361,21 +363,22 @@ def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, s
         today: today's flags, given or by default.
         others: names of the call's other arguments.
     """
-    told, found = "what it means today depends on the value, and a warning tells it when it runs.", Translation()
+    report = "its meaning today depends on the value; a warning reports it when the script runs."
+    found = Translation()
     read = (today[flag] for flag in ("accelerator", "devices", "num_nodes", "strategy") if old.keys() & TOGETHER)
     is_open = _some_open((*old.values(), *read))
     try:
         found = meaning(old, today, FLAGS, here=False)
         if found.callbacks or found.resume is not None:
-            told = f"today {', '.join(found.spelled)}."
+            report = f"today {', '.join(found.spelled)}."
         elif found.flags.keys() & others:
-            told = f"today {', '.join(found.spelled)}, and another was given, too."
+            report = f"today {', '.join(found.spelled)}, but this flag is also set."
         elif not is_open or _some_open(found.flags.values()):
-            told = ""
+            report = ""
     except (TypeError, ValueError) as error:
         if not is_open or "this flag of old is gone" in str(error):
-            told = str(error).partition("): ")[2] or str(error)
-    return found, told
+            report = str(error).partition("): ")[2] or str(error)
+    return found, report
 
 
 def _some_open(values: Iterable[object]) -> bool:
@@ -393,10 +396,10 @@ def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str],
         today: today's flags, given or by default.
     """
     places = [given[name] for name in names]
-    found, told = _meaning(old, today, given.keys() - set(names))
-    if told:
+    found, report = _meaning(old, today, given.keys() - set(names))
+    if report:
         what = f"Trainer({', '.join(map(script.of, places)):.90})"
-        script.notes.append(ReportLine(places[0].lineno, f"{what}: {told}", weight=0))
+        script.notes.append(ReportLine(places[0].lineno, f"{what}: {report}", weight=0))
         return
     script.notes += [ReportLine(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
     text = ", ".join(f"{flag}={value!r}" for flag, value in found.flags.items() if value != today[flag])
@@ -412,11 +415,11 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 
 def found_in(script: _Script) -> Iterator[ReportLine]:
     """Yield the rows for what a script uses. Differences are reported once, at the line of the first use."""
-    said: set[str] = set()
+    reported: set[str] = set()
     for line, used in sorted({*_used(script), *_several_trainers(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
-        new = [text for text in ROWS["differs"].get(used, ()) if text not in said]
-        said.update(new)
+        new = [text for text in ROWS["differs"].get(used, ()) if text not in reported]
+        reported.update(new)
         yield from (ReportLine(line, text, by_hand=False) for text in new)
 
 

@@ -143,8 +143,8 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         kinds = (Trainer, LightningModule, LightningDataModule, Callback)
         if not isinstance(lightning_class, type) or not issubclass(lightning_class, kinds):
             raise MisconfigurationException(
-                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): give a Trainer, LightningModule, "
-                "LightningDataModule or Callback class, or a function that is annotated to return one."
+                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): the class must be a Trainer, "
+                "LightningModule, LightningDataModule or Callback, or a function that is annotated to return one."
             )
         if issubclass(lightning_class, Callback):
             self.callback_keys.append(nested_key)
@@ -187,7 +187,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         for each in kind if isinstance(kind, tuple) else (kind,):
             if not (isinstance(each, type) and issubclass(each, bases)):
                 names = " or ".join(base.__name__ for base in bases)
-                raise MisconfigurationException(f"The argument group {key!r}: {each!r} is no subclass of {names}.")
+                raise MisconfigurationException(f"Argument group {key!r}: {each!r} is not a subclass of {names}.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip)
         else:
@@ -235,7 +235,7 @@ def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
 def first_line(component: object) -> str | None:
     """Return the first line of a docstring without its markup, for ``--help``."""
     try:
-        said = docstring_parser.parse(component.__doc__ or "").short_description
+        line = docstring_parser.parse(component.__doc__ or "").short_description
     except docstring_parser.ParseError:
         return None
-    return None if said is None else re.sub(r"(?::\w+:)?`+([^`]*)`+", r"\1", said)
+    return None if line is None else re.sub(r"(?::\w+:)?`+([^`]*)`+", r"\1", line)

@@ -166,14 +166,14 @@ def enter() -> None:
     if strangers:
         raise MisconfigurationException(
             f"lockstep.lightning: `{strangers[0]}` is imported already (from "
-            f"{getattr(sys.modules[strangers[0]], '__file__', 'somewhere')}), and its classes cannot be exchanged any "
-            f"more: switch before its first import, by `{COMMAND} script.py`, or in the first cell of a new kernel by "
-            "`%load_ext lockstep.lightning`"
+            f"{getattr(sys.modules[strangers[0]], '__file__', 'an unknown place')}), so its classes cannot be "
+            f"replaced. Switch before its first import, with `{COMMAND} script.py`, or with "
+            "`%load_ext lockstep.lightning` in the first cell of a new kernel"
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         warnings.warn(
-            "lockstep.lightning: Python was started with -E, -I or -S, so that processes that are started from here "
-            "do not have Lightning's names: leave the option out",
+            "lockstep.lightning: Python was started with -E, -I or -S, so processes started from here cannot import "
+            "Lightning's names. Leave the option out",
             stacklevel=2,
         )
     LIGHTNING.install(_put)
@@ -224,9 +224,8 @@ USAGE = """\
 usage: python -m lockstep.lightning script.py [arguments]
        python -m lockstep.lightning -m module [arguments]
 
-Runs a script written for Lightning, unchanged: lightning and pytorch_lightning are lockstep there. Several ranks are
-started by the script's own strategy="ddp", by torchrun in front of -m lockstep.lightning, or by
-lockstep run --lightning script.py."""
+Runs a script written for Lightning, unchanged: its lightning and pytorch_lightning are lockstep. Several ranks are
+started by strategy="ddp" in the script, by torchrun -m lockstep.lightning, or by lockstep run --lightning script.py."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -241,7 +240,7 @@ def main(words: Sequence[str]) -> None:
         print(USAGE, file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
     if not is_module and not os.path.exists(words[0]):
-        sys.exit(f"lockstep.lightning: {words[0]} is not there (this is {os.getcwd()})")
+        sys.exit(f"lockstep.lightning: {words[0]} does not exist (in {os.getcwd()})")
     try:
         enter()
     except MisconfigurationException as error:

@@ -213,21 +213,21 @@ class SlurmCluster:
         if not self.dry_run and not queue.is_there():
             if not self.local:
                 raise MisconfigurationException(
-                    "this machine has no SLURM (sbatch is not on PATH): SlurmCluster(local=True) plays the trials "
-                    "here, SlurmCluster(dry_run=True) writes the scripts and submits nothing"
+                    "there is no SLURM on this machine (sbatch is not on PATH). Use SlurmCluster(local=True) to run "
+                    "the trials here, or SlurmCluster(dry_run=True) to only write the scripts"
                 )
             self._play_here(search, main, nb_trials, gpus)
             return
         if any(trial.events() for trial in search.trials()):
             raise MisconfigurationException(
-                f"{str(search.path)!r} holds a search that was submitted: give another job_name or test_tube_exp_name, "
-                f"or remove that folder; `lockstep trials {search.path}` shows it, and --resubmit starts its trials "
-                "again"
+                f"{str(search.path)!r} contains a search that was submitted. Use another job_name or "
+                f"test_tube_exp_name, or remove the folder. `lockstep trials {search.path}` shows the search, and "
+                "--resubmit starts its trials again"
             )
         trials = self._write(search, call, nb_trials, display_name or job_name, gpus)
         if self.dry_run:
             where = search.path / SCRIPT if self.array else search.path / "trial_*" / SCRIPT
-            rank_zero_info(f"dry_run=True: {len(trials)} trial(s) are written and not submitted: {where}")
+            rank_zero_info(f"dry_run=True: {len(trials)} trial(s) written, not submitted: {where}")
             return
         submit_trials(
             search, trials, lambda text: rank_zero_info(f"lockstep: {text}; see: lockstep trials {search.path}")
@@ -243,17 +243,18 @@ class SlurmCluster:
         flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
         if not re.fullmatch(r"(?!\.{1,2}\Z)[^/\\]+", name) or not name.isprintable():
             raise MisconfigurationException(
-                f"{flag}={name!r:.100} names the folder of the search: give a name without slashes, backslashes and "
-                "control characters"
+                f"{flag}={name!r:.100} cannot name the folder of the search. Use a name without slashes, backslashes "
+                "and control characters"
             )
         if self.log_path is None:
             raise MisconfigurationException(
-                "log_path=None: give a folder that all nodes see, SlurmCluster(log_path=...)"
+                "log_path=None: set SlurmCluster(log_path=...) to a folder that all nodes see"
             )
         path = Path(self.log_path).expanduser().absolute()
         if not str(path).isprintable() or "\\" in str(path):
             raise MisconfigurationException(
-                f"log_path={str(path)!r}: SLURM takes no path with a backslash or control characters for a job's output"
+                f"log_path={str(path)!r}: SLURM does not accept backslashes or control characters in the path of a "
+                "job's output. Use another folder"
             )
         return Search(path / name)
 
@@ -272,13 +273,11 @@ class SlurmCluster:
         }
         for name, (value, smallest) in least.items():
             if value is not None and (not isinstance(value, int) or value < smallest):
-                raise MisconfigurationException(f"{name}={value!r}: give a whole number from {smallest}")
+                raise MisconfigurationException(f"{name}={value!r}: it must be an integer of at least {smallest}")
         if self.at_most is not None and not self.array:
-            raise MisconfigurationException(f"at_most={self.at_most} limits the trials of an array job: set array=True")
+            raise MisconfigurationException(f"at_most={self.at_most} is for array jobs only. Set array=True as well")
         if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.drawn_late:
-            raise MisconfigurationException(
-                "nb_trials=None: a strategy that draws its trials late has no end: give one"
-            )
+            raise MisconfigurationException("nb_trials=None: strategy='optuna' needs a number of trials. Set nb_trials")
 
     def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
         """Run the trials on this machine, as many at a time as its devices allow.
@@ -287,7 +286,9 @@ class SlurmCluster:
             MisconfigurationException: the machine has fewer GPUs than a trial needs.
             RuntimeError: all trials failed.
         """
-        rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
+        rank_zero_info(
+            f"lockstep: there is no SLURM, so the trials run on this machine; see: lockstep trials {search.path}"
+        )
         options = self.hyperparam_optimizer
         if options is None:
             main(None)
@@ -295,8 +296,8 @@ class SlurmCluster:
             there = visible_devices()
             if len(there) < gpus:
                 raise MisconfigurationException(
-                    f"per_experiment_nb_gpus={gpus}, and this machine has {len(there)}: set a lower number, or call "
-                    "optimize_parallel_cluster_cpu"
+                    f"per_experiment_nb_gpus={gpus}, but this machine has {len(there)} GPU(s). Set a lower number, or "
+                    "call optimize_parallel_cluster_cpu"
                 )
             groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
             options.optimize_parallel_gpu(main, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
@@ -342,7 +343,7 @@ class SlurmCluster:
                 (path / SCRIPT).write_bytes(text.encode(errors="surrogateescape"))
         except OSError as error:
             raise MisconfigurationException(
-                f"log_path={str(self.log_path)!r}: {error}: give a folder that can be written, and that all nodes see"
+                f"log_path={str(self.log_path)!r} cannot be written ({error}). Use a writable folder that all nodes see"
             ) from error
         return trials
 
@@ -364,7 +365,7 @@ class SlurmCluster:
         words = command_line(__main__, sys.argv, sys.orig_argv)
         if words is None:
             raise MisconfigurationException(
-                "SlurmCluster submits the script that it is used in, and there is none: save the code as a file"
+                "SlurmCluster submits the running script, but there is none. Save the code as a file"
             )
         python = words[:1] if self.python_cmd is None else shlex.split(self.python_cmd)
         folder = started_in or "/"
@@ -405,7 +406,9 @@ class SlurmCluster:
         """Return the number of tasks on a node without GPUs."""
         given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
         if not re.fullmatch("0*[1-9][0-9]*", str(given)):
-            raise MisconfigurationException(f"add_slurm_cmd('ntasks-per-node', {given!r}): give a number from 1")
+            raise MisconfigurationException(
+                f"add_slurm_cmd('ntasks-per-node', {given!r}): it must be an integer of at least 1"
+            )
         return int(str(given))
 
 

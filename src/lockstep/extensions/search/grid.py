@@ -196,12 +196,12 @@ def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], 
     """
     if values is None or isinstance(values, (str, bytes, Mapping)):
         raise MisconfigurationException(
-            f"opt_list({option!r}, options={values!r}): give the values to try as a list: options=[...]"
+            f"opt_list({option!r}, options={values!r}): options must be a list of the values to try"
         )
     found = tuple(through(option, value, type) for value in values)
     if not found:
         raise MisconfigurationException(
-            f"opt_list({option!r}, options=[]): there is no value to try; give at least one, or leave the option to "
+            f"opt_list({option!r}, options=[]): there is no value to try. Add one, or declare the option with "
             "add_argument"
         )
     return Options(found)
@@ -223,8 +223,8 @@ def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
     except Exception as error:  # the user's own type may raise anything
         kind = getattr(type, "__name__", repr(type))
         raise MisconfigurationException(
-            f"{option}: its type {kind} refuses the value {value!r:.200} ({error}); give a value that it takes, or "
-            "another type="
+            f"{option}: the value {value!r:.200} cannot be converted by type={kind} ({error}). Change the value or "
+            "type="
         ) from error
 
 
@@ -252,21 +252,21 @@ def range_of(
     log, whole = log_base is not None, type is int
     where = f"opt_range({option!r}, low={low!r}, high={high!r}"
 
-    def check(holds: bool, arguments: str, said: str) -> None:
-        if not holds:
-            raise MisconfigurationException(f"{where}{arguments}): {said}")
+    def check(condition: bool, arguments: str, message: str) -> None:
+        if not condition:
+            raise MisconfigurationException(f"{where}{arguments}): {message}")
 
-    check(_is_finite(low), "", "low is a finite number")
-    check(_is_finite(high), "", "high is a finite number")
+    check(_is_finite(low), "", "low must be a finite number")
+    check(_is_finite(high), "", "high must be a finite number")
     assert low is not None
     assert high is not None
-    check(low <= high, "", "low is the smaller of the two")
-    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "give a number of points from 1")
+    check(low <= high, "", "low must not be larger than high")
+    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "it must be an integer of at least 1")
     if log_base is not None:
-        check(log_base > 0 and log_base != 1, f", {log_base=}", "a base is above 0, and not 1; 10, say")
-        check(low > 0, f", {log_base=}", "on a logarithmic scale low is above 0")
+        check(log_base > 0 and log_base != 1, f", {log_base=}", "the base must be above 0 and not 1, for example 10")
+        check(low > 0, f", {log_base=}", "low must be above 0 on a logarithmic scale")
     if whole:
-        check(low == int(low) and high == int(high), ", type=int", "give whole numbers")
+        check(low == int(low) and high == int(high), ", type=int", "low and high must be integers")
         return Range(int(low), int(high), whole, log, nb_samples)
     made = Range(float(low), float(high), whole, log, nb_samples, None if type is float else type)
     through(option, made.low, made.type)
@@ -294,18 +294,18 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     if nb_trials is None and in_grid:
         nb_trials = space.size
     if nb_trials is None:
-        raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials: how many trials to draw")
+        raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials, the number of trials")
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
-        raise MisconfigurationException(f"nb_trials={nb_trials!r}: give a number of trials from 1")
+        raise MisconfigurationException(f"nb_trials={nb_trials!r}: it must be an integer of at least 1")
     if in_grid and space.size > nb_trials:
         raise MisconfigurationException(
-            f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({_counts(space)}): give "
-            f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for a part of them"
+            f"nb_trials={nb_trials}, but the grid has {space.size} combinations ({_counts(space)}). Use "
+            f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for some of them"
         )
     if strategy == "random_search" and space.is_listed and space.size < nb_trials:
         warn_once(
-            f"nb_trials={nb_trials}, and the lists have {space.size} combinations: a random search draws none twice, "
-            f"so it has {space.size} trials"
+            f"nb_trials={nb_trials}, but the lists have {space.size} combinations. A random search does not repeat a "
+            f"combination, so it has {space.size} trials"
         )
         nb_trials = space.size
     return range(space.size if in_grid else nb_trials)

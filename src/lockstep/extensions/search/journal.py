@@ -60,14 +60,14 @@ class StudyJournal(JournalFileBackend):
         try:
             for told in super().read_logs(log_number_from):
                 if not _is_operation(told):
-                    raise ValueError("it is no operation")
+                    raise ValueError("it is not an operation")
                 yield told
         except ValueError as error:
             number = _operations_before_torn(self._path)
             raise CorruptJournal(
-                f"line {number + 1} of {self._path!r} is torn ({error}), and the study cannot be read from there on. "
-                f"lockstep checks each line that it writes, so the disk, or another program, has changed it: put the "
-                f"file back from a copy, or go on with what comes before, by `head -n {number} FILE > NEW`"
+                f"line {number + 1} of {self._path!r} is damaged ({error}), so the study cannot be read from there on. "
+                "lockstep checks each line that it writes, so the disk or another program has changed it. Restore the "
+                f"file from a copy, or keep the lines before it with `head -n {number} FILE > NEW`"
             ) from error
 
 
@@ -123,8 +123,8 @@ def append(path: str, data: bytes) -> None:
             break
         os.truncate(path, start)
     raise CorruptJournal(
-        f"{path!r} does not hold the line that was written last, after {TRIES} tries: see whether another program "
-        "writes into it, or keep the search on another file system"
+        f"{path!r} reads back differently after {TRIES} attempts to write its last line. Check whether another program "
+        "writes to it, or keep the search on another file system"
     )
 
 
@@ -143,6 +143,6 @@ def _cut_torn_end(file: int, path: str) -> int:
         begin = end - min(end, 4096)
         end = begin + os.pread(file, end - begin, begin).rfind(b"\n") + 1
     if end < size:
-        log.warning("%s: its last line was torn after %d bytes, by a writer that was killed: cut off", path, size - end)
+        log.warning("%s: removed a partial last line of %d bytes, left by a killed writer", path, size - end)
         os.ftruncate(file, end)
     return end

@@ -94,7 +94,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
         _write_call(call, trials.folder)
         found = _played(trials)
     if found and all(each.state == "failed" for each in found):
-        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
+        raise RuntimeError(f"all {len(found)} trial(s) failed. Trial {found[0].number}: {found[0].error}")
     return found
 
 
@@ -112,13 +112,16 @@ def _alone(folder: Path) -> Iterator[None]:
         holder = lock.take()
     except OSError as error:
         log.warning(
-            "%s: no lock can be made (%s): the same search started twice would run its trials twice", folder, error
+            "%s: the lock cannot be created (%s). The same search must not be started twice, because it would run its "
+            "trials twice",
+            folder,
+            error,
         )
         holder = ""
     if holder:
         raise MisconfigurationException(
-            f"{str(folder)!r} holds a search that runs now, in {holder}: wait for its end, or give another log_path; "
-            f"if there is no such process any more, remove {lock.link}"
+            f"{str(folder)!r} contains a search that is running in {holder}. Wait for its end, or use another "
+            f"log_path. If that process no longer exists, remove {lock.link}"
         )
     try:
         yield
@@ -158,8 +161,8 @@ def _write_call(call: object, folder: Path) -> None:
         raise
     except Exception as error:  # an object that cannot be pickled may raise anything
         raise MisconfigurationException(
-            f"the function of the trials cannot be sent to their processes ({type(error).__name__}: {error}): let it "
-            "make what it needs by itself, such as open files, locks and connections, and use none of the script's"
+            f"the function of the trials cannot be pickled for their processes ({type(error).__name__}: {error}). Let "
+            "it create open files, locks and connections itself instead of using those of the script"
         ) from error
 
 
@@ -170,8 +173,8 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
         known = trial.values()
         if known is not None and values is not None and known != values:
             raise MisconfigurationException(
-                f"{trial.path} holds a trial with other values ({known}, and here {values}), of another search: give "
-                "another log_path, the seed that it had, or remove that folder"
+                f"{trial.path} contains a trial of another search, with values {known} instead of {values}. Use "
+                "another log_path or the earlier seed, or remove the folder"
             )
         if values is not None and known is None:
             trial.write_values(values)
@@ -213,7 +216,7 @@ class _Process:
         last, code = read_events(self.trial.events()).last, self._process.returncode
         if last is None or last.end is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            error = f"its process {how}, without a last word of the trial's"
+            error = f"its process {how} without reporting the trial's end"
             self.trial.note("failed", attempt=last.number if last is not None else 0, error=error)
             trials.lost(self.trial.number)
         return _outcome(self.trial, trials)

@@ -90,8 +90,8 @@ class Hyperparameters(argparse.Namespace):
         search = self._known_search("trials")
         if self.drawn_late:
             raise MisconfigurationException(
-                "strategy='optuna' draws the values of a trial when it starts, from the results so far, and trials() "
-                "lists them before: use optimize_parallel(fn, nb_trials) or SlurmCluster, or draw(number, folder)"
+                "trials() cannot list the trials of strategy='optuna', which draws the values of a trial when it "
+                "starts. Use optimize_parallel(fn, nb_trials), SlurmCluster, or draw(number, folder)"
             )
         wanted = numbers(search.space, search.strategy, nb_trials)
         return (self._of(number, search) for number in wanted)
@@ -113,12 +113,12 @@ class Hyperparameters(argparse.Namespace):
     def _known_search(self, asked: str) -> SearchSettings:
         if self._search is None:
             raise MisconfigurationException(
-                f"{asked}: these hyperparameters were pickled, and know no search any more: ask what parse_args() gave"
+                f"{asked}: these hyperparameters were pickled, which drops the search. Use the result of parse_args()"
             )
         if not self._search.space.dimensions:
             raise MisconfigurationException(
-                f"{asked}: no option is tunable, so there is one trial only: add options by opt_list(..., options=[...]"
-                ", tunable=True) or opt_range(..., tunable=True)"
+                f"{asked}: no option is tunable. Add options with opt_list(..., options=[...], tunable=True) or "
+                "opt_range(..., tunable=True)"
             )
         return self._search
 
@@ -258,8 +258,8 @@ class Hyperparameters(argparse.Namespace):
         found = visible_devices() if gpu_ids is None else [str(entry).replace(" ", "") for entry in gpu_ids]
         if not found or not all(found):
             raise MisconfigurationException(
-                f"optimize_parallel_gpu(gpu_ids={gpu_ids!r}): there is no GPU to run a trial on; give gpu_ids=['0'], "
-                "say, or use optimize_parallel_cpu"
+                f"optimize_parallel_gpu(gpu_ids={gpu_ids!r}): there is no GPU to run a trial on. Use gpu_ids such as "
+                "['0'], or optimize_parallel_cpu"
             )
         wanted = max_nb_trials if nb_trials is None else nb_trials
         devices = found if nb_workers is None else found[: _workers(nb_workers)]
@@ -334,7 +334,7 @@ def _tried(dimension: Dimension, strategy: str) -> dict[str, Any]:
 
 def _workers(number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise MisconfigurationException(f"nb_workers={number!r}: give a number of trials at a time, from 1")
+        raise MisconfigurationException(f"nb_workers={number!r}: it must be an integer of at least 1")
     return number
 
 
@@ -398,18 +398,18 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     ) -> None:
         if strategy not in STRATEGIES:
             raise MisconfigurationException(
-                f"HyperOptArgumentParser(strategy={strategy!r}): give one of {', '.join(map(repr, STRATEGIES))}"
+                f"HyperOptArgumentParser(strategy={strategy!r}): it must be one of {', '.join(map(repr, STRATEGIES))}"
             )
         if strategy == "optuna" and find_spec("optuna") is None:
             raise missing_extra("optuna", "optuna", "strategy='optuna'")
         if mode not in ("min", "max"):
-            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): give 'min' or 'max'")
+            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): it must be 'min' or 'max'")
         if not isinstance(seed, int):
-            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): give an int")
+            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): it must be an int")
         if sampler is not None and not callable(sampler):
             raise MisconfigurationException(
-                f"HyperOptArgumentParser(sampler={sampler!r}): each trial makes its own, with a seed that follows from "
-                "its number: give the class, or a function of `seed`: sampler=lambda seed: TPESampler(seed=seed)"
+                f"HyperOptArgumentParser(sampler={sampler!r}): each trial creates its own sampler with a seed. Pass "
+                "the class, or a function such as sampler=lambda seed: TPESampler(seed=seed)"
             )
         super().__init__(**kwargs)
         self.strategy = strategy
@@ -432,8 +432,8 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             return super().add_argument(*args, **kwargs)
         except argparse.ArgumentError as error:
             raise argparse.ArgumentError(
-                None, f"{error}: leave one of the two out, or give {type(self).__name__}(conflict_handler='resolve'), "
-                "and the later one counts"
+                None, f"{error}. Remove one of the two, or use {type(self).__name__}(conflict_handler='resolve') to "
+                "keep the later one"
             ) from None  # fmt: skip
 
     def opt_list(
@@ -504,7 +504,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             kwargs: arguments of ``add_argument``; ``default`` is a path.
         """
         if not args or not all(name.startswith(tuple(self.prefix_chars)) for name in args):
-            raise MisconfigurationException(f"json_config{args}: its name begins with dashes, as --config")
+            raise MisconfigurationException(f"json_config{args}: the name must start with dashes, as --config")
         action = self.add_argument(*args, **kwargs)
         self._configs.append(action)
         return action
@@ -535,7 +535,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         hidden = [action.dest for action in self._actions if action.dest in RESERVED]
         if hidden:
             raise MisconfigurationException(
-                f"the option {hidden[0]!r} would hide Hyperparameters.{hidden[0]}: give it another name, by dest="
+                f"the option {hidden[0]!r} would hide Hyperparameters.{hidden[0]}. Use another name, with dest="
             )
         options = Hyperparameters(**self._from_files(args))
         vars(options).update(vars(namespace or argparse.Namespace()))
@@ -636,5 +636,5 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MisconfigurationException(f"{str(path)!r} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise MisconfigurationException(f'{str(path)!r} holds no names with values: write {{"lr": 0.1}}, say')
+        raise MisconfigurationException(f'{str(path)!r} must contain names with values, such as {{"lr": 0.1}}')
     return {str(name): value for name, value in found.items()}

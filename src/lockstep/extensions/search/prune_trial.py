@@ -71,7 +71,9 @@ class PruneTrial(Callback):
         self._at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         self._trial = self._trial or running_trial()
         if self._trial is None and stage == "fit":
-            rank_zero_info(f"PruneTrial(monitor={self.monitor!r}): no trial of a study runs here, so none is pruned.")
+            rank_zero_info(
+                f"PruneTrial(monitor={self.monitor!r}) has no effect, because no trial of a study runs here."
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report to the study from which earlier report the fit continues, as recorded in its checkpoint."""
@@ -139,15 +141,15 @@ class PruneTrial(Callback):
             number = float(torch.as_tensor(value))
             prunes = trial.report(self.checks, number)
             if prunes:
-                rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in check {self.checks}")
+                rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in report {self.checks}")
             return prunes
         message = (
-            f"PruneTrial(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
+            f"PruneTrial(monitor={self.monitor!r}): no metric of this name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or name one of those."
+            "or monitor one of those."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is None:
             raise MisconfigurationException(message)
-        rank_zero_warn(f"{message} {why}: it is not reported.")
+        rank_zero_warn(f"{message} {why}, so nothing is reported.")
         return False

@@ -43,10 +43,10 @@ def submit(*words: str | Path, text: str | None = None) -> str:
     Raises:
         SlurmRefused: sbatch is missing or failed.
     """
-    said = _do(["sbatch", "--parsable", *map(str, words)], text)
-    found = re.search(r"^(\d+)(;.*)?$", said, re.MULTILINE)  # after the semicolon: the name of a cluster
+    output = _do(["sbatch", "--parsable", *map(str, words)], text)
+    found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)  # after the semicolon: the name of a cluster
     if found is None:
-        raise SlurmRefused(f"sbatch said {said.strip()!r:.300}, where the number of the job was expected")
+        raise SlurmRefused(f"sbatch printed {output.strip()!r:.300} instead of the number of the job")
     return found[1]
 
 
@@ -86,13 +86,13 @@ def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
 def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
     words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r", f"--jobs={','.join(numbers)}"]
     try:
-        said = _do(words)
+        output = _do(words)
     except SlurmRefused as refused:
         # squeue fails like this if it was queried for one job and the controller has dropped it.
         if "Invalid job id" in str(refused):
             return
         raise
-    for line in said.splitlines():
+    for line in output.splitlines():
         name, state, nodes, reason = [*line.strip().split("|"), "", "", "", ""][:4]
         yield name, QueuedJob(state, nodes, "" if reason == "None" else reason)
 
@@ -143,12 +143,14 @@ def _do(words: Sequence[str], text: str | None = None) -> str:
             words, input=text, capture_output=True, text=True, errors="replace", timeout=SECONDS, start_new_session=True
         )
     except FileNotFoundError:
-        raise SlurmRefused(f"{words[0]} is not on PATH: this machine has no SLURM, or its folder is missing") from None
+        raise SlurmRefused(
+            f"{words[0]} is not on PATH. Use a machine with SLURM, or add SLURM's folder to PATH"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmRefused(f"{words[0]} gave no answer within {SECONDS} seconds") from None
+        raise SlurmRefused(f"{words[0]} did not answer within {SECONDS} seconds") from None
     except OSError as error:
         raise SlurmRefused(f"{words[0]}: {error}") from None
     if done.returncode:
-        said = "; ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
-        raise SlurmRefused(said or f"{words[0]} ended with {done.returncode} and said nothing")
+        output = "; ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
+        raise SlurmRefused(output or f"{words[0]} ended with exit code {done.returncode} without output")
     return done.stdout

@@ -117,7 +117,7 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
     """
     name = cmd.lstrip("-")
     if value is False:
-        raise MisconfigurationException(f"{cmd}=False: sbatch has no options that are off: leave it out")
+        raise MisconfigurationException(f"{cmd}=False: options of sbatch cannot be turned off. Leave it out")
     # Compared by identity, because 1 equals True but is a value.
     bare = value is None or value is True or value == ""
     return Option(SHORT.get(name, name), None if bare else str(value), comment)
@@ -164,8 +164,8 @@ def text(batch: Batch) -> str:
     minutes = minutes_of(batch.time)
     if minutes is not None and minutes <= batch.signal_minutes:
         raise MisconfigurationException(
-            f"{FROM['time']} {batch.time} is no longer than {FROM['signal']} {batch.signal_minutes}, in minutes: the "
-            "job would be requeued as soon as it begins; give a longer one, or 0 for the other"
+            f"{FROM['time']} {batch.time} is not longer than {FROM['signal']} {batch.signal_minutes}, in minutes, so "
+            "the job would be requeued as soon as it starts. Increase the first, or set the second to 0"
         )
     lines = ["#!/bin/bash", *_options(batch), ""]
     if batch.trials is not None:
@@ -186,8 +186,8 @@ def module_command(module: str) -> str:
         >>> print(module_command("cuda/12"))
         module load cuda/12 || { echo 'lockstep: the module cuda/12 could not be loaded' >&2; exit 1; }
     """
-    said = quoted(f"lockstep: the module {module} could not be loaded")
-    return f"module load {quoted(module)} || {{ echo {said} >&2; exit 1; }}"
+    message = quoted(f"lockstep: the module {module} could not be loaded")
+    return f"module load {quoted(module)} || {{ echo {message} >&2; exit 1; }}"
 
 
 def _options(batch: Batch) -> list[str]:
@@ -235,17 +235,17 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
     """Raise for an option that contradicts the script."""
-    told = f"sbatch's option --{option.name}{'' if option.value is None else f'={option.value}'}"
+    given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
-        raise MisconfigurationException(f"{told} is none: write its long name, such as 'partition'")
+        raise MisconfigurationException(f"{given} does not exist. Use its long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
         way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
-        raise MisconfigurationException(f"{told}, but the script says --{option.name}={own[option.name]}: {way}")
+        raise MisconfigurationException(f"{given} contradicts --{option.name}={own[option.name]} of the script: {way}")
     tasks = batch.nodes * batch.tasks_per_node
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
-            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, "
-            "or set the nodes and the tasks of a node"
+            f"{given}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks} tasks. Leave it "
+            "out, or set the numbers of nodes and tasks per node"
         )
 
 
@@ -260,7 +260,7 @@ def _option_value(option: Option) -> str:
     value = option.value or ""
     if not value.isprintable():
         raise MisconfigurationException(
-            f"--{option.name}={value!r:.100} cannot stand in a batch script, where an option is a line: leave out "
+            f"--{option.name}={value!r:.100} cannot be written to a batch script, where an option is one line. Remove "
             "newlines and other control characters"
         )
     if re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
@@ -288,7 +288,7 @@ def quoted(word: str) -> str:
         'a $b' $'two\\012lines'
     """
     if "\0" in word:
-        raise MisconfigurationException(f"{word!r:.100} holds a NUL, which no word of a command can hold")
+        raise MisconfigurationException(f"{word!r:.100} contains a NUL, which arguments of commands cannot contain")
     if not re.search(CONTROL, word):
         return shlex.quote(word)
     # Always three octal digits: a hexadecimal escape would include hexadecimal letters that follow it.

@@ -34,10 +34,10 @@ _OF_JOBS = {
     **dict.fromkeys(_RUNS, (RUNNING, "")),
     **{state: (PREEMPTED, state.lower()) for state in _LOST},
     "CANCELLED": (CANCELLED, ""),
-    "TIMEOUT": (FAILED, "its time was up before it was saved"),
-    "DEADLINE": (FAILED, "its time was up before it was saved"),
-    "OUT_OF_MEMORY": (FAILED, "out of memory, says SLURM"),
-    "COMPLETED": (FAILED, "its process ended without a last word of the trial's"),
+    "TIMEOUT": (FAILED, "its time limit was reached before it was saved"),
+    "DEADLINE": (FAILED, "its deadline was reached before it was saved"),
+    "OUT_OF_MEMORY": (FAILED, "out of memory, as reported by SLURM"),
+    "COMPLETED": (FAILED, "its process ended without reporting the trial's end"),
 }
 """State and reason of a trial that has not reported its end, by the state of its job in SLURM."""
 
@@ -110,8 +110,8 @@ class Search:
         ]
         if different:
             raise MisconfigurationException(
-                f"{str(self.path)!r} holds another search: {'; '.join(different)}: give another log_path, what it was "
-                "begun with, or remove that folder"
+                f"{str(self.path)!r} contains another search: {'; '.join(different)}. Use another log_path or the "
+                "earlier settings, or remove the folder"
             )
 
     def settings(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, as
     if state == FAILED and not error:
         error = trial.last_line()
         if not error and history.last is None:
-            error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
+            error = f"it never started: check that {node or 'its node'} sees {trial.path}"
     return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
 
 
@@ -212,12 +212,12 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
 def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
     """Return the state of a trial that has not reported its end, by the state of its job."""
     if job is None:
-        return FAILED, "SLURM no longer knows its job, and it has said no last word"
+        return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
     if state == PENDING:
         return PENDING, job.reason
     if not why and state == FAILED and began:
-        return FAILED, f"its job ended as {job.state}, without a last word of the trial's"
+        return FAILED, f"its job ended as {job.state} without reporting the trial's end"
     return state, why
 
 
@@ -273,14 +273,14 @@ def _told(gone: Mapping[int, str]) -> str:
     if not gone:
         return "submitted no trial"
     jobs = list(gone.values())
-    told = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
-    return f"submitted trial(s) {ranges([*gone])} as {told}"
+    text = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
+    return f"submitted trial(s) {ranges([*gone])} as {text}"
 
 
 def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]) -> str:
     rest = ranges([trial.number for trial in trials if trial.number not in gone])
     return (
-        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Later: "
+        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Submit them later with "
         f"lockstep trials {search.path} --resubmit unsubmitted"
     )
 
@@ -303,7 +303,7 @@ def exhausted(status: Status, limits: Limits) -> str:
     history = status.history
     lost = history.preemptions + (status.state == PREEMPTED)
     if status.state == FAILED and history.failures >= limits.failures:
-        return f"trial {status.trial.number} has failed {history.failures} time(s), max_failures is {limits.failures}"
+        return f"trial {status.trial.number} failed {history.failures} time(s), max_failures is {limits.failures}"
     if lost > limits.preemptions:
         return f"trial {status.trial.number} was preempted {lost} time(s), max_preemptions is {limits.preemptions}"
     return ""

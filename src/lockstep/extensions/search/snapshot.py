@@ -33,7 +33,7 @@ def _place_of_program(words: Sequence[str]) -> int:
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         at += 2 if words[at] in ("-X", "-W") else 1
     if at == len(words):
-        raise MisconfigurationException(f"snapshot=True: there is no script in {' '.join(words)!r}")
+        raise MisconfigurationException(f"snapshot=True: there is no script to copy in {' '.join(words)!r}")
     return at
 
 
@@ -67,8 +67,8 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     names = [name for name in _git(str(top), "ls-files", "-z", "--recurse-submodules").split("\0") if name]
     if not is_module and os.path.relpath(script, top) not in names:
         raise MisconfigurationException(
-            f"snapshot=True: git does not track {script!r}, so that it would not be copied: git add it, or leave "
-            "snapshot out"
+            f"snapshot=True copies the files that git tracks, but git does not track {script!r}. Run git add for it, "
+            "or leave snapshot out"
         )
     shutil.rmtree(target, ignore_errors=True)
     for name in names:
@@ -91,9 +91,12 @@ def _git(folder: str, *words: str) -> str:
     try:
         done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, errors="surrogateescape")
     except FileNotFoundError:
-        raise MisconfigurationException("snapshot=True copies what git tracks, and git is not on PATH") from None
+        raise MisconfigurationException(
+            "snapshot=True copies the files that git tracks, but git is not on PATH. Install git, or leave snapshot out"
+        ) from None
     if done.returncode:
         raise MisconfigurationException(
-            f"snapshot=True copies what git tracks: git {words[0]} in {folder!r}: {done.stderr.strip()}"
+            f"snapshot=True copies the files that git tracks, but git {words[0]} failed in {folder!r}: "
+            f"{done.stderr.strip()}"
         )
     return done.stdout

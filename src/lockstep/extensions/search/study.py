@@ -101,7 +101,8 @@ class StudyTrial:
                         return self._values(found.params)
             time.sleep(0.1)
         raise TimeoutError(
-            f"trial {self.number}: rank 0 has drawn no values within {PATIENCE:.0f} s: do all nodes see {self.folder}?"
+            f"trial {self.number}: rank 0 has drawn no values within {PATIENCE:.0f} s. Check that all nodes see "
+            f"{self.folder}"
         )
 
     def _begun(self) -> FrozenTrial:
@@ -128,8 +129,8 @@ class StudyTrial:
             return {name: _suggest(trial, name, dimension) for name, dimension in space.items()}
         except ValueError as error:
             raise MisconfigurationException(
-                f"{self.folder}: its study was begun with other options ({error}): give the search another name, or "
-                "the options that it had"
+                f"the study in {self.folder} has other options ({error}). Use another name for the search, or the "
+                "earlier options"
             ) from error
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class StudyTrial:
             The state in the study.
         """
         if number != self.number:
-            raise ValueError(f"trial {number} was not begun in this process; trial {self.number} was")
+            raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
         self.rest()
         with self._drawing():
             entry = self._entry()
@@ -207,8 +208,8 @@ class StudyTrial:
                 value = _last(entry) if value is None else float(value)
                 if value is None or math.isnan(value):
                     log.warning(
-                        "trial %d has ended with the value %s, and counts as failed: return a number from the function,"
-                        " or give the Trainer PruneTrial(monitor=...), which reports one",
+                        "trial %d ended with the value %s, so it counts as failed. Return a number from the function, "
+                        "or add the callback PruneTrial(monitor=...), which reports one",
                         number, value,
                     )  # fmt: skip
                     state = "failed"
@@ -293,9 +294,7 @@ class StudyTrial:
         seed = make_key("study", settings.seed, self.number) % (1 << 32)
         sampler = (settings.sampler or optuna.samplers.TPESampler)(seed=seed)
         if isinstance(sampler, optuna.samplers.GridSampler):
-            raise MisconfigurationException(
-                "sampler=GridSampler: it cannot be asked for one trial: use strategy='grid_search'"
-            )
+            raise MisconfigurationException("sampler=GridSampler cannot draw single trials. Use strategy='grid_search'")
         pruner: Any = settings.pruner or optuna.pruners.MedianPruner()
         storage = optuna.storages.JournalStorage(StudyJournal(str(self.folder / JOURNAL)))
         try:
@@ -308,8 +307,8 @@ class StudyTrial:
             )
         if study.direction != direction:
             raise MisconfigurationException(
-                f"mode={settings.mode!r}, and the study in {self.folder} is to {study.direction.name.lower()} its "
-                "value: give the search another name, or the mode that it had"
+                f"mode={settings.mode!r}, but the study in {self.folder} is set to {study.direction.name.lower()}. Use "
+                "another name for the search, or the earlier mode"
             )
         return study
 
@@ -380,10 +379,10 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
         except FileNotFoundError:
             silent = math.inf
         if silent > DEAD:
-            why = f"no sign of life for {silent:.0f} s"
+            why = f"no heartbeat for {silent:.0f} s"
             study._storage.set_trial_user_attr(entry._trial_id, LOST, why)
             study.tell(entry.number, state=TrialState.FAIL)
-            log.warning("trial %d: %s: it counts as failed until it is started again", number, why)
+            log.warning("trial %d: %s, so it counts as failed until it starts again", number, why)
             dead.append(number)
     return dead
 

@@ -71,7 +71,7 @@ def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | Non
         metric = usual[0]
     elif metric not in names:
         there = ", ".join(names) or "nothing yet"
-        raise MisconfigurationException(f"--sort {metric}: no trial has logged that; there is: {there}")
+        raise MisconfigurationException(f"--sort {metric}: no trial has logged this metric. Logged: {there}")
     return Order(metric, any(part in metric.lower() for part in LARGEST) if largest is None else largest)
 
 

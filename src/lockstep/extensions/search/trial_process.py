@@ -104,16 +104,16 @@ class _Start:
         newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
         if newest > self.here.attempt:
             raise Superseded(
-                f"the trial in {self.trial.path} has been started anew: attempt {newest}; here it is "
-                f"{self.here.attempt}"
+                f"the trial in {self.trial.path} was started again as attempt {newest}, so this attempt, "
+                f"{self.here.attempt}, ends"
             )
         self.note("started", job=self.here.job)
         preemptions = read_events(self.trial.events()).preemptions
         most = Search(self.trial.path.parent).limits.preemptions
         if preemptions > most:
             raise MisconfigurationException(
-                f"the trial was preempted {preemptions} times, max_preemptions is {most}: give SlurmCluster a higher "
-                "one, or see why it never comes to its end"
+                f"the trial was preempted {preemptions} times, but max_preemptions is {most}. Increase it in "
+                "SlurmCluster, or find out why the trial does not complete"
             )
 
     def _values(self) -> Hyperparameters | None:
@@ -127,7 +127,9 @@ class _Start:
             return drawn
         values = self.trial.values()
         if values is None:
-            raise MisconfigurationException(f"{self.trial.path} has no values.json: does this node see the folder?")
+            raise MisconfigurationException(
+                f"{self.trial.path} has no values.json. Check that this node sees the folder"
+            )
         return self._options.with_values(values, self.trial.number)
 
     def fail(self, error: BaseException) -> None:
@@ -185,7 +187,7 @@ class _Start:
                 refused = job.requeue()
                 if not refused:
                     await_end()
-            log.warning("lockstep: the trial is saved, and goes on, for its job was not requeued: %s", refused)
+            log.warning("lockstep: the trial is saved, but continues, because its job was not requeued: %s", refused)
             self._saved = False
         self._busy = False
 

@@ -59,7 +59,7 @@ class TrialFolder:
         self.path = Path(path)
         found = _NAME.fullmatch(self.path.name)
         if found is None:
-            raise ValueError(f"{os.fspath(path)!r} is no folder of a trial: its name is not trial_ and four digits")
+            raise ValueError(f"{os.fspath(path)!r} is not a trial's folder, whose name is trial_ and four digits")
         self.number = int(found[1])
 
     @classmethod
@@ -145,7 +145,7 @@ def encoded(values: Mapping[str, Any]) -> bytes:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(
-                f"{name}={value!r:.100} cannot be written to a trial's {VALUES} ({error}): use numbers, text, True, "
+                f"{name}={value!r:.100} cannot be written to a trial's {VALUES} ({error}). Use numbers, text, True, "
                 "False, None, and lists and dicts of them"
             ) from None
     return (json.dumps(dict(values)) + "\n").encode()

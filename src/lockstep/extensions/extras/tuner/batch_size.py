@@ -53,14 +53,14 @@ class BatchSizeSearch:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"scale_batch_size(mode={self.mode!r}): choose one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"scale_batch_size(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"scale_batch_size({name}={value!r}): give a whole number of at least 1.")
+                raise ValueError(f"scale_batch_size({name}={value!r}): it must be an integer of at least 1.")
         if not 0.0 <= self.margin < 1.0:
             raise ValueError(
-                f"scale_batch_size(margin={self.margin!r}): give a part of the batch size, at least 0 and below 1."
+                f"scale_batch_size(margin={self.margin!r}): it must be a fraction of at least 0 and below 1."
             )
 
 
@@ -121,17 +121,17 @@ def check_data(trainer: Trainer, name: str) -> None:
     stage = STAGES[method]
     if trainer.loaders.given.get(stage) is not None:
         raise MisconfigurationException(
-            f"The batch size finder cannot change the batch size of a loader that is given to trainer.{method}(): make "
-            f"it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
+            f"The batch size finder cannot change the batch size of a loader that is passed to trainer.{method}(). "
+            f"Create it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
         )
     places = places_of(trainer, name)
     if not places:
         raise MisconfigurationException(
-            f"The batch size finder found no `{name}` in the model, the data module, or their hparams: set it there "
-            "and make the loaders with it, or name yours by batch_arg_name=..."
+            f"The batch size finder found no `{name}` in the model, the data module, or their hparams. Set it there "
+            "and create the loaders with it, or set batch_arg_name to your attribute."
         )
     if {"model", "model.hparams"} <= set(places):
-        rank_zero_warn(f"Both model.{name} and model.hparams.{name} are there: the batch size finder sets both.")
+        rank_zero_warn(f"The batch size finder sets both model.{name} and model.hparams.{name}.")
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
@@ -172,7 +172,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
         found = search(fits, lambda size: 0 < samples[0] <= size, settings)
         if not found:
             raise RuntimeError(
-                f"The batch size finder: not even {batch_arg_name}=1 fits into memory; make the model or its input "
+                f"The batch size finder: not even {batch_arg_name}=1 fits into memory. Make the model or its input "
                 "smaller."
             )
     except BaseException:

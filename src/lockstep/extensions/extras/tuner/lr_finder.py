@@ -87,8 +87,8 @@ class LRFinder:
         self._optimal_idx = None
         if len(counted) < 2:
             rank_zero_warn(
-                f"lr_find has {len(self.results['loss'])} results, of which {len(counted)} are finite and not skipped "
-                f"(skip_begin={skip_begin}, skip_end={skip_end}): too few to suggest a learning rate. Give it a larger "
+                f"lr_find has too few results to suggest a learning rate: {len(self.results['loss'])}, with "
+                f"{len(counted)} finite and not skipped (skip_begin={skip_begin}, skip_end={skip_end}). Increase "
                 "`num_training`, or skip less."
             )
             return None
@@ -229,13 +229,13 @@ class RangeTest:
     def __post_init__(self) -> None:
         low, high = self.min_lr, self.max_lr
         if self.mode not in MODES:
-            raise ValueError(f"lr_find(mode={self.mode!r}): choose one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"lr_find(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
         if not 0 <= low < high or (low == 0 and self.mode == "exponential"):
             raise ValueError(
-                f"lr_find(min_lr={low}, max_lr={high}): give 0 < min_lr < max_lr (mode='linear' may begin at 0)."
+                f"lr_find(min_lr={low}, max_lr={high}): use 0 < min_lr < max_lr (mode='linear' may start at 0)."
             )
         if self.num_training < 1:
-            raise ValueError(f"lr_find(num_training={self.num_training}): give a number of steps, at least 1.")
+            raise ValueError(f"lr_find(num_training={self.num_training}): the number of steps must be at least 1.")
 
 
 def _attribute_name(trainer: Trainer, asked: str) -> str:
@@ -245,11 +245,11 @@ def _attribute_name(trainer: Trainer, asked: str) -> str:
             return name
     if asked:
         raise AttributeError(
-            f"lr_find(attr_name={asked!r}): neither {kind} nor the data module has it, as an attribute or in hparams."
+            f"lr_find(attr_name={asked!r}): neither {kind} nor the data module has this attribute, also not in hparams."
         )
     raise AttributeError(
-        f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, as an attribute "
-        "or in hparams: give the name of yours by attr_name=..., or update_attr=False."
+        f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, also not in "
+        "hparams. Set attr_name to your attribute, or use update_attr=False."
     )
 
 
@@ -271,8 +271,8 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
     if not module.automatic_optimization or len(optimizers) != 1:
         raise MisconfigurationException(
-            f"The learning rate finder needs one optimizer under automatic optimization; {type(module).__name__} has "
-            f"{len(optimizers)}, and automatic_optimization={module.automatic_optimization}."
+            f"The learning rate finder needs one optimizer and automatic optimization. {type(module).__name__} has "
+            f"{len(optimizers)} optimizer(s) and automatic_optimization={module.automatic_optimization}."
         )
     name = _attribute_name(trainer, settings.attr_name) if settings.update_attr else ""
     num_training = settings.num_training
@@ -391,7 +391,7 @@ class LearningRateFinder(Callback):
         elif self._found is not None:
             name = _attribute_name(trainer, self._settings.attr_name)
             set_everywhere(trainer, name, self._found)  # the optimizers got their rate from the checkpoint
-            rank_zero_info(f"`{name}` is {self._found}, as the run has found it; no other test is made.")
+            rank_zero_info(f"`{name}` is {self._found}, found earlier in this run, so no other test is made.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rate that was found."""

@@ -233,9 +233,9 @@ def alone(trainer: Trainer, what: str) -> None:
     """
     if trainer.world_size > 1 or trainer._spawns:
         raise MisconfigurationException(
-            f"{what} works on one process; this Trainer has {trainer.world_size}"
-            f"{' that it spawns' if trainer._spawns else ''}. All ranks would have to find the same, out of memory or "
-            "not, which is not built yet: search with `Trainer(devices=1)` and give the result to the other Trainer."
+            f"{what} works on one process, but this Trainer has {trainer.world_size}"
+            f"{' that it spawns' if trainer._spawns else ''}. The ranks cannot yet agree on whether a trial ran out of "
+            "memory. Search with `Trainer(devices=1)`, and use the result in this Trainer."
         )
 
 
@@ -247,14 +247,14 @@ def undoable(trainer: Trainer, what: str) -> None:
     """
     if trainer._spawns:
         raise MisconfigurationException(
-            f"{what} would find its result in processes that this Trainer spawns: give the callback "
-            'LearningRateFinder() to the Trainer, which finds and takes the rate within the fit, or strategy="ddp".'
+            f"{what} would leave its result in the processes that this Trainer spawns. Use the callback "
+            'LearningRateFinder(), which sets the rate within the fit, or strategy="ddp".'
         )
     if trainer.world_size > 1 and not trainer.strategy.undoes_steps:
         raise MisconfigurationException(
-            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot: "
-            'search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
-            "Trainer(devices=1), and give the result to this Trainer."
+            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot. "
+            'Search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
+            "Trainer(devices=1), and use the result in this Trainer."
         )
 
 
@@ -359,8 +359,8 @@ def evaluate(trainer: Trainer) -> Any:
         return loop
     if len(loop.feed.num_batches) > 1:
         raise MisconfigurationException(
-            f"A search for the batch size of trainer.{trainer.state.fn}() takes one loader; there are "
-            f"{len(loop.feed.num_batches)}: search with one at a time."
+            f"A search for the batch size of trainer.{trainer.state.fn}() needs one loader, but there are "
+            f"{len(loop.feed.num_batches)}. Search with one at a time."
         )
     if stage is RunningStage.PREDICTING:
         loop.predict(False)

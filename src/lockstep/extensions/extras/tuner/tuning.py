@@ -93,7 +93,7 @@ class Tuner:
             AttributeError: ``update_attr`` is True, but the attribute does not exist.
         """
         if method != "fit":
-            raise MisconfigurationException(f"lr_find(method={method!r}): a learning rate is found in 'fit' only.")
+            raise MisconfigurationException(f"lr_find(method={method!r}): only method='fit' has a learning rate.")
         _check_loaders("lr_find", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, LearningRateFinder)
         settings = lr_finder.RangeTest(
@@ -154,7 +154,7 @@ class Tuner:
             RuntimeError: not even one sample fits into memory.
         """
         if method not in batch_size.STAGES:
-            raise ValueError(f"scale_batch_size(method={method!r}): choose one of {', '.join(batch_size.STAGES)}.")
+            raise ValueError(f"scale_batch_size(method={method!r}): it must be one of {', '.join(batch_size.STAGES)}.")
         _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, BatchSizeFinder)
         settings = batch_size.BatchSizeSearch(
@@ -171,19 +171,19 @@ class Tuner:
 def _check_loaders(search: str, method: str, train: object, val: object, others: object) -> None:
     if method == "fit" and others is not None:
         raise MisconfigurationException(
-            f"{search}(method='fit', dataloaders=...): give train_dataloaders= and val_dataloaders=, or datamodule=."
+            f"{search}(method='fit', dataloaders=...): use train_dataloaders= and val_dataloaders=, or datamodule=."
         )
     if method != "fit" and (train is not None or val is not None):
         raise MisconfigurationException(
-            f"{search}(method={method!r}, train_dataloaders= or val_dataloaders=...): give dataloaders= or datamodule=."
+            f"{search}(method={method!r}, train_dataloaders= or val_dataloaders=...): use dataloaders= or datamodule=."
         )
 
 
 def _check_callbacks(trainer: Trainer, kind: type) -> None:
     if any(isinstance(callback, kind) for callback in trainer.base_callbacks):
         raise ValueError(
-            f"Trainer(callbacks=[{kind.__name__}(...)]) searches by itself when a call begins: take it out to use the "
-            "Tuner."
+            f"Trainer(callbacks=[{kind.__name__}(...)]) already searches when a call starts. Remove the callback to "
+            "use the Tuner."
         )
 
 
