@@ -336,7 +336,14 @@ class ModelPruning(Callback):
         if rewinds:
             self.apply_lottery_ticket_hypothesis()
         if trainer.world_size > 1:
-            self._take_from_rank_zero(trainer, values=bool(rewinds) and self._resample_parameters)
+            # Masks may be random, and so are resampled parameters: all ranks use those of rank 0.
+            with torch.no_grad():
+                own = [mask for _, mask in self._live_masks()]
+                if rewinds and self._resample_parameters:
+                    own += [value for _, value in self._values()]
+                sent = trainer.strategy.broadcast([tensor.cpu() for tensor in own])
+                for tensor, first in zip(own, sent, strict=True):
+                    tensor.copy_(first)
 
     def apply_pruning(self, amount: int | float) -> None:
         """Prune the given fraction or number of the remaining elements now."""
@@ -371,15 +378,6 @@ class ModelPruning(Callback):
                 if isinstance(hook, prune.BasePruningMethod):
                     hook.remove(part)
                     del part._forward_pre_hooks[key]
-
-    @torch.no_grad()
-    def _take_from_rank_zero(self, trainer: Trainer, values: bool) -> None:
-        """Broadcast rank 0's masks, and its parameters if ``values``: both may be random."""
-        own = [mask for _, mask in self._live_masks()]
-        own += [value for _, value in self._values()] if values else []
-        sent = trainer.strategy.broadcast([tensor.cpu() for tensor in own])
-        for tensor, first in zip(own, sent, strict=True):
-            tensor.copy_(first)
 
     def _zeros(self) -> list[tuple[int, int]]:
         """Return the numbers of pruned and of all elements of each parameter."""

@@ -78,8 +78,16 @@ class StochasticWeightAveraging(Callback):
         avg_fn: AverageFn | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        _check_rates(swa_lrs)
-        _check_begin(swa_epoch_start)
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise _refused(
+                "swa_lrs", swa_lrs, "it must be a float above 0, or a list with one for each parameter group"
+            )
+        # A bool is an int, and would mean the first epoch.
+        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
+        if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+            way_out = "it must be an int of at least 1, or a float between 0 and 1"
+            raise _refused("swa_epoch_start", swa_epoch_start, way_out)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
             raise _refused("annealing_epochs", annealing_epochs, "it must be an int of at least 0")
         if annealing_strategy not in ("cos", "linear"):
@@ -345,18 +353,6 @@ class SWALR(swa_utils.SWALR):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("swa_lr", rate)
         return super().get_lr()
-
-
-def _check_rates(rates: object) -> None:
-    each = rates if isinstance(rates, list) else [rates]
-    if not each or not all(isinstance(rate, float) and rate > 0 for rate in each):
-        raise _refused("swa_lrs", rates, "it must be a float above 0, or a list with one for each parameter group")
-
-
-def _check_begin(begin: object) -> None:
-    whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
-    if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
-        raise _refused("swa_epoch_start", begin, "it must be an int of at least 1, or a float between 0 and 1")
 
 
 def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:

@@ -91,7 +91,10 @@ class ThroughputMonitor(Callback):
         """Create a meter for each stage of this run."""
         if not trainer.loggers:
             rank_zero_warn("ThroughputMonitor logs nothing, because the Trainer has no logger.")
-        self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
+        # The dtype of matrix products: "16-mixed" and "16-true" start alike, and all others compute in float32.
+        dtypes = {"64": torch.float64, "16": torch.float16, "bf": torch.bfloat16}
+        dtype = dtypes.get(trainer.precision[:2], torch.float32)
+        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
         self._has_flops = None
         stages = [_STAGE_OF[stage]]
         if stage == "fit" and trainer.enable_validation:
@@ -200,11 +203,3 @@ def _stage(trainer: Trainer) -> RunningStage:
     """Return the running stage; hooks always run in one."""
     assert trainer.state.stage is not None
     return trainer.state.stage
-
-
-def _compute_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of matrix products under a precision, given by its name."""
-    for start, dtype in (("64", torch.float64), ("16", torch.float16), ("bf16", torch.bfloat16)):
-        if precision.startswith(start):
-            return dtype
-    return torch.float32

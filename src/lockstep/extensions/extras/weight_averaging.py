@@ -249,8 +249,14 @@ class WeightAveraging(Callback):
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_average() and not self._shown:
-            if trainer.world_size > 1:
-                self._take_buffers_of_rank_zero(trainer)
+            assert self._average is not None
+            buffers = list(self._average.module.buffers())
+            # Buffers are not reduced and may differ between ranks; all show those of rank 0.
+            if trainer.world_size > 1 and buffers:
+                sent = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
+                with torch.no_grad():
+                    for own, first in zip(buffers, sent, strict=True):
+                        own.copy_(first)
             self._swap(pl_module)
             self._shown = True
 
@@ -267,14 +273,6 @@ class WeightAveraging(Callback):
             before = shown.detach().clone()
             shown.copy_(averaged)
             averaged.copy_(before)
-
-    @torch.no_grad()
-    def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
-        assert self._average is not None
-        buffers = list(self._average.module.buffers())
-        if buffers:
-            for own, first in zip(buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True):
-                own.copy_(first)
 
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
         """Return the average by all names in the model; tied weights have several."""

@@ -342,14 +342,23 @@ class LightningCLI:
         self._instantiators: list[tuple[Any, type, bool]] = []
         self._dumped: dict[str, Any] | None = None
 
-        main, sub = self._setup_parser_kwargs(self.parser_kwargs)
-        self.setup_parser(run, main, sub)
+        names = self.subcommands()
+        main = {key: value for key, value in self.parser_kwargs.items() if key not in names}
+        self.setup_parser(run, main, {key: value for key, value in self.parser_kwargs.items() if key in names})
         self.parse_arguments(self.parser, args)
         self._take_from_checkpoint(args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
-        self._set_seed()
+        seed = self._get(self.config, "seed_everything")
+        if seed is not False:
+            chosen = seed_everything((current_seed() or 0) if seed is True else seed, workers=True)
+            # The saved config contains the seed that was used, not True.
+            (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
         if load_from_checkpoint_support:
-            self._record_hyperparameters()
+            for key, builder, subclasses in (
+                ("model", self._model_class, self.subclass_mode_model),
+                ("data", self._datamodule_class, self.subclass_mode_data),
+            ):
+                self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
         self.before_instantiate_classes()
         # Errors of the user's classes pass through the parser; `directly` has its frames left out of the traceback.
         directly(self.instantiate_classes)
@@ -358,11 +367,6 @@ class LightningCLI:
             self._run_subcommand(self.subcommand)
 
     # -- the parser ----------------------------------------------------------------------------------------
-
-    def _setup_parser_kwargs(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = self.subcommands()
-        sub = {key: value for key, value in given.items() if key in names}
-        return {key: value for key, value in given.items() if key not in names}, sub
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -505,13 +509,6 @@ class LightningCLI:
         if report:
             rank_zero_info(f"LightningCLI, --ckpt_path {path}: {report}")
 
-    def _set_seed(self) -> None:
-        seed = self._get(self.config, "seed_everything")
-        if seed is False:
-            return
-        chosen = seed_everything((current_seed() or 0) if seed is True else seed, workers=True)
-        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
-
     @property
     def config_dump(self) -> dict[str, Any]:
         """Config of the subcommand as plain values, from when the first class was created."""
@@ -529,13 +526,6 @@ class LightningCLI:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
     # -- the objects ---------------------------------------------------------------------------------------
-
-    def _record_hyperparameters(self) -> None:
-        for key, builder, subclasses in (
-            ("model", self._model_class, self.subclass_mode_model),
-            ("data", self._datamodule_class, self.subclass_mode_data),
-        ):
-            self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
 
     def before_instantiate_classes(self) -> None:
         """Run code before the objects are created, in a subclass."""

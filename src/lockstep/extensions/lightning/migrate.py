@@ -143,18 +143,6 @@ CLEARED = re.compile(rf"(?m)^[ \t]*{GONE}[ \t]*,?[ \t]*(#.*)?(\r\n|\n)|{GONE}[ \
 """A removed argument: with its line and comment if it has its own line, else with a comma."""
 
 
-def _learn_names(script: _Script) -> None:
-    """Collect the names of a script that refer to Lightning, from imports and ``name = Trainer(...)``."""
-    for node in script.nodes:
-        if isinstance(node, ast.Import):
-            script.import_(node)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            script.import_from(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made = script.meant(node.value.func)
-            script.names |= {ast.unparse(target): made for target in node.targets if made.endswith(".Trainer")}
-
-
 def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]:
     """Change a script for Lightning to one for lockstep, and return it with the report.
 
@@ -170,9 +158,17 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
         'from lockstep import Trainer\\nTrainer(max_epochs=1)\\n'
     """
     script = _Script(text, name)
-    _learn_names(script)
+    for node in script.nodes:
+        if isinstance(node, ast.Import):
+            script.import_(node)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            script.import_from(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            path = script.meant(node.value.func)
+            script.names |= {ast.unparse(target): path for target in node.targets if path.endswith(".Trainer")}
     if not script.names:
         return text, script.notes
+    # By convention these names hold a Trainer, also where the script does not create it.
     script.names |= dict.fromkeys(("trainer", "self.trainer"), f"{ROOT}.Trainer")
     for node in script.nodes:
         if isinstance(node, ast.Call) and script.meant(node.func).endswith(".Trainer"):
@@ -283,7 +279,7 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
         ValueError: the text is not valid.
     """
     notes, moved, end = [], "", 0
-    for start, stop, value in _json_texts(text) if name.endswith(".json") else _yaml_texts(text):
+    for start, stop, value in _strings(text, name.endswith(".json")):
         home = class_at_home(value)
         why = None if home is None else refusal(home)
         if why is not None:
@@ -293,14 +289,17 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
     return moved + text[end:], notes
 
 
-def _json_texts(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and value of each string of a config."""
-    json.loads(text)
-    for found in re.finditer(r'"((?:[^"\\]|\\.)*)"', text):
-        yield (*found.span(1), found[1])
+def _strings(text: str, is_json: bool) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and value of each string of a config.
 
-
-def _yaml_texts(text: str) -> Iterator[tuple[int, int, str]]:
+    Raises:
+        ValueError: the text is not valid.
+    """
+    if is_json:
+        json.loads(text)  # raises for invalid text, which the pattern below would not notice
+        for found in re.finditer(r'"((?:[^"\\]|\\.)*)"', text):
+            yield (*found.span(1), found[1])
+        return
     try:
         yaml = import_module("yaml")
     except ModuleNotFoundError:
@@ -416,24 +415,24 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 def found_in(script: _Script) -> Iterator[ReportLine]:
     """Yield the rows for what a script uses. Differences are reported once, at the line of the first use."""
     reported: set[str] = set()
-    for line, used in sorted({*_used(script), *_several_trainers(script)}):
+    for line, used in sorted({*_used(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
         new = [text for text in ROWS["differs"].get(used, ()) if text not in reported]
         reported.update(new)
         yield from (ReportLine(line, text, by_hand=False) for text in new)
 
 
-def _flags_used(script: _Script, call: ast.Call) -> Iterator[tuple[int, str]]:
-    meant = (script.meant(call.func) or ast.unparse(call.func)).rpartition(".")[2]
-    for keyword in call.keywords:
-        yield from ((call.lineno, f"flag {meant}({used})") for used in _argument(keyword))
-
-
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
     """Yield what a script uses, as keys of the table: ``flag Trainer(devices)``, ``name self.log``, ``name LBFGS``."""
+    trainers = []
     for node in script.nodes:
         if isinstance(node, ast.Call):
-            yield from _flags_used(script, node)
+            path = script.meant(node.func)
+            if path.endswith(".Trainer"):
+                trainers.append(node.lineno)
+            function = (path or ast.unparse(node.func)).rpartition(".")[2]
+            for keyword in node.keywords:
+                yield from ((node.lineno, f"flag {function}({used})") for used in _argument(keyword))
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             of = "trainer" if script.meant(node.value).endswith(".Trainer") else owner
@@ -446,13 +445,7 @@ def _used(script: _Script) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Name | ast.arg):
             name = ast.unparse(node).partition(":")[0]
             yield node.lineno, f"name {script.names.get(name, name).rpartition('.')[2]}"
-
-
-def _several_trainers(script: _Script) -> Iterator[tuple[int, str]]:
-    """Yield each Trainer that a script creates after its first one, with the key ``several Trainers``."""
-    calls = (node for node in script.nodes if isinstance(node, ast.Call))
-    lines = sorted(call.lineno for call in calls if script.meant(call.func).endswith(".Trainer"))
-    yield from ((line, "several Trainers") for line in lines[1:])
+    yield from ((line, "several Trainers") for line in sorted(trainers)[1:])
 
 
 def _argument(keyword: ast.keyword) -> Iterator[str]:

@@ -92,7 +92,23 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
     with _alone(trials.folder):
         Search(trials.folder).claim(trials.searched)
         _write_call(call, trials.folder)
-        found = _played(trials)
+        outcomes: dict[int, TrialOutcome] = {}
+        free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
+        waiting = _to_run(trials, outcomes)
+        try:
+            while True:
+                while free and (trial := next(waiting, None)) is not None:
+                    devices = free.pop()
+                    running[_Process(trial, trials, devices)] = devices
+                if not running:
+                    break
+                time.sleep(LOOK)
+                for process in [each for each in running if each.code() is not None]:
+                    free.append(running.pop(process))
+                    outcomes[process.trial.number] = process.outcome(trials)
+        finally:
+            _end([*running])
+    found = [outcomes[number] for number in sorted(outcomes)]
     if found and all(each.state == "failed" for each in found):
         raise RuntimeError(f"all {len(found)} trial(s) failed. Trial {found[0].number}: {found[0].error}")
     return found
@@ -127,27 +143,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _played(trials: Trials) -> list[TrialOutcome]:
-    """Run the trials and return their outcomes, sorted by number."""
-    outcomes: dict[int, TrialOutcome] = {}
-    free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
-    waiting = _to_run(trials, outcomes)
-    try:
-        while True:
-            while free and (trial := next(waiting, None)) is not None:
-                devices = free.pop()
-                running[_Process(trial, trials, devices)] = devices
-            if not running:
-                break
-            time.sleep(LOOK)
-            for process in [each for each in running if each.code() is not None]:
-                free.append(running.pop(process))
-                outcomes[process.trial.number] = process.outcome(trials)
-    finally:
-        _end([*running])
-    return [outcomes[number] for number in sorted(outcomes)]
 
 
 def _write_call(call: object, folder: Path) -> None:

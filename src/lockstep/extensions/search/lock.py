@@ -62,11 +62,14 @@ class FileLock:
                 return ""
             except FileExistsError:
                 found = self._look()
-            if found is not None and not _has_died(found[0]):
-                host, number, _ = f"{found[0]}||".split("|", 2)
+            if found is None:
+                continue
+            host, _, rest = found[0].partition("|")
+            number, _, start = rest.partition("|")
+            # Processes of other hosts cannot be checked; acquire() gives them `grace` seconds.
+            if host != _host() or not number.isdigit() or _started(int(number)) == start:
                 return f"process {number} of {host.partition('/')[0]}"
-            if found is not None:
-                self._break(found)
+            self._break(found)
 
     def release(self) -> None:
         """Release the lock, unless another process has taken it over."""
@@ -107,13 +110,6 @@ def held(lock: FileLock) -> Iterator[None]:
 def _identity() -> str:
     """Return an identifier of this process: host, boot, process namespace, pid, start time."""
     return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
-
-
-def _has_died(identity: str) -> bool:
-    """Return True if a process of this host has ended. Processes of other hosts cannot be checked: False."""
-    host, _, rest = identity.partition("|")
-    number, _, start = rest.partition("|")
-    return host == _host() and number.isdigit() and _started(int(number)) != start
 
 
 @cache

@@ -320,16 +320,16 @@ def described(options: Hyperparameters) -> dict[str, Any]:
     found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
     for name, value in options.values().items():
         dimension = dimensions.get(name)
-        found[f"option {name!r}"] = value if dimension is None else _tried(dimension, search.strategy)
+        described_value = value
+        if isinstance(dimension, Range):
+            described_value = {name: getattr(dimension, name) for name in ("low", "high", "whole", "log")}
+            # Other strategies draw any number of the range.
+            if search.strategy == "grid_search":
+                described_value["nb_samples"] = dimension.samples
+        elif dimension is not None:
+            described_value = {"options": _plain(dimension.values)}
+        found[f"option {name!r}"] = described_value
     return found
-
-
-def _tried(dimension: Dimension, strategy: str) -> dict[str, Any]:
-    """Describe the possible values of a tunable option by JSON values."""
-    if not isinstance(dimension, Range):
-        return {"options": _plain(dimension.values)}
-    points = {"nb_samples": dimension.samples} if strategy == "grid_search" else {}
-    return {"low": dimension.low, "high": dimension.high, "whole": dimension.whole, "log": dimension.log, **points}
 
 
 def _workers(number: int) -> int:
@@ -569,25 +569,19 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         found: dict[str, Any] = {}
         configs = [config for config in self._configs if config in self._actions]
         typed = vars(self._words(args)) if configs else {}
-        for config in configs:
-            named = typed.get(config.dest)
-            for path in named if isinstance(named, list) else [named]:
-                if path is not None:
-                    found.update(self._from_file(config, Path(path)))
-        return found
-
-    def _from_file(self, config: argparse.Action, path: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
         by_name = {action.dest: action for action in self._actions}
-        try:
-            for name, value in _read_config(path).items():
-                action = by_name.get(name.replace("-", "_"))
-                if action is None:
-                    found[name] = value
-                else:
-                    found[action.dest] = self._checked(action, value)
-        except (MisconfigurationException, OSError) as error:
-            self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        for config in configs:
+            paths = typed.get(config.dest)
+            try:
+                for path in paths if isinstance(paths, list) else [paths]:
+                    for name, value in _read_config(Path(path)).items() if path is not None else ():
+                        action = by_name.get(name.replace("-", "_"))
+                        if action is None:
+                            found[name] = value
+                        else:
+                            found[action.dest] = self._checked(action, value)
+            except (MisconfigurationException, OSError) as error:
+                self.error(f"argument {'/'.join(config.option_strings)}: {error}")
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:

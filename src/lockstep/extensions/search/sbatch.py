@@ -201,20 +201,13 @@ def _options(batch: Batch) -> list[str]:
     return [line for option in lines.values() for line in _lines(option)]
 
 
-def _mail(batch: Batch) -> dict[str, str]:
-    """Return the options for SLURM's mail."""
-    if batch.email is None:
-        return {}
-    kinds = [kind for kind, asked in (("END", batch.on_done), ("FAIL", batch.on_fail)) if asked]
-    return {"mail-user": batch.email, "mail-type": ",".join(kinds or ["NONE"])}
-
-
 def _own_options(batch: Batch) -> dict[str, str | None]:
     """Return the options that the settings imply, by name."""
     trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
     array = None
     if trials is not None and trials.number is None:
         array = f"0-{trials.count - 1}" + ("" if trials.at_most is None else f"%{trials.at_most}")
+    events = [event for event, is_wanted in (("END", batch.on_done), ("FAIL", batch.on_fail)) if is_wanted]
     found: dict[str, object] = {
         "job-name": batch.name,
         "array": array,
@@ -227,7 +220,8 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
         "mem": batch.memory_mb,
         "time": batch.time,
         "signal": f"USR1@{60 * batch.signal_minutes}" if batch.signal_minutes else None,
-        **_mail(batch),
+        "mail-user": batch.email,
+        "mail-type": None if batch.email is None else ",".join(events or ["NONE"]),
         "open-mode": "append",  # by default a requeued job truncates the output of the earlier start
     }
     return {name: str(value) for name, value in found.items() if value is not None} | {"requeue": None}
@@ -250,22 +244,20 @@ def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
 
 
 def _lines(option: Option) -> list[str]:
-    comment = " ".join(option.comment.split())
-    value = "" if option.value is None else f"={_option_value(option)}"
-    return [*([f"# {comment}"] if comment else []), f"#SBATCH --{option.name}{value}"]
-
-
-def _option_value(option: Option) -> str:
-    """Quote a value for sbatch: in double quotes, with backslashes before ``"`` and ``\\``."""
-    value = option.value or ""
-    if not value.isprintable():
-        raise MisconfigurationException(
-            f"--{option.name}={value!r:.100} cannot be written to a batch script, where an option is one line. Remove "
-            "newlines and other control characters"
-        )
-    if re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Return the lines of an option: its comment, if any, and the option."""
+    comment, line = " ".join(option.comment.split()), f"#SBATCH --{option.name}"
+    if option.value is not None:
+        value = option.value
+        if not value.isprintable():
+            raise MisconfigurationException(
+                f"--{option.name}={value!r:.100} cannot be written to a batch script, where an option is one line. "
+                "Remove newlines and other control characters"
+            )
+        # sbatch reads quotes and backslashes in its lines as a shell does, but knows no other quoting.
+        if not re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        line = f"{line}={value}"
+    return [f"# {comment}", line] if comment else [line]
 
 
 def _trial(trials: ScriptTrials) -> list[str]:

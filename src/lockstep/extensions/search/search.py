@@ -158,25 +158,24 @@ def look(search: Search) -> tuple[list[Status], str]:
         jobs = queue.look(history.job for history in histories if history.job and not _is_over(history))
     except SlurmRefused as refused:
         trouble = str(refused)
-    pairs = zip(trials, histories, strict=True)
-    return [_status(trial, history, jobs.get(history.job), not trouble) for trial, history in pairs], trouble
+    statuses = []
+    for trial, history in zip(trials, histories, strict=True):
+        job = jobs.get(history.job)
+        state, error = state_of(history, job, asked=not trouble)
+        node = "" if history.current is None else history.current.host
+        if not node and job is not None:
+            node = job.nodes
+        if state == FAILED and not error:
+            error = trial.last_line()
+            if not error and history.last is None:
+                error = f"it never started: check that {node or 'its node'} sees {trial.path}"
+        statuses.append(Status(trial, state, error, node, history, trial.values() or {}, trial.result()))
+    return statuses, trouble
 
 
 def _is_over(history: TrialHistory) -> bool:
     """Return True if the state does not depend on SLURM."""
     return history.current is not None and history.current.end == "completed"
-
-
-def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, asked: bool) -> Status:
-    state, error = state_of(history, job, asked)
-    node = "" if history.current is None else history.current.host
-    if not node and job is not None:
-        node = job.nodes
-    if state == FAILED and not error:
-        error = trial.last_line()
-        if not error and history.last is None:
-            error = f"it never started: check that {node or 'its node'} sees {trial.path}"
-    return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
 
 
 def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:

@@ -27,23 +27,6 @@ class Copied:
     python_path: str | None
 
 
-def _place_of_program(words: Sequence[str]) -> int:
-    """Return the index of the script, or of ``-m``, in a Python command."""
-    at = 1
-    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
-        at += 2 if words[at] in ("-X", "-W") else 1
-    if at == len(words):
-        raise MisconfigurationException(f"snapshot=True: there is no script to copy in {' '.join(words)!r}")
-    return at
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file or link if it exists. Git also lists tracked files that were removed from the work tree."""
-    if source.is_symlink() or source.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
 def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
     """Copy the files that git tracks, in their current state, and change a command to run the copy.
 
@@ -59,7 +42,12 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     Raises:
         MisconfigurationException: git is missing, the script is not in a work tree, or git does not track it.
     """
-    at = _place_of_program(words)
+    # Options of Python precede the script or -m; -X and -W have a value.
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        at += 2 if words[at] in ("-X", "-W") else 1
+    if at == len(words):
+        raise MisconfigurationException(f"snapshot=True: there is no script to copy in {' '.join(words)!r}")
     is_module = words[at] == "-m"
     script = os.path.realpath(folder if is_module else os.path.join(folder, words[at]))
     top = Path(_git(script if is_module else os.path.dirname(script), "rev-parse", "--show-toplevel").strip())
@@ -72,7 +60,11 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
         )
     shutil.rmtree(target, ignore_errors=True)
     for name in names:
-        _copy_file(top / name, target / name)
+        source, copied = top / name, target / name
+        # Git also lists tracked files that were removed from the work tree.
+        if source.is_symlink() or source.is_file():
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copied, follow_symlinks=False)
     moved = [_moved(entry, top, target, folder) for entry in python_path.split(os.pathsep) if entry]
     where = _moved(folder, top, target, folder) if is_module else folder
     new = list(words) if is_module else [*words[:at], _moved(script, top, target, folder), *words[at + 1 :]]

@@ -80,15 +80,6 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _further_options(options: argparse.Namespace) -> list[sbatch.Option]:
-    """Return the options for sbatch that are passed on unchanged, and the partition."""
-    parts = [each.partition("=") for each in options.sbatch]
-    more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
-    if options.partition is not None:
-        more.append(sbatch.option("partition", options.partition))
-    return more
-
-
 def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
     tasks = options.tasks_per_node or options.gpus_per_node or 1
     if options.gpus_per_node and tasks != options.gpus_per_node:
@@ -96,6 +87,10 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
             f"--tasks-per-node {tasks} does not go with --gpus-per-node {options.gpus_per_node}, because each task "
             "uses one GPU. Leave --tasks-per-node out"
         )
+    parts = [each.partition("=") for each in options.sbatch]
+    more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
+    if options.partition is not None:
+        more.append(sbatch.option("partition", options.partition))
     name = options.module or os.path.basename(os.path.normpath(script[0])).removesuffix(".py")
     return Batch(
         name=options.job_name or name,
@@ -110,6 +105,6 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
         memory_mb=options.mem,
         time=options.time,
         signal_minutes=options.save_before,
-        options=_further_options(options),
+        options=more,
         commands=[*map(sbatch.module_command, options.modules), *options.commands],
     )

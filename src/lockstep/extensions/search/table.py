@@ -120,7 +120,10 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
     if order is not None:
         metrics.sort(key=lambda name: name != order.metric)
     shown = metrics if everything else metrics[:MOST_METRICS]
-    lines = [heading, *_aligned(statuses, _columns(statuses, values, shown))]
+    heads, cells, left_aligned = zip(*_columns(statuses, values, shown), strict=True)
+    rows = [[*map(_cell, heads)], *([cell(status) for cell in cells] for status in statuses)]
+    right = [number for number, is_left in enumerate(left_aligned) if not is_left]
+    lines = [heading, *("  ".join(row).rstrip() for row in padded(rows, right))]
     if len(shown) < len(metrics):
         lines.append(f"and {len(metrics) - len(shown)} more metric(s) (--all)")
     if order is not None:
@@ -144,14 +147,6 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
     yield "seconds", lambda status: f"{seconds(status):.0f}", False
     if any(status.error for status in statuses):
         yield "why", lambda status: _printable(status.error), True
-
-
-def _aligned(statuses: Sequence[Status], columns: Iterable[Column]) -> Iterator[str]:
-    """Return the lines of a table, headings first."""
-    heads, cells, begin_left = zip(*columns, strict=True)
-    rows = [[*map(_cell, heads)], *([cell(status) for cell in cells] for status in statuses)]
-    right = [number for number, left in enumerate(begin_left) if not left]
-    return ("  ".join(row).rstrip() for row in padded(rows, right))
 
 
 def _of(found: Mapping[str, Any], name: str) -> str:

@@ -94,27 +94,29 @@ class _Start:
             self.trial.note(event, attempt=self.here.attempt, **details)
 
     def begin(self) -> None:
-        """Record the start on rank 0, and read or draw the trial's values."""
-        if self.leads:
-            self._note_start()
-        self.hparams = self._values()
+        """Record the start on rank 0, and read or draw the trial's values.
 
-    def _note_start(self) -> None:
-        """Record the start; raise if there is a newer one, or if the trial was preempted too often."""
-        newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
-        if newest > self.here.attempt:
-            raise Superseded(
-                f"the trial in {self.trial.path} was started again as attempt {newest}, so this attempt, "
-                f"{self.here.attempt}, ends"
-            )
-        self.note("started", job=self.here.job)
-        preemptions = read_events(self.trial.events()).preemptions
-        most = Search(self.trial.path.parent).limits.preemptions
-        if preemptions > most:
-            raise MisconfigurationException(
-                f"the trial was preempted {preemptions} times, but max_preemptions is {most}. Increase it in "
-                "SlurmCluster, or find out why the trial does not complete"
-            )
+        Raises:
+            Superseded: there is a newer start.
+            MisconfigurationException: the trial was preempted too often.
+        """
+        if self.leads:
+            newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
+            if newest > self.here.attempt:
+                raise Superseded(
+                    f"the trial in {self.trial.path} was started again as attempt {newest}, so this attempt, "
+                    f"{self.here.attempt}, ends"
+                )
+            self.note("started", job=self.here.job)
+            # Counted after this start is recorded, because a preemption is a start that another one follows.
+            preemptions = read_events(self.trial.events()).preemptions
+            most = Search(self.trial.path.parent).limits.preemptions
+            if preemptions > most:
+                raise MisconfigurationException(
+                    f"the trial was preempted {preemptions} times, but max_preemptions is {most}. Increase it in "
+                    "SlurmCluster, or find out why the trial does not complete"
+                )
+        self.hparams = self._values()
 
     def _values(self) -> Hyperparameters | None:
         """Return the options with the trial's values, read from its file or drawn by the study."""

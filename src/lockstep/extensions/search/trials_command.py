@@ -55,7 +55,14 @@ def trials(words: Sequence[str]) -> int:
         raise MisconfigurationException(f"{given.path} contains several searches. Use one of them: {names}")
     try:
         if given.cancel:
-            _cancel(found[0], given.cancel)
+            statuses, _ = _look(found[0])
+            if given.cancel != "all":
+                flag = f"--cancel {given.cancel}"
+                statuses = _numbered(statuses, given.cancel, flag, "all, or numbers of trials")
+            gone = searches.cancel_trials(statuses)
+            numbers = searches.ranges([trial.number for trial in gone])
+            none = "none, because no trial is pending or running"
+            print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if gone else none}", file=sys.stderr)
         if given.watch is not None:
             return _watch(found, given)
         if given.resubmit:
@@ -194,15 +201,6 @@ def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
                 "be resubmitted"
             )
     return chosen
-
-
-def _cancel(search: Search, what: str) -> None:
-    statuses, _ = _look(search)
-    chosen = statuses if what == "all" else _numbered(statuses, what, f"--cancel {what}", "all, or numbers of trials")
-    gone = searches.cancel_trials(chosen)
-    numbers = searches.ranges([trial.number for trial in gone])
-    none = "none, because no trial is pending or running"
-    print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if gone else none}", file=sys.stderr)
 
 
 def _numbered(statuses: Sequence[Status], what: str, flag: str, way: str) -> list[Status]:

@@ -106,19 +106,6 @@ class TrialSnapshot:
             if saved is not None and trainer.datamodule is not None:
                 trainer.datamodule.load_state_dict(saved)
             trainer.hooks.call("on_load_checkpoint", checkpoint)
-        self._restore_module()
-        for optimizer, saved in self._optimizers:
-            _restore_optimizer(optimizer, saved)
-        for scheduler, saved in self._schedulers:
-            scheduler.load_state_dict(copy.deepcopy(saved))
-        scaler = trainer.strategy.precision.scaler
-        if scaler is not None and self._scaler is not None:
-            scaler.load_state_dict(self._scaler)
-        for generator, saved in self._generators:
-            generator.set_state(saved)
-        set_random_states(self._random)
-
-    def _restore_module(self) -> None:
         for part, training, (parameters, buffers) in self._parts:
             part.training = training
             vars(part)["_parameters"] = _restored(parameters)
@@ -131,6 +118,17 @@ class TrialSnapshot:
             for name, value in _restored(states).items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
+        for optimizer, saved in self._optimizers:
+            _restore_optimizer(optimizer, saved)
+        for scheduler, saved in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(saved))
+        scaler = trainer.strategy.precision.scaler
+        if scaler is not None and self._scaler is not None:
+            scaler.load_state_dict(self._scaler)
+        for generator, saved in self._generators:
+            generator.set_state(saved)
+        # Last, because hooks and load_state_dict above may draw random numbers.
+        set_random_states(self._random)
 
 
 def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
