@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.extensions.search import local
 from lockstep.extensions.search import parser as parser_module
-from lockstep.extensions.search.local import Trials, dealt
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.local import Trials, share_devices
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
@@ -129,7 +129,7 @@ def test_a_random_search_with_another_seed_is_refused(at_once: type[Ended], tmp_
 
 def test_the_same_call_made_twice_at_a_time_ran_each_trial_twice(at_once: type[Ended], tmp_path: Path) -> None:
     (tmp_path / local.CALL).touch()
-    with held(FileLock(str(tmp_path / local.CALL))):
+    with holding(FileLock(str(tmp_path / local.CALL))):
         said = rf"is running in process {os.getpid()} of .* another log_path\. .* remove .*call\.pkl\.lock"
         with pytest.raises(MisconfigurationException, match=said):
             options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
@@ -168,7 +168,7 @@ def test_devices_are_shared_out(at_once: type[Ended], monkeypatch: pytest.Monkey
     at_once.started = []
     hparams.optimize_parallel_cpu(print)
     assert {devices for _, devices in at_once.started} == {""}
-    assert dealt(["0", "1"], 3) == ["0", "1", "0"]
+    assert share_devices(["0", "1"], 3) == ["0", "1", "0"]
 
 
 def test_without_gpus_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_a_search_without_tunable_options_is_refused() -> None:
 
 def test_optuna_lists_no_trials_before_they_start() -> None:
     hparams = of_the_page(strategy="optuna").parse_args([])
-    assert hparams.drawn_late
+    assert hparams.draws_late
     with pytest.raises(MisconfigurationException, match="draws the values of a trial when it starts"):
         hparams.trials(3)
 

@@ -21,7 +21,7 @@ optuna = pytest.importorskip("optuna")
 from lockstep.extensions.search import journal, study  # noqa: E402
 from lockstep.extensions.search.grid import Options, SearchSettings, Space, range_of  # noqa: E402
 from lockstep.extensions.search.journal import CorruptJournal, StudyJournal  # noqa: E402
-from lockstep.extensions.search.lock import FileLock, held  # noqa: E402
+from lockstep.extensions.search.lock import FileLock, holding  # noqa: E402
 from lockstep.extensions.search.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.extensions.search.trials import JOURNAL, TrialFolder  # noqa: E402
 from lockstep.extensions.search.trials_command import trials  # noqa: E402
@@ -408,7 +408,7 @@ def test_the_lock_of_a_process_that_died_is_taken_at_once(tmp_path: Path) -> Non
     child.start()
     child.join()
     assert os.path.lexists(tmp_path / "j.lock")
-    with held(mine):
+    with holding(mine):
         pass
     assert not os.path.lexists(tmp_path / "j.lock")
 
@@ -416,7 +416,7 @@ def test_the_lock_of_a_process_that_died_is_taken_at_once(tmp_path: Path) -> Non
 def test_the_lock_of_another_host_is_taken_after_its_grace(tmp_path: Path) -> None:
     os.symlink("elsewhere|1|1", tmp_path / "j.lock")
     begin = time.monotonic()
-    with held(lock(tmp_path, grace=0.3)):
+    with holding(lock(tmp_path, grace=0.3)):
         assert time.monotonic() - begin >= 0.3
 
 
@@ -425,7 +425,7 @@ def test_the_lock_of_a_living_process_is_waited_for(tmp_path: Path) -> None:
     first.acquire()
 
     def wait() -> None:
-        with held(second):
+        with holding(second):
             order.append("second")
 
     thread = threading.Thread(target=wait)

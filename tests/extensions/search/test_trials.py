@@ -134,5 +134,5 @@ def test_words_of_an_earlier_start_that_come_late_belong_to_it() -> None:
 
 def test_a_trial_that_was_submitted_anew_waits() -> None:
     first = [{"event": "submitted", "time": 0.0, "job": "5"}, started(0, 1.0)]
-    assert not read_events(first).waits
-    assert read_events([*first, {"event": "submitted", "time": 9.0, "job": "6"}]).waits
+    assert not read_events(first).is_waiting
+    assert read_events([*first, {"event": "submitted", "time": 9.0, "job": "6"}]).is_waiting

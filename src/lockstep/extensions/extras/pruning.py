@@ -40,13 +40,13 @@ METHODS: dict[str, Any] = {
 
 
 def find_method(
-    asked: str | Callable[..., Any], across: bool, dim: int | None, norm: int | None
+    pruning_fn: str | Callable[..., Any], is_global: bool, dim: int | None, norm: int | None
 ) -> tuple[Any, dict[str, Any]]:
     """Return the pruning method and its arguments.
 
     Args:
-        asked: the ``pruning_fn`` of ModelPruning.
-        across: its ``use_global_unstructured``.
+        pruning_fn: the ``pruning_fn`` of ModelPruning.
+        is_global: its ``use_global_unstructured``.
         dim: its ``pruning_dim``.
         norm: its ``pruning_norm``.
 
@@ -57,29 +57,29 @@ def find_method(
     Raises:
         MisconfigurationException: the arguments are invalid or do not go together.
     """
-    names = [name for name, function in FUNCTIONS.items() if asked is function]
-    if names or isinstance(asked, str):
-        return _method_by_name(names[0] if names else str(asked).lower(), across, dim, norm)
-    is_method = inspect.isclass(asked) and issubclass(asked, prune.BasePruningMethod)
+    names = [name for name, function in FUNCTIONS.items() if pruning_fn is function]
+    if names or isinstance(pruning_fn, str):
+        return _method_by_name(names[0] if names else str(pruning_fn).lower(), is_global, dim, norm)
+    is_method = inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)
     if is_method:
-        if not across:
+        if not is_global:
             raise MisconfigurationException(
-                f"ModelPruning(pruning_fn={asked.__name__}, use_global_unstructured=False): a class of pruning method "
-                "works with use_global_unstructured=True only. To prune each parameter separately, use a function "
-                "`fn(module, name=..., amount=...)`, such as the class's `apply`."
+                f"ModelPruning(pruning_fn={pruning_fn.__name__}, use_global_unstructured=False): a class of pruning "
+                "method works with use_global_unstructured=True only. To prune each parameter separately, use a "
+                "function `fn(module, name=..., amount=...)`, such as the class's `apply`."
             )
-        _check_type(cast("type[prune.BasePruningMethod]", asked))
-    elif across or not callable(asked):
-        hint = " (the class, not an instance)" if isinstance(asked, prune.BasePruningMethod) else ""
+        _check_type(cast("type[prune.BasePruningMethod]", pruning_fn))
+    elif is_global or not callable(pruning_fn):
+        hint = " (the class, not an instance)" if isinstance(pruning_fn, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={asked!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
+            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
             "function `fn(module, name=..., amount=...)`."
         )
-    return asked, {}
+    return pruning_fn, {}
 
 
-def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
+def _method_by_name(name: str, is_global: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
     if name not in FUNCTIONS:
         raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): it must be one of {list(FUNCTIONS)}.")
     options: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) 
         if norm is None:
             raise MisconfigurationException(f"ModelPruning({name!r}): the `pruning_norm` should be provided.")
         options["n"] = norm
-    if across:
+    if is_global:
         _check_type(METHODS[name])
         return METHODS[name], options
     return partial(FUNCTIONS[name], **options), {}
@@ -264,7 +264,7 @@ class ModelPruning(Callback):
             self._originals = {}
             if self._use_lottery_ticket_hypothesis and not self._resample_parameters:
                 self._originals = {name: value.detach().clone() for name, value in self._values()}
-        self._let_go()
+        self._remove_hook()
         self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._accept, stage == "fit"))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -272,7 +272,7 @@ class ModelPruning(Callback):
 
         They are restored here and not on loading, because optimizers and reducer must have the parameters first.
         """
-        self._let_go()
+        self._remove_hook()
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -308,13 +308,13 @@ class ModelPruning(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the load hook from the model."""
-        self._let_go()
+        self._remove_hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the load hook from the model."""
-        self._let_go()
+        self._remove_hook()
 
-    def _let_go(self) -> None:
+    def _remove_hook(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -356,7 +356,7 @@ class ModelPruning(Callback):
             for module, name in self._parameters_to_prune:
                 self.pruning_fn(module, name=name, amount=amount)
         if self._verbose:
-            self._tell(before, self._zeros(), amount)
+            self._log_amounts(before, self._zeros(), amount)
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
@@ -368,7 +368,7 @@ class ModelPruning(Callback):
                 value.copy_(self._originals[name])
             elif callable(getattr(module, "reset_parameters", None)):
                 if id(module) not in shells:
-                    shells[id(module)] = _drawn_anew(module)
+                    shells[id(module)] = _reinitialized(module)
                 value.copy_(shells[id(module)]._parameters[own])  # type: ignore[arg-type]
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
@@ -386,7 +386,7 @@ class ModelPruning(Callback):
             (int((masks[name] == 0).sum()) if name in masks else 0, value.numel()) for name, value in self._values()
         ]
 
-    def _tell(self, before: list[tuple[int, int]], now: list[tuple[int, int]], amount: int | float) -> None:
+    def _log_amounts(self, before: list[tuple[int, int]], now: list[tuple[int, int]], amount: int | float) -> None:
         def share(zeros: int, count: int) -> str:
             return f"{zeros}/{count} ({zeros / max(1, count):.2%})"
 
@@ -423,9 +423,9 @@ class ModelPruning(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, the masked values, and the initial values, by parameter names."""
         masks = self._masks()
-        behind = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
+        unmasked = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
         originals = {name: value.cpu() for name, value in self._originals.items()}
-        state = {"masks": masks or self._last_masks, "hidden": behind, "originals": originals}
+        state = {"masks": masks or self._last_masks, "hidden": unmasked, "originals": originals}
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -509,7 +509,7 @@ def _value(module: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _drawn_anew(module: nn.Module) -> nn.Module:
+def _reinitialized(module: nn.Module) -> nn.Module:
     """Return a shallow copy of a module whose own parameters are newly initialized."""
     shell = copy.copy(module)
     own = {name.removesuffix("_orig"): value for name, value in module._parameters.items()}
@@ -539,5 +539,5 @@ def _merge(state: Mapping[str, Any], names: Sequence[str]) -> None:
     changed = cast(dict[str, Any], state)
     for name in names:
         if f"{name}_orig" in changed and f"{name}_mask" in changed:
-            behind, mask = changed.pop(f"{name}_orig"), changed.pop(f"{name}_mask")
-            changed[name] = mask.to(behind.dtype) * behind
+            unmasked, mask = changed.pop(f"{name}_orig"), changed.pop(f"{name}_mask")
+            changed[name] = mask.to(unmasked.dtype) * unmasked

@@ -91,7 +91,7 @@ class ThroughputMonitor(Callback):
         """Create a meter for each stage of this run."""
         if not trainer.loggers:
             rank_zero_warn("ThroughputMonitor logs nothing, because the Trainer has no logger.")
-        # The dtype of matrix products: "16-mixed" and "16-true" start alike, and all others compute in float32.
+        # The dtype of matrix products: mixed and true precisions share it, and all others compute in float32.
         dtypes = {"64": torch.float64, "16": torch.float16, "bf": torch.bfloat16}
         dtype = dtypes.get(trainer.precision[:2], torch.float32)
         self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)

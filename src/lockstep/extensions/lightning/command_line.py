@@ -601,8 +601,8 @@ class LightningCLI:
             )
         optimizer, scheduler = instantiate_class(self.model.parameters(), given), None
         if schedulers:
-            asked = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
-            scheduler = instantiate_class(optimizer, asked) if asked else None
+            scheduler_arguments = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
+            scheduler = instantiate_class(optimizer, scheduler_arguments) if scheduler_arguments else None
         factory = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
         update_wrapper(factory, self.configure_optimizers)
         self.model.configure_optimizers = MethodType(factory, self.model)

@@ -174,7 +174,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
         if isinstance(node, ast.Call) and script.meant(node.func).endswith(".Trainer"):
             _flags(script, node)
         elif isinstance(node, ast.Attribute):
-            script.tell(node, ast.unparse(node), script.meant(node) or ROOT)
+            script.report_refused(node, ast.unparse(node), script.meant(node) or ROOT)
         elif isinstance(node, ast.Constant) and home_of(str(node.value)):
             script.notes.append(
                 ReportLine(
@@ -212,7 +212,7 @@ class _Script:
             data = data[:start] + new.encode() + data[end:]
         return CLEARED.sub("", data.decode())
 
-    def tell(self, node: ast.stmt | ast.expr, name: str, path: str) -> None:
+    def report_refused(self, node: ast.stmt | ast.expr, name: str, path: str) -> None:
         """Report a name that lockstep refuses, with the reason."""
         why = refusal(path)
         if why is not None and (isinstance(node, ast.stmt) or refusal(path.rpartition(".")[0]) is None):
@@ -226,7 +226,7 @@ class _Script:
                 known = alias.asname or alias.name.partition(".")[0]
                 self.names[known] = home if alias.asname else ROOT
                 self.edits.append((*self.span(alias), f"{self.names[known]} as {known}"))
-                self.tell(node, f"import {alias.name}", home)
+                self.report_refused(node, f"import {alias.name}", home)
 
     def import_from(self, node: ast.ImportFrom) -> None:
         """Change ``from lightning.pytorch import Trainer``: the module changes, the names stay."""
@@ -241,7 +241,7 @@ class _Script:
                 self.names.update({home: home, **{name: f"{home}.{name}" for name in names}})
             else:
                 self.names[alias.asname or alias.name] = f"{home}.{alias.name}"
-            self.tell(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
+            self.report_refused(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
 
     def meant(self, node: ast.expr) -> str:
         """Return the path of an expression in lockstep, as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.extensions.search import queue, sbatch, snapshot
-from lockstep.extensions.search.parser import Hyperparameters, described
+from lockstep.extensions.search.parser import Hyperparameters, describe
 from lockstep.extensions.search.sbatch import Batch, Option, ScriptTrials
 from lockstep.extensions.search.search import SCRIPT, SEARCH, SEARCHED, Search, submit_trials
 from lockstep.extensions.search.trial_process import OwnSaving, has_saved, of_hparams, run_trial
@@ -276,7 +276,7 @@ class SlurmCluster:
                 raise MisconfigurationException(f"{name}={value!r}: it must be an integer of at least {smallest}")
         if self.at_most is not None and not self.array:
             raise MisconfigurationException(f"at_most={self.at_most} is for array jobs only. Set array=True as well")
-        if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.drawn_late:
+        if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.draws_late:
             raise MisconfigurationException("nb_trials=None: strategy='optuna' needs a number of trials. Set nb_trials")
 
     def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
@@ -330,7 +330,7 @@ class SlurmCluster:
                     "max_preemptions": self.max_preemptions,
                     "max_failures": self.max_failures,
                     "command": words,
-                    SEARCHED: None if self.hyperparam_optimizer is None else described(self.hyperparam_optimizer),
+                    SEARCHED: None if self.hyperparam_optimizer is None else describe(self.hyperparam_optimizer),
                 }
             )
             if self.array:
@@ -352,7 +352,7 @@ class SlurmCluster:
         options = self.hyperparam_optimizer
         if options is None:
             yield from ((TrialFolder.of(search.path, number), {}) for number in range(nb_trials or 1))
-        elif options.drawn_late:
+        elif options.draws_late:
             yield from ((TrialFolder.of(search.path, number), None) for number in range(nb_trials or 0))
         else:
             for number, drawn in enumerate(options.trials(nb_trials)):

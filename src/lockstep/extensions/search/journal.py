@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import log
 
@@ -37,8 +37,8 @@ class StudyJournal(JournalFileBackend):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._held = FileLock(path)
-        super().__init__(path, self._held)  # type: ignore[arg-type]  # Optuna's base class of locks is private
+        self._file_lock = FileLock(path)
+        super().__init__(path, self._file_lock)  # type: ignore[arg-type]  # Optuna's base class of locks is private
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Append operations, one line each, and read them back.
@@ -48,7 +48,7 @@ class StudyJournal(JournalFileBackend):
             OSError: the lines cannot be written, for example because the disk is full. The file is unchanged.
         """
         data = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
-        with held(self._held):
+        with holding(self._file_lock):
             append(self._path, data)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
@@ -58,12 +58,12 @@ class StudyJournal(JournalFileBackend):
             CorruptJournal: a line is not an operation; the message has its number.
         """
         try:
-            for told in super().read_logs(log_number_from):
-                if not _is_operation(told):
+            for operation in super().read_logs(log_number_from):
+                if not _is_operation(operation):
                     raise ValueError("it is not an operation")
-                yield told
+                yield operation
         except ValueError as error:
-            number = _operations_before_torn(self._path)
+            number = _count_valid_lines(self._path)
             raise CorruptJournal(
                 f"line {number + 1} of {self._path!r} is damaged ({error}), so the study cannot be read from there on. "
                 "lockstep checks each line that it writes, so the disk or another program has changed it. Restore the "
@@ -71,11 +71,11 @@ class StudyJournal(JournalFileBackend):
             ) from error
 
 
-def _is_operation(told: object) -> bool:
-    return isinstance(told, dict) and "op_code" in told
+def _is_operation(operation: object) -> bool:
+    return isinstance(operation, dict) and "op_code" in operation
 
 
-def _operations_before_torn(path: str) -> int:
+def _count_valid_lines(path: str) -> int:
     """Return the number of lines before the first damaged one.
 
     Optuna 4 reads all lines before it yields the first, so the yielded ones cannot be counted.
@@ -83,10 +83,10 @@ def _operations_before_torn(path: str) -> int:
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             try:
-                told = json.loads(line)
+                operation = json.loads(line)
             except ValueError:
                 return number
-            if not _is_operation(told):
+            if not _is_operation(operation):
                 return number
     return 0
 
@@ -103,7 +103,7 @@ def append(path: str, data: bytes) -> None:
     for _ in range(TRIES):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            start = _cut_torn_end(file, path)
+            start = _remove_partial_line(file, path)
             try:
                 _write(file, data)
                 os.fsync(file)
@@ -133,15 +133,15 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def _cut_torn_end(file: int, path: str) -> int:
+def _remove_partial_line(file: int, path: str) -> int:
     """Remove a partial last line and return the new size."""
     size = os.fstat(file).st_size
     end = size
     while end and (block := os.pread(file, min(end, 4096), end - min(end, 4096))).rfind(b"\n") < 0:
         end -= len(block)
     if end:
-        begin = end - min(end, 4096)
-        end = begin + os.pread(file, end - begin, begin).rfind(b"\n") + 1
+        start = end - min(end, 4096)
+        end = start + os.pread(file, end - start, start).rfind(b"\n") + 1
     if end < size:
         log.warning("%s: removed a partial last line of %d bytes, left by a killed writer", path, size - end)
         os.ftruncate(file, end)

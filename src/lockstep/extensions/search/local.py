@@ -57,21 +57,21 @@ class Trials:
 
     Attributes:
         folder: folder of the search.
-        searched: description of the search by name, as JSON values, to recognize it.
+        description: description of the search by name, as JSON values, to recognize it.
         values: number and values of each trial, drawn on demand; None for a trial that draws its own values.
-        keeps: write the output of the trials to their folders instead of this process's output.
+        keeps_output: write the output of the trials to their folders instead of this process's output.
         devices: value of CUDA_VISIBLE_DEVICES for each of the trials that run at a time; None leaves it unchanged.
         hparams: returns the hyperparameters of a trial from its values and number.
-        lost: called with the number of a trial whose process ended without reporting its end.
+        on_lost: called with the number of a trial whose process ended without reporting its end.
     """
 
     folder: Path
-    searched: Mapping[str, Any]
+    description: Mapping[str, Any]
     values: Iterable[tuple[int, Mapping[str, Any] | None]]
-    keeps: bool
+    keeps_output: bool
     devices: Sequence[str | None]
     hparams: Callable[[Mapping[str, Any], int], Any]
-    lost: Callable[[int], None]
+    on_lost: Callable[[int], None]
 
 
 def run(call: object, trials: Trials) -> list[TrialOutcome]:
@@ -89,8 +89,8 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
         RuntimeError: all trials failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(trials.folder):
-        Search(trials.folder).claim(trials.searched)
+    with _exclusively(trials.folder):
+        Search(trials.folder).claim(trials.description)
         _write_call(call, trials.folder)
         outcomes: dict[int, TrialOutcome] = {}
         free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
@@ -115,7 +115,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _exclusively(folder: Path) -> Iterator[None]:
     """Hold the lock of a search, so that no other process runs it.
 
     Raises:
@@ -186,12 +186,12 @@ class _Process:
 
     def __init__(self, trial: TrialFolder, trials: Trials, devices: str | None) -> None:
         self.trial = trial
-        environ = trial_environment(str(trial.path), len(trials.devices), devices, trials.keeps)
+        environ = trial_environment(str(trial.path), len(trials.devices), devices, trials.keeps_output)
         command = [sys.executable, "-m", PROGRAM, str(trial.path)]
         with contextlib.ExitStack() as files:
 
             def opened(name: str) -> IO[bytes] | None:
-                return files.enter_context(open(trial.path / name, "ab")) if trials.keeps else None
+                return files.enter_context(open(trial.path / name, "ab")) if trials.keeps_output else None
 
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=opened(STDOUT), stderr=opened(STDERR)
@@ -213,7 +213,7 @@ class _Process:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             error = f"its process {how} without reporting the trial's end"
             self.trial.note("failed", attempt=last.number if last is not None else 0, error=error)
-            trials.lost(self.trial.number)
+            trials.on_lost(self.trial.number)
         return _outcome(self.trial, trials)
 
 
@@ -243,11 +243,11 @@ def _end(processes: Sequence[_Process]) -> None:
         process._process.wait()
 
 
-def dealt(devices: Sequence[str], workers: int) -> list[str | None]:
+def share_devices(devices: Sequence[str], workers: int) -> list[str | None]:
     """Return the devices of each worker. Workers share devices if there are more workers than devices.
 
     Example:
-        >>> dealt(["0", "1", "2", "3"], 2), dealt(["0", "1"], 3), dealt([], 2)
+        >>> share_devices(["0", "1", "2", "3"], 2), share_devices(["0", "1"], 3), share_devices([], 2)
         (['0,2', '1,3'], ['0', '1', '0'], [None, None])
     """
     if not devices:

@@ -41,11 +41,11 @@ class FileLock:
         """
         pause, seen, since = 0.001, None, time.monotonic()
         while self.take():
-            found = self._look()
-            if found != seen:
-                seen, since = found, time.monotonic()
-            if found is not None and time.monotonic() - since > self.grace:
-                self._break(found)
+            holder = self._holder()
+            if holder != seen:
+                seen, since = holder, time.monotonic()
+            if holder is not None and time.monotonic() - since > self.grace:
+                self._break(holder)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
@@ -61,23 +61,23 @@ class FileLock:
                 os.symlink(_identity(), self.link)
                 return ""
             except FileExistsError:
-                found = self._look()
-            if found is None:
+                holder = self._holder()
+            if holder is None:
                 continue
-            host, _, rest = found[0].partition("|")
+            host, _, rest = holder[0].partition("|")
             number, _, start = rest.partition("|")
             # Processes of other hosts cannot be checked; acquire() gives them `grace` seconds.
             if host != _host() or not number.isdigit() or _started(int(number)) == start:
                 return f"process {number} of {host.partition('/')[0]}"
-            self._break(found)
+            self._break(holder)
 
     def release(self) -> None:
         """Release the lock, unless another process has taken it over."""
-        found = self._look()
-        if found is not None and found[0] == _identity():
+        holder = self._holder()
+        if holder is not None and holder[0] == _identity():
             os.unlink(self.link)
 
-    def _look(self) -> tuple[str, float] | None:
+    def _holder(self) -> tuple[str, float] | None:
         """Return the holder of the lock and the time since when it is held; None if it is free."""
         try:
             return os.readlink(self.link), os.lstat(self.link).st_mtime
@@ -90,7 +90,7 @@ class FileLock:
             # Only one process at a time compares and removes. File systems without flock lose that protection.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if self._look() == stale:
+            if self._holder() == stale:
                 aside = f"{self.link}-{uuid.uuid4().hex}"
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self.link, aside)
@@ -98,7 +98,7 @@ class FileLock:
 
 
 @contextlib.contextmanager
-def held(lock: FileLock) -> Iterator[None]:
+def holding(lock: FileLock) -> Iterator[None]:
     """Hold a lock within a with-block."""
     lock.acquire()
     try:
@@ -126,7 +126,7 @@ def _started(process: int) -> str:
     """Return the start time of a process in the system's ticks; "" if it does not exist or has ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            told = file.read().rpartition(b")")[2].split()
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return "" if os.path.isdir("/proc/self") else "?"
-    return "" if told[0] in (b"Z", b"X") else told[19].decode()
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

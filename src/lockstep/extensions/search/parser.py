@@ -24,7 +24,7 @@ from lockstep.extensions.search.grid import (
     range_of,
     through,
 )
-from lockstep.extensions.search.local import TrialOutcome, Trials, dealt, run
+from lockstep.extensions.search.local import TrialOutcome, Trials, run, share_devices
 from lockstep.extensions.search.trials import End
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -73,7 +73,7 @@ class Hyperparameters(argparse.Namespace):
         return self._number
 
     @property
-    def drawn_late(self) -> bool:
+    def draws_late(self) -> bool:
         """True if the values of a trial are drawn when it starts, by :meth:`draw`, as with "optuna"."""
         return self._search is not None and self._search.strategy == "optuna"
 
@@ -88,7 +88,7 @@ class Hyperparameters(argparse.Namespace):
                 when a trial starts (:meth:`draw`).
         """
         search = self._known_search("trials")
-        if self.drawn_late:
+        if self.draws_late:
             raise MisconfigurationException(
                 "trials() cannot list the trials of strategy='optuna', which draws the values of a trial when it "
                 "starts. Use optimize_parallel(fn, nb_trials), SlurmCluster, or draw(number, folder)"
@@ -110,14 +110,14 @@ class Hyperparameters(argparse.Namespace):
         found._search, found._number = self._search, number
         return found
 
-    def _known_search(self, asked: str) -> SearchSettings:
+    def _known_search(self, method: str) -> SearchSettings:
         if self._search is None:
             raise MisconfigurationException(
-                f"{asked}: these hyperparameters were pickled, which drops the search. Use the result of parse_args()"
+                f"{method}: these hyperparameters were pickled, which drops the search. Use the result of parse_args()"
             )
         if not self._search.space.dimensions:
             raise MisconfigurationException(
-                f"{asked}: no option is tunable. Add options with opt_list(..., options=[...], tunable=True) or "
+                f"{method}: no option is tunable. Add options with opt_list(..., options=[...], tunable=True) or "
                 "opt_range(..., tunable=True)"
             )
         return self._search
@@ -223,7 +223,7 @@ class Hyperparameters(argparse.Namespace):
                 running search or another one (other options, lists, ranges, strategy or mode).
             RuntimeError: all trials failed.
         """
-        return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)
+        return self._play(train_function, nb_trials, share_devices(visible_devices(), _workers(nb_workers)), log_path)
 
     def optimize_parallel_cpu(
         self,
@@ -274,7 +274,7 @@ class Hyperparameters(argparse.Namespace):
     ) -> list[TrialOutcome]:
         search = self._known_search("optimize_parallel")
         values: Iterable[tuple[int, dict[str, Any] | None]]
-        if self.drawn_late:
+        if self.draws_late:
             values = ((number, None) for number in numbers(search.space, search.strategy, nb_trials))
         else:
             values = ((trial._number or 0, trial.values()) for trial in self.trials(nb_trials))
@@ -284,14 +284,14 @@ class Hyperparameters(argparse.Namespace):
             else:
                 folder = Path(log_path).expanduser().absolute()
 
-            def lost(number: int) -> None:
-                if self.drawn_late:
+            def on_lost(number: int) -> None:
+                if self.draws_late:
                     from lockstep.extensions.search.study import StudyTrial
 
                     StudyTrial(search, number, folder).lose()
 
             keeps = log_path is not None
-            trials = Trials(folder, described(self), values, keeps, list(devices), self.with_values, lost)
+            trials = Trials(folder, describe(self), values, keeps, list(devices), self.with_values, on_lost)
             return run((function, dict(vars(self)), search), trials)
 
     @classmethod
@@ -313,9 +313,9 @@ class Hyperparameters(argparse.Namespace):
         return _unpickled, (dict(vars(self)), self._number)
 
 
-def described(options: Hyperparameters) -> dict[str, Any]:
+def describe(options: Hyperparameters) -> dict[str, Any]:
     """Describe a search by JSON values: strategy, mode, and the possible values of each option."""
-    search = options._known_search("described")
+    search = options._known_search("search")
     dimensions = search.space.dimensions
     found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
     for name, value in options.values().items():

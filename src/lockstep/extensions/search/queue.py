@@ -123,11 +123,11 @@ def _in_jobcomp(numbers: set[str]) -> dict[str, QueuedJob]:
         return {}
     found = {}
     for line in text.splitlines():
-        told = dict(re.findall(r"(\w+)=(\S*)", line))
-        array, task = told.get("ArrayJobId"), told.get("ArrayTaskId")
-        if (array or told.get("JobId")) in numbers:
-            name = f"{array}_{task}" if array and task else told["JobId"]
-            found[name] = QueuedJob(told.get("JobState", ""), told.get("NodeList", ""))
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
+        if (array or fields.get("JobId")) in numbers:
+            name = f"{array}_{task}" if array and task else fields["JobId"]
+            found[name] = QueuedJob(fields.get("JobState", ""), fields.get("NodeList", ""))
     return found
 
 

@@ -89,11 +89,11 @@ class Search:
         with storage.replacing(self.path / SEARCH) as file:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
-    def claim(self, searched: Mapping[str, Any]) -> None:
+    def claim(self, description: Mapping[str, Any]) -> None:
         """Write the description of the search, or compare it with the one in the folder.
 
         Args:
-            searched: description of the search by name, as JSON values.
+            description: description of the search by name, as JSON values.
 
         Raises:
             MisconfigurationException: the folder contains another search.
@@ -101,12 +101,12 @@ class Search:
         settings = self.settings()
         kept = settings.get(SEARCHED)
         if kept is None:
-            self.write({**settings, SEARCHED: dict(searched)})
+            self.write({**settings, SEARCHED: dict(description)})
             return
         different = [
-            f"{name} is {_shown(kept, name)} there, and {_shown(searched, name)} here"
-            for name in {**kept, **searched}
-            if _shown(kept, name) != _shown(searched, name)
+            f"{name} is {_as_text(kept, name)} there, and {_as_text(description, name)} here"
+            for name in {**kept, **description}
+            if _as_text(kept, name) != _as_text(description, name)
         ]
         if different:
             raise MisconfigurationException(
@@ -134,8 +134,8 @@ class Search:
         return folders(self.path)
 
 
-def _shown(searched: Mapping[str, Any], name: str) -> str:
-    return json.dumps(searched[name]) if name in searched else "unknown"
+def _as_text(description: Mapping[str, Any], name: str) -> str:
+    return json.dumps(description[name]) if name in description else "unknown"
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
@@ -161,7 +161,7 @@ def look(search: Search) -> tuple[list[Status], str]:
     statuses = []
     for trial, history in zip(trials, histories, strict=True):
         job = jobs.get(history.job)
-        state, error = state_of(history, job, asked=not trouble)
+        state, error = state_of(history, job, has_answered=not trouble)
         node = "" if history.current is None else history.current.host
         if not node and job is not None:
             node = job.nodes
@@ -178,7 +178,7 @@ def _is_over(history: TrialHistory) -> bool:
     return history.current is not None and history.current.end == "completed"
 
 
-def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:
+def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = True) -> tuple[str, str]:
     """Return the state of a trial, and the reason why it failed or is waiting.
 
     A trial is "completed" only if it has reported so itself. A failure counts as a preemption if SLURM restarts the job
@@ -187,12 +187,12 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
     Args:
         history: history of the trial, read from its events.
         job: state of its newest job in SLURM; None if SLURM does not have it.
-        asked: True if SLURM has answered.
+        has_answered: True if SLURM has answered.
     """
     last = history.current
     if last is not None and last.end == "completed":
         return (PRUNED if last.pruned else COMPLETED), ""
-    state, why = _by_job(job, began=last is not None)
+    state, why = _by_job(job, has_started=last is not None)
     if state in (PENDING, PREEMPTED):
         return state, why
     if last is not None and last.end == "failed":
@@ -205,17 +205,17 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
         return RUNNING, ""
     if not history.job:
         return UNSUBMITTED, ""
-    return (state, why) if asked else (UNKNOWN, "")
+    return (state, why) if has_answered else (UNKNOWN, "")
 
 
-def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
+def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
     """Return the state of a trial that has not reported its end, by the state of its job."""
     if job is None:
         return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
     if state == PENDING:
         return PENDING, job.reason
-    if not why and state == FAILED and began:
+    if not why and state == FAILED and has_started:
         return FAILED, f"its job ended as {job.state} without reporting the trial's end"
     return state, why
 
@@ -234,20 +234,20 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
     Raises:
         SlurmRefused: sbatch failed. The message has its output, the submitted trials and the remaining ones.
     """
-    gone: dict[int, str] = {}
+    jobs_by_trial: dict[int, str] = {}
     try:
-        for trial, job in _going_in(search, trials):
+        for trial, job in _submit_each(search, trials):
             trial.note("submitted", job=job)
-            gone[trial.number] = job
+            jobs_by_trial[trial.number] = job
     except SlurmRefused as refused:
-        raise SlurmRefused(f"{refused}\n{_half(search, trials, gone)}") from None
+        raise SlurmRefused(f"{refused}\n{_partial_submission_text(search, trials, jobs_by_trial)}") from None
     except BaseException:  # Ctrl-C
-        submitted(_half(search, trials, gone))
+        submitted(_partial_submission_text(search, trials, jobs_by_trial))
         raise
-    submitted(_told(gone))
+    submitted(_submission_text(jobs_by_trial))
 
 
-def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
+def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
     """Submit the trials, and yield each with its job as soon as it is in the queue."""
     settings = search.settings()
     if settings.get("array"):
@@ -268,18 +268,18 @@ def _starts(trial: TrialFolder) -> int:
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
-def _told(gone: Mapping[int, str]) -> str:
-    if not gone:
+def _submission_text(jobs_by_trial: Mapping[int, str]) -> str:
+    if not jobs_by_trial:
         return "submitted no trial"
-    jobs = list(gone.values())
+    jobs = list(jobs_by_trial.values())
     text = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
-    return f"submitted trial(s) {ranges([*gone])} as {text}"
+    return f"submitted trial(s) {ranges([*jobs_by_trial])} as {text}"
 
 
-def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]) -> str:
-    rest = ranges([trial.number for trial in trials if trial.number not in gone])
+def _partial_submission_text(search: Search, trials: Sequence[TrialFolder], jobs_by_trial: Mapping[int, str]) -> str:
+    rest = ranges([trial.number for trial in trials if trial.number not in jobs_by_trial])
     return (
-        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Submit them later with "
+        f"{_submission_text(jobs_by_trial)}; not submitted: trial(s) {rest or 'none'}. Submit them later with "
         f"lockstep trials {search.path} --resubmit unsubmitted"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.data.order import make_key
 from lockstep.extensions.search.grid import Dimension, Options, SearchSettings
 from lockstep.extensions.search.journal import StudyJournal
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.extensions.search.trials import JOURNAL, End, TrialFolder
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
@@ -65,11 +65,11 @@ class StudyTrial:
     def __init__(self, settings: SearchSettings, number: int, folder: Path) -> None:
         self.settings, self.number, self.folder = settings, number, folder.absolute()
         self._opened: optuna.Study | None = None
-        self._heart: _Heart | None = None
+        self._heartbeat: _Heartbeat | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The process that unpickles it opens the journal itself. The heartbeat stays with the process that started it.
-        return {**vars(self), "_opened": None, "_heart": None}
+        return {**vars(self), "_opened": None, "_heartbeat": None}
 
     # -- values ----------------------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ class StudyTrial:
         with self._drawing():
             _beat(self._beat)
             _fail_dead(self._study, self.folder)
-            params = self._sample(self._begun())
-        self._heart = _Heart(self._beat)
+            params = self._sample(self._start_entry())
+        self._heartbeat = _Heartbeat(self._beat)
         return self._values(params)
 
     def wait(self) -> dict[str, Any]:
@@ -105,19 +105,19 @@ class StudyTrial:
             f"{self.folder}"
         )
 
-    def _begun(self) -> FrozenTrial:
+    def _start_entry(self) -> FrozenTrial:
         """Return the trial's entry in the study, which is running or ended; create it if needed."""
         if self._entry() is None:
-            asked = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
-            if asked:  # values that a user has enqueued in the study
-                self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
+            enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
+            if enqueued:  # values that a user has enqueued in the study
+                self._storage.set_trial_user_attr(enqueued[0]._trial_id, NUMBER, self.number)
             else:
                 self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
         found = self._known_entry()
         if found.state == TrialState.WAITING:
             self._storage.set_trial_state_values(found._trial_id, TrialState.RUNNING)
         has_run = found.state == TrialState.RUNNING and found.intermediate_values
-        return self._anew(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
+        return self._add_entry(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
         """Return Optuna's parameters of an entry, and draw those that are missing after an interrupted draw."""
@@ -134,7 +134,9 @@ class StudyTrial:
             ) from error
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _given(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()}
+        return {
+            name: _trial_value(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()
+        }
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -145,13 +147,13 @@ class StudyTrial:
             checks: number of reports in the fit's checkpoint; 0 without one.
         """
         with self._drawing():
-            entry = self._alive()
-            goes_on = entry.last_step is not None and entry.last_step + 1 == checks
-            if entry.state != TrialState.RUNNING or goes_on:
+            entry = self._running_entry()
+            continues = entry.last_step is not None and entry.last_step + 1 == checks
+            if entry.state != TrialState.RUNNING or continues:
                 return
             earlier = [each for each in self._entries() if checks - 1 in each.intermediate_values]
             if entry.intermediate_values:  # from an earlier fit in this process
-                entry = self._anew(entry, keeps=False)
+                entry = self._add_entry(entry, keeps=False)
             if earlier:
                 self._take_over(entry, earlier[-1], checks)
 
@@ -171,7 +173,7 @@ class StudyTrial:
             value: value that the search minimizes or maximizes.
         """
         with self._drawing():
-            entry = self._alive()
+            entry = self._running_entry()
             if entry.state != TrialState.RUNNING:  # entries that have ended are not changed
                 return entry.state == TrialState.PRUNED
             if step not in entry.intermediate_values:
@@ -213,17 +215,17 @@ class StudyTrial:
                         number, value,
                     )  # fmt: skip
                     state = "failed"
-            told = value if state == "completed" else None
-            self._study.tell(self._alive().number, told, state=_STATES[state])
+            final_value = value if state == "completed" else None
+            self._study.tell(self._running_entry().number, final_value, state=_STATES[state])
             _fail_dead(self._study, self.folder)
         return state
 
-    def _alive(self) -> FrozenTrial:
+    def _running_entry(self) -> FrozenTrial:
         """Return the trial's entry. If that has failed, replace it by a running one with its values and reports."""
         entry = self._known_entry()
-        return self._anew(entry, keeps=True) if entry.state == TrialState.FAIL else entry
+        return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
-    def _anew(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
+    def _add_entry(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
         """Add a running entry with the values of an entry, and with its reports if ``keeps``, and return it.
 
         An entry that is still running becomes FAIL.
@@ -251,9 +253,9 @@ class StudyTrial:
 
     def rest(self) -> None:
         """Stop the heartbeat."""
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart = None
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
     # -- the study -------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class StudyTrial:
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL
         journal.touch()
-        with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+        with holding(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
             if self._opened is None:
                 self._opened = self._open(makes=True)
             yield
@@ -353,7 +355,7 @@ def fail_dead(folder: Path) -> list[int]:
     journal = folder / JOURNAL
     if not journal.exists():
         return []
-    with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+    with holding(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
         try:
             storage = optuna.storages.JournalStorage(StudyJournal(str(journal)))
             study = optuna.load_study(study_name=folder.absolute().name, storage=storage)
@@ -414,7 +416,7 @@ def _labels(options: Options) -> list[Any]:
     return [f"{at}: {value}" for at, value in enumerate(values)]
 
 
-def _given(dimension: Dimension, param: Any) -> Any:
+def _trial_value(dimension: Dimension, param: Any) -> Any:
     """Convert a parameter that Optuna has drawn to the trial's value."""
     if isinstance(dimension, Options):
         return dimension[_labels(dimension).index(param)]
@@ -429,7 +431,7 @@ def _beat(path: Path) -> None:
     path.touch()
 
 
-class _Heart:
+class _Heartbeat:
     """A thread that touches a file until it is stopped or the process ends."""
 
     def __init__(self, path: Path) -> None:

@@ -57,7 +57,7 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
         with start.acts_on_signals():
             if has_saved(here):
                 saving.call_load()
-            metrics, value = measured(main(start.hparams))
+            metrics, value = metrics_of(main(start.hparams))
     except Superseded:  # not a failure: the newer start records the trial's end
         raise
     except BaseException as error:
@@ -70,7 +70,7 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
 
 def has_saved(here: Trial) -> bool:
     """Return True if an earlier start of the trial was saved by the user's own function."""
-    return here.attempt > 0 and any(told.get("event") == "saved" for told in TrialFolder(here.folder).events())
+    return here.attempt > 0 and any(event.get("event") == "saved" for event in TrialFolder(here.folder).events())
 
 
 class _Start:
@@ -122,7 +122,7 @@ class _Start:
         """Return the options with the trial's values, read from its file or drawn by the study."""
         if self._options is None:
             return None
-        if self._options.drawn_late:
+        if self._options.draws_late:
             drawn = self._options.draw(self.trial.number, self.trial.path.parent)
             if self.leads:
                 self.trial.write_values(drawn.values())
@@ -136,7 +136,7 @@ class _Start:
 
     def fail(self, error: BaseException) -> None:
         """Record why this rank failed. Rank 0 also reports it to the study."""
-        self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=last_words(error))
+        self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=error_line(error))
         self._finish("failed")
 
     def complete(self, metrics: Mapping[str, float], value: float | None) -> None:
@@ -224,11 +224,11 @@ def of_hparams(main: Callable[..., object], second: Callable[[], object]) -> Cal
     return (lambda hparams: main(hparams, second())) if takes_cluster(main) else main
 
 
-def measured(returned: object) -> tuple[dict[str, float], float | None]:
+def metrics_of(returned: object) -> tuple[dict[str, float], float | None]:
     """Convert the return value of a trial's function to metrics by name, and its value if it is a number.
 
     Example:
-        >>> measured(0.5), measured({"loss": 1, "name": "x"}), measured(None)
+        >>> metrics_of(0.5), metrics_of({"loss": 1, "name": "x"}), metrics_of(None)
         (({'value': 0.5}, 0.5), ({'loss': 1.0}, None), ({}, None))
     """
     if isinstance(returned, Mapping):
@@ -248,11 +248,11 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, Real) else None
 
 
-def last_words(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an exception as in the last line of its traceback.
 
     Example:
-        >>> last_words(ValueError("no such thing"))
+        >>> error_line(ValueError("no such thing"))
         'ValueError: no such thing'
     """
     lines = "".join(traceback.format_exception_only(type(error), error)).split("\n")

@@ -96,8 +96,8 @@ class TrialFolder:
             event: its name.
             details: further fields: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
         """
-        told = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
-        _append(self.path / EVENTS, told)
+        entry = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
+        _append(self.path / EVENTS, entry)
 
     def events(self) -> list[dict[str, Any]]:
         """Return all events in the order of writing, without lines cut by a crash."""
@@ -112,11 +112,11 @@ class TrialFolder:
             metrics: metrics by name. The newest values keep earlier metrics that are missing here.
             progress: progress of the trial: ``epoch``, ``step``, ``attempt``.
         """
-        told = {"time": time.time(), **progress, "metrics": dict(metrics)}
-        _append(self.path / METRICS, told)
+        entry = {"time": time.time(), **progress, "metrics": dict(metrics)}
+        _append(self.path / METRICS, entry)
         earlier = self.result().get("metrics", {})
         with storage.replacing(self.path / RESULT) as file:
-            file.write(encoded({**told, "metrics": {**earlier, **metrics}}))
+            file.write(encoded({**entry, "metrics": {**earlier, **metrics}}))
 
     def result(self) -> dict[str, Any]:
         """Return the newest values (``metrics``) with ``epoch``, ``step`` and ``time``; empty before the first."""
@@ -170,7 +170,7 @@ class Attempt:
     number: int
     job: str | None
     host: str
-    began: float
+    started: float
     last: float  #: time of its newest event
     pruned: bool = False
     end: str | None = None  #: reported end: "completed" or "failed"
@@ -205,14 +205,14 @@ class TrialHistory:
         return self.attempts[-1] if self.attempts else None
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if it was submitted after its last start."""
-        return bool(self.job) and (self.last is None or self.submitted > self.last.began)
+        return bool(self.job) and (self.last is None or self.submitted > self.last.started)
 
     @property
     def current(self) -> Attempt | None:
         """The newest start; None if the trial was submitted again after it."""
-        return None if self.waits else self.last
+        return None if self.is_waiting else self.last
 
     @property
     def failures(self) -> int:
@@ -236,7 +236,7 @@ class TrialHistory:
     @property
     def seconds(self) -> float:
         """Seconds between the first and the last event of each start, summed over all starts."""
-        return sum(max(0.0, attempt.last - attempt.began) for attempt in self.attempts)
+        return sum(max(0.0, attempt.last - attempt.started) for attempt in self.attempts)
 
 
 def read_events(events: list[dict[str, Any]]) -> TrialHistory:
@@ -246,28 +246,28 @@ def read_events(events: list[dict[str, Any]]) -> TrialHistory:
     one that does not merely report the failure of another rank.
     """
     history, by_number = TrialHistory(), dict[int, Attempt]()
-    for told in events:
-        kind, moment, number = told.get("event"), float(told.get("time", 0.0)), int(told.get("attempt") or 0)
+    for entry in events:
+        kind, moment, number = entry.get("event"), float(entry.get("time", 0.0)), int(entry.get("attempt") or 0)
         if kind == "submitted":
-            history.jobs.append(str(told.get("job")))
+            history.jobs.append(str(entry.get("job")))
             history.submitted, history.cancelled = moment, False
         elif kind == "cancelled":
             history.cancelled = True
         elif kind == "started":
-            attempt = Attempt(number, told.get("job"), str(told.get("host", "")), moment, moment)
+            attempt = Attempt(number, entry.get("job"), str(entry.get("host", "")), moment, moment)
             by_number[number] = attempt
             history.attempts.append(attempt)
             history.cancelled = False
         elif number in by_number:
             attempt = by_number[number]
             attempt.last = max(attempt.last, moment)
-            _take_in(attempt, str(kind), told)
+            _apply_event(attempt, str(kind), entry)
     history.attempts.sort(key=lambda attempt: attempt.number)
     return history
 
 
-def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
-    error = str(told.get("error", ""))
+def _apply_event(attempt: Attempt, kind: str, entry: Mapping[str, Any]) -> None:
+    error = str(entry.get("error", ""))
     if kind == "pruned":
         attempt.pruned = True
     elif kind == "failed":
@@ -275,14 +275,14 @@ def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
             attempt.error = error
         attempt.end = "failed"
     elif kind == "completed" and attempt.end is None:
-        attempt.end, attempt.value = kind, told.get("value")
+        attempt.end, attempt.value = kind, entry.get("value")
 
 
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _append(path: Path, told: Mapping[str, Any]) -> None:
-    line = json.dumps(told).encode() + b"\n"
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    line = json.dumps(entry).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -302,11 +302,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in text.splitlines():
         try:
-            told = json.loads(line)
+            entry = json.loads(line)
         except ValueError:  # cut by a crash, or the null bytes of a network file system
             continue
-        if isinstance(told, dict):
-            yield told
+        if isinstance(entry, dict):
+            yield entry
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -59,10 +59,10 @@ def trials(words: Sequence[str]) -> int:
             if given.cancel != "all":
                 flag = f"--cancel {given.cancel}"
                 statuses = _numbered(statuses, given.cancel, flag, "all, or numbers of trials")
-            gone = searches.cancel_trials(statuses)
-            numbers = searches.ranges([trial.number for trial in gone])
+            cancelled = searches.cancel_trials(statuses)
+            numbers = searches.ranges([trial.number for trial in cancelled])
             none = "none, because no trial is pending or running"
-            print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if gone else none}", file=sys.stderr)
+            print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if cancelled else none}", file=sys.stderr)
         if given.watch is not None:
             return _watch(found, given)
         if given.resubmit:

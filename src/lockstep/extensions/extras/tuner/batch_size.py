@@ -12,11 +12,11 @@ from lockstep.data.source import length_of
 from lockstep.extensions.extras.tuner.lr_finder import limited
 from lockstep.extensions.extras.tuner.trial import (
     TrialSnapshot,
-    alone,
     configure_again,
     evaluate,
-    has_begun,
+    has_started,
     places_of,
+    refuse_several_processes,
     set_everywhere,
     train,
     trial,
@@ -116,7 +116,7 @@ def check_data(trainer: Trainer, name: str) -> None:
         MisconfigurationException: loaders are given as objects, there are several processes, or the attribute does not
             exist.
     """
-    alone(trainer, "The batch size finder")
+    refuse_several_processes(trainer, "The batch size finder")
     method = str(trainer.state.fn)
     stage = STAGES[method]
     if trainer.loaders.given.get(stage) is not None:
@@ -217,12 +217,12 @@ def _make_loaders_again(trainer: Trainer) -> None:
             loop.setup_data()
         return
     loop = trainer.fit_loop
-    asked_before = loop.feed is not None
+    was_set_up = loop.feed is not None
     loop.release()
     trainer.session.fit.feed = loop.validation.feed = None
-    if has_begun(trainer):
+    if has_started(trainer):
         loop.setup_data()
-    elif asked_before:  # `configure_optimizers` read `estimated_stepping_batches`, which depends on the loaders
+    elif was_set_up:  # `configure_optimizers` read `estimated_stepping_batches`, which depends on the loaders
         configure_again(trainer)
 
 

@@ -16,12 +16,12 @@ from lockstep.callbacks.base import Callback
 from lockstep.extensions.extras.tuner.trial import (
     TrialSnapshot,
     configure_again,
-    has_begun,
+    has_started,
     places_of,
+    refuse_without_undo,
     set_everywhere,
     train,
     trial,
-    undoable,
     values_of,
 )
 from lockstep.ground import comm
@@ -238,14 +238,15 @@ class RangeTest:
             raise ValueError(f"lr_find(num_training={self.num_training}): the number of steps must be at least 1.")
 
 
-def _attribute_name(trainer: Trainer, asked: str) -> str:
+def _attribute_name(trainer: Trainer, attr_name: str) -> str:
     kind = type(trainer.lightning_module).__name__
-    for name in (asked,) if asked else NAMES:
+    for name in (attr_name,) if attr_name else NAMES:
         if places_of(trainer, name):
             return name
-    if asked:
+    if attr_name:
         raise AttributeError(
-            f"lr_find(attr_name={asked!r}): neither {kind} nor the data module has this attribute, also not in hparams."
+            f"lr_find(attr_name={attr_name!r}): neither {kind} nor the data module has this attribute, also not in "
+            "hparams."
         )
     raise AttributeError(
         f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, also not in "
@@ -267,7 +268,7 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     if trainer.fast_dev_run:
         rank_zero_warn("The learning rate finder does nothing in a `fast_dev_run`.")
         return None
-    undoable(trainer, "The learning rate finder")
+    refuse_without_undo(trainer, "The learning rate finder")
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
     if not module.automatic_optimization or len(optimizers) != 1:
         raise MisconfigurationException(
@@ -301,7 +302,7 @@ def _take(trainer: Trainer, name: str, rate: float) -> None:
     """Continue the fit with the rate."""
     set_everywhere(trainer, name, rate)
     rank_zero_info(f"`{name}` is now {rate} ({', '.join(places_of(trainer, name))}).")
-    if not has_begun(trainer):
+    if not has_started(trainer):
         configure_again(trainer)
         return
     for optimizer in trainer.strategy.optimizers:

@@ -223,7 +223,7 @@ class SilentLogger(DummyLogger):
         return getattr(self._logger, "log_dir", None)
 
 
-def alone(trainer: Trainer, what: str) -> None:
+def refuse_several_processes(trainer: Trainer, what: str) -> None:
     """Raise for several ranks.
 
     Raises:
@@ -237,7 +237,7 @@ def alone(trainer: Trainer, what: str) -> None:
         )
 
 
-def undoable(trainer: Trainer, what: str) -> None:
+def refuse_without_undo(trainer: Trainer, what: str) -> None:
     """Raise if steps cannot be undone.
 
     Raises:
@@ -377,7 +377,7 @@ def configure_again(trainer: Trainer) -> None:
     strategy.change_optimizers()
 
 
-def has_begun(trainer: Trainer) -> bool:
+def has_started(trainer: Trainer) -> bool:
     """Return True if the fit's training has started, so that its optimizers have state."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.begun
 

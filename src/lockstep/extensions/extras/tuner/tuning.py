@@ -14,7 +14,12 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.extensions.extras.tuner import batch_size, lr_finder
 from lockstep.extensions.extras.tuner.batch_size import BatchSizeFinder
 from lockstep.extensions.extras.tuner.lr_finder import LearningRateFinder, LRFinder
-from lockstep.extensions.extras.tuner.trial import SilentLogger, alone, in_session, undoable
+from lockstep.extensions.extras.tuner.trial import (
+    SilentLogger,
+    in_session,
+    refuse_several_processes,
+    refuse_without_undo,
+)
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
@@ -101,7 +106,7 @@ class Tuner:
         )
         show = self._trainer.progress_bar_callback is not None
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        undoable(self._trainer, "The learning rate finder")
+        refuse_without_undo(self._trainer, "The learning rate finder")
 
         def find() -> LRFinder | None:
             with _prepared(self._trainer, TrainerFn.FITTING, model, given, datamodule):
@@ -163,7 +168,7 @@ class Tuner:
         given = {batch_size.STAGES[method]: dataloaders}
         if method == "fit":
             given = {"train": train_dataloaders, "val": val_dataloaders}
-        alone(self._trainer, "The batch size finder")
+        refuse_several_processes(self._trainer, "The batch size finder")
         with _prepared(self._trainer, TrainerFn(method), model, given, datamodule):
             return batch_size.scale_batch_size(self._trainer, settings)
 
