@@ -327,6 +327,7 @@ class ModelPruning(Callback):
             setting(epoch) if callable(setting) else setting
             for setting in (self._apply_pruning, self.amount, self._use_lottery_ticket_hypothesis)
         ]
+        # The user's functions may differ between ranks; the decisions must not.
         if trainer.world_size > 1:
             wanted = trainer.strategy.broadcast(wanted)
         prunes, amount, rewinds = wanted
@@ -349,6 +350,7 @@ class ModelPruning(Callback):
         """Prune the given fraction or number of the remaining elements now."""
         before = self._zeros() if self._verbose else []
         if self._use_global_unstructured:
+            # The user's class may not accept all of them, and torch passes on what it gets.
             takes = set(inspect.signature(self.pruning_fn).parameters)
             options = {key: v for key, v in {**self._options, "amount": amount}.items() if key in takes}
             prune.global_unstructured(self._parameters_to_prune, pruning_method=self.pruning_fn, **options)
@@ -447,6 +449,7 @@ class ModelPruning(Callback):
         if not resumes:
             _merge(state, names)
             return
+        # The model has no masks at this point: it loads unmasked values under the parameters' own names.
         masks = {name.removeprefix(prefix): state.pop(f"{name}_mask").to(torch.bool) for name in names}
         for name in names:
             state[name] = state.pop(f"{name}_orig")

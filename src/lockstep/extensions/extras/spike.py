@@ -108,6 +108,7 @@ class SpikeDetection(Callback):
     def _judge(self, trainer: Trainer, loss: float | None, batch_idx: int) -> None:
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
+        # All ranks must raise at the same batch, or the others would wait in their next collective.
         if trainer.world_size > 1:
             seen = torch.tensor([spike, not finite], dtype=torch.int32)
             anywhere = trainer.strategy.reduce(seen, reduce_op="max").tolist()

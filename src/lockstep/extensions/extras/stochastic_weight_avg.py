@@ -191,6 +191,7 @@ class StochasticWeightAveraging(Callback):
                     f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate instead of "
                     f"{replaced[0]}."
                 )
+        # A resumed fit may have added the weights of this epoch already.
         if epoch > self._latest_update_epoch:
             self._update(pl_module)
             self._latest_update_epoch = epoch
@@ -306,6 +307,7 @@ class StochasticWeightAveraging(Callback):
                 continue  # its statistics cover the samples of all ranks already
             for statistic in (layer.running_mean, layer.running_var):
                 assert statistic is not None
+                # Ranks may have different numbers of batches, so their means are weighted; one collective for both.
                 wide = statistic.to(widest(statistic.device))
                 packed = torch.cat([wide * batches, wide.new_tensor([batches])])
                 total = trainer.strategy.reduce(packed, reduce_op="sum")

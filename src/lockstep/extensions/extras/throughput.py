@@ -179,6 +179,7 @@ class Throughput:
                 raise ValueError("Throughput.update(lengths=...): it must be set in every update or in none.")
         given = [(self._time, time), (self._batches, batches), (self._samples, samples), (self._lengths, lengths)]
         totals = [(counter, value) for counter, value in given if value is not None]
+        # All are checked before any is recorded, so that a refused update changes nothing.
         for counter, value in totals:
             counter.check(value)
         for counter, value in totals:

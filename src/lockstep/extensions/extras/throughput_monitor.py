@@ -156,6 +156,7 @@ class ThroughputMonitor(Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         training, validation = self._meters[RunningStage.TRAINING], self._meters[RunningStage.VALIDATING]
+        # The clock of training restarts at its last measured time, when validation ended.
         validation_end = validation.start + validation.throughput.seconds
         training.start = validation_end - training.throughput.seconds
 
@@ -170,6 +171,7 @@ class ThroughputMonitor(Callback):
     @torch.no_grad()  # the user's functions may compute with tensors that require gradients
     def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
+        # Without it, the clock would measure when kernels are queued and not when they finish.
         synchronize(device)
         elapsed = time.perf_counter() - meter.start
         if self._has_flops is None:

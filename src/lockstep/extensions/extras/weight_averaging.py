@@ -116,6 +116,7 @@ class WeightAveraging(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Update after an optimizer step, which the last micro-batch of a window makes."""
+        # Compared with the last step, because only the last micro-batch of a window steps, and some steps are skipped.
         step = trainer.global_step
         assert self._latest_step is not None, "a batch before on_train_start"
         if step > self._latest_step:
@@ -131,6 +132,7 @@ class WeightAveraging(Callback):
         self._end_epoch(trainer, pl_module)
 
     def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Called from two hooks, and again after a resume: one update an epoch.
         epoch = trainer.current_epoch
         if epoch > self._latest_epoch:
             self._latest_epoch = epoch

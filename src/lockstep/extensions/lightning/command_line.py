@@ -124,6 +124,7 @@ class RecordsHyperparameters:
         self, class_type: type, *args: object, applied_instantiation_links: dict[str, Any], **kwargs: object
     ) -> Any:
         recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        # `save_hyperparameters` in the class's __init__ saves these instead of its arguments.
         token = given_hyperparameters.set(recorded)
         try:
             return class_type(*args, **kwargs)
@@ -497,6 +498,7 @@ class LightningCLI:
             saved = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
             own = [given.pop(key, None) or jsonargparse.Namespace() for key in ("init_args", "dict_kwargs")]
             given["dict_kwargs"] = jsonargparse.Namespace({**vars(own[0]), **dict(vars(own[1]))})
+        # Both are parsed on top of the config, so that its other values are kept.
         before, merged = self.config, merge_given(saved, given)
         try:
             all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)

@@ -203,6 +203,7 @@ class SlurmCluster:
         display_name: str | None,
         gpus: int,
     ) -> None:
+        # Counted also in a trial's process, which passes the earlier calls of the script to reach its own.
         call, here, main = next(_calls), trial_here(), of_hparams(main, lambda: self)
         if here is not None:
             if Search(Path(here.folder).parent).settings().get("call", 0) == call:
@@ -218,6 +219,7 @@ class SlurmCluster:
                 )
             self._play_here(search, main, nb_trials, gpus)
             return
+        # A dry run leaves no events, and its folders are replaced.
         if any(trial.events() for trial in search.trials()):
             raise MisconfigurationException(
                 f"{str(search.path)!r} contains a search that was submitted. Use another job_name or "
@@ -251,6 +253,7 @@ class SlurmCluster:
                 "log_path=None: set SlurmCluster(log_path=...) to a folder that all nodes see"
             )
         path = Path(self.log_path).expanduser().absolute()
+        # sbatch treats backslashes in output paths as escapes.
         if not str(path).isprintable() or "\\" in str(path):
             raise MisconfigurationException(
                 f"log_path={str(path)!r}: SLURM does not accept backslashes or control characters in the path of a "
@@ -299,6 +302,7 @@ class SlurmCluster:
                     f"per_experiment_nb_gpus={gpus}, but this machine has {len(there)} GPU(s). Set a lower number, or "
                     "call optimize_parallel_cluster_cpu"
                 )
+            # Groups of whole trials only: devices that are left over stay idle.
             groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
             options.optimize_parallel_gpu(main, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
         else:
@@ -377,6 +381,7 @@ class SlurmCluster:
 
     def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
         """Return the resources and options of the script of these trials, with a placeholder for the command."""
+        # %4a is SLURM's pattern for the array's task, with four digits as in the folders' names.
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"
         email, on_done, on_fail = self._email or (None, False, False)

@@ -149,8 +149,10 @@ class Space:
 
         from lockstep.data.order import Shuffled, make_key
 
+        # A permutation of the grid does not repeat combinations, and needs no memory.
         if self.is_listed and self.size < LARGEST_PERMUTED:
             return self.at(int(Shuffled(self.size, make_key("search", seed))(torch.tensor([number]))))
+        # A key for each name: adding an option does not change the values of the others.
         return {
             name: dimension.draw(Random(make_key("search", seed, number, name)))
             for name, dimension in self.dimensions.items()
@@ -194,6 +196,7 @@ def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], 
     Raises:
         MisconfigurationException: the list is empty, or the type rejects a value.
     """
+    # Text and mappings are iterable, but iterating over them is never meant.
     if values is None or isinstance(values, (str, bytes, Mapping)):
         raise MisconfigurationException(
             f"opt_list({option!r}, options={values!r}): options must be a list of the values to try"

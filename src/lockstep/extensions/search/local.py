@@ -150,6 +150,7 @@ def _write_call(call: object, folder: Path) -> None:
 
     try:
         with open(folder / CALL, "wb") as file:
+            # The function may come from modules that only the script's sys.path has.
             pickle.dump(list(sys.path), file)
             pack(call, file)
     except OSError:
@@ -173,6 +174,7 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
             )
         if values is not None and known is None:
             trial.write_values(values)
+        # Completed trials are not run again; failed ones are.
         last = read_events(trial.events()).last
         if last is not None and last.end == "completed":
             outcomes[number] = _outcome(trial, trials)

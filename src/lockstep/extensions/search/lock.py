@@ -40,6 +40,7 @@ class FileLock:
             OSError: the folder cannot be written.
         """
         pause, seen, since = 0.001, None, time.monotonic()
+        # The grace period restarts when the lock changes hands. Times are of this clock, as hosts' clocks differ.
         while self.take():
             holder = self._holder()
             if holder != seen:

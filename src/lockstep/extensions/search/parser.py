@@ -539,6 +539,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             )
         options = Hyperparameters(**self._from_files(args))
         vars(options).update(vars(namespace or argparse.Namespace()))
+        # argparse reports required options as missing even if the namespace has their values.
         required = [action for action in self._actions if action.required and action.dest in options]
         for action in required:
             action.required = False
@@ -592,6 +593,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             fromfile_prefix_chars=self.fromfile_prefix_chars,
             allow_abbrev=self.allow_abbrev,
         )
+        # Errors must show this parser's usage.
         probe.error = self.error  # type: ignore[method-assign]
         # All options are needed to resolve abbreviations: a word may be one option's name and another's prefix.
         for action in self._actions:

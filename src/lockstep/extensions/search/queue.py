@@ -74,6 +74,7 @@ def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
     """
     wanted = set(jobs)
     found: dict[str, QueuedJob] = {}
+    # Array tasks are queried by their array, which squeue --array lists by task.
     for part in _parts(sorted({job.partition("_")[0] for job in wanted})):
         found.update(_in_queue(part))
     missing = wanted - found.keys()

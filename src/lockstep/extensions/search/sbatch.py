@@ -196,6 +196,7 @@ def _options(batch: Batch) -> list[str]:
     for option in batch.options:
         _check(option, own, batch)
     lines = {name: Option(name, value) for name, value in own.items()} | {each.name: each for each in batch.options}
+    # The script requeues by default, and the two options contradict each other.
     if "no-requeue" in lines:
         del lines["requeue"]
     return [line for option in lines.values() for line in _lines(option)]

@@ -189,10 +189,12 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
         job: state of its newest job in SLURM; None if SLURM does not have it.
         has_answered: True if SLURM has answered.
     """
+    # A completed trial stays completed, whatever SLURM reports: its job may fail or be requeued afterwards.
     last = history.current
     if last is not None and last.end == "completed":
         return (PRUNED if last.pruned else COMPLETED), ""
     state, why = _by_job(job, has_started=last is not None)
+    # Before the trial's own failure: SLURM restarts the job, or its node was lost and the failure is a consequence.
     if state in (PENDING, PREEMPTED):
         return state, why
     if last is not None and last.end == "failed":
@@ -203,6 +205,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
         return CANCELLED, ""
     if last is not None and last.job is None:  # a process on this machine
         return RUNNING, ""
+    # After the local case, because trials on this machine have no job either.
     if not history.job:
         return UNSUBMITTED, ""
     return (state, why) if has_answered else (UNKNOWN, "")
@@ -300,6 +303,7 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 def exhausted(status: Status, limits: Limits) -> str:
     """Return the limit that forbids another start of a trial, or "" if none does."""
     history = status.history
+    # A preemption counts when another start follows it; the current one has none yet.
     lost = history.preemptions + (status.state == PREEMPTED)
     if status.state == FAILED and history.failures >= limits.failures:
         return f"trial {status.trial.number} failed {history.failures} time(s), max_failures is {limits.failures}"

@@ -80,6 +80,7 @@ class StudyTrial:
             MisconfigurationException: the study has other options or another mode.
         """
         with self._drawing():
+            # First, so that an earlier start of this trial is not marked as dead here.
             _beat(self._beat)
             _fail_dead(self._study, self.folder)
             params = self._sample(self._start_entry())
@@ -232,6 +233,7 @@ class StudyTrial:
         """
         if entry.state == TrialState.RUNNING:
             self._study.tell(entry.number, state=TrialState.FAIL)
+        # A fit that starts from scratch is not pruned by the report of an earlier one.
         dropped = (LOST,) if keeps else (LOST, PRUNED_AT)
         self._study.add_trial(
             optuna.create_trial(
@@ -293,6 +295,7 @@ class StudyTrial:
         """
         settings, name = self.settings, self.folder.name
         direction = _DIRECTIONS[settings.mode]
+        # Each trial has its own seed, so that trials that start together do not draw the same values.
         seed = make_key("study", settings.seed, self.number) % (1 << 32)
         sampler = (settings.sampler or optuna.samplers.TPESampler)(seed=seed)
         if isinstance(sampler, optuna.samplers.GridSampler):

@@ -61,6 +61,7 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
     except Superseded:  # not a failure: the newer start records the trial's end
         raise
     except BaseException as error:
+        # sys.exit() and sys.exit(0) are a normal end of a script.
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             start.fail(error)
             raise
@@ -179,6 +180,7 @@ class _Start:
                 # SLURM ends the job. If the process ended first, the job would count as completed or failed.
                 await_end()
             end_at_once()
+        # Without a checkpoint, a requeued trial would start from scratch, and reach its limit again.
         if self.saving.save is None and not job.check().get("saved"):
             return
         self._busy = True

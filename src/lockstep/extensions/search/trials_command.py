@@ -106,6 +106,7 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
     """Show the table until all trials have ended, and resubmit the selected trials meanwhile."""
     reported: set[str] = set()
     while True:
+        # Before the table, which then shows the resubmitted trials as pending.
         again = given.resubmit and _resubmit(found[0], given, reported)
         if sys.stdout.isatty():
             print(CLEAR, end="")
@@ -146,6 +147,7 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
         print(json.dumps(rows, indent=2))
     elif given.csv:
         print(table.as_csv(rows), end="")
+    # --watch may write to a pipe, whose reader waits for each table.
     sys.stdout.flush()
     return shown
 

@@ -163,6 +163,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
         if not fit or trainer.strategy.root_device.type != "cpu":
             # After the except clause, because the frames of the exception refer to the batch.
             garbage_collection_cuda()
+        # Ctrl-C ends a trial like a normal end; the search must not continue with the next size.
         if trainer.interruption is not None:
             raise KeyboardInterrupt
         rank_zero_info(f"Batch size {size} {'fits' if fit else 'does not fit into memory'}.")

@@ -192,6 +192,7 @@ class _RateRecorder(Callback):
             self._results["loss"].append(math.nan)
             return
         self._average = FORGETTING * self._average + (1 - FORGETTING) * loss
+        # Corrects the bias of an average that starts at 0.
         smoothed = self._average / (1 - FORGETTING ** (step + 1))
         if self._threshold is not None and step > 1 and smoothed > self._threshold * self._best:
             self._has_stopped = trainer.should_stop = True

@@ -148,6 +148,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
         optimizer.load_state_dict(_restored(saved))
         return
     attributes, groups, states = saved
+    # Not by load_state_dict, which converts the dtypes of states.
     vars(optimizer).clear()
     vars(optimizer).update(attributes)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -301,6 +302,7 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
         with in_session(trainer, inside):
             yield
     finally:
+        # The strategy first: hooks that are called while restoring must see its own optimizers and schedulers.
         vars(strategy).clear()
         vars(strategy).update(strategy_before)
         if session.world_size > 1:

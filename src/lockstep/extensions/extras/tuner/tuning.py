@@ -221,6 +221,7 @@ def _prepared(
     watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
     trainer._attach(fn, model, given, datamodule)
     session = trainer.session
+    # Callbacks that watch a run, and other searches, have nothing to set up for a trial.
     only_set_up = [_OnlySetUp(callback) for callback in session.base_callbacks if not isinstance(callback, watching)]
     inside = session.branch(
         base_callbacks=only_set_up,
