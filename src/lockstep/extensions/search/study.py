@@ -135,9 +135,13 @@ class StudyTrial:
             ) from error
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: _trial_value(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()
-        }
+        values = {}
+        for name, dimension in self.settings.space.dimensions.items():
+            if isinstance(dimension, Options):
+                values[name] = dimension[_labels(dimension).index(params[name])]
+            else:
+                values[name] = dimension.given(params[name])
+        return values
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -417,13 +421,6 @@ def _labels(options: Options) -> list[Any]:
     if scalars and all(values.index(value) == at for at, value in enumerate(values)):
         return values
     return [f"{at}: {value}" for at, value in enumerate(values)]
-
-
-def _trial_value(dimension: Dimension, param: Any) -> Any:
-    """Convert a parameter that Optuna has drawn to the trial's value."""
-    if isinstance(dimension, Options):
-        return dimension[_labels(dimension).index(param)]
-    return dimension.given(param)
 
 
 # -- the heartbeat --------------------------------------------------------------------------------------------
