@@ -24,7 +24,7 @@ TOPICS = {
     "no effect": (
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
-        r"has nowhere to write: the Trainer|and there is no logger: set"
+        r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|and there is no logger: (set|give)"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
@@ -48,8 +48,8 @@ TOPICS = {
     "no last checkpoint": r"there is no last checkpoint available|there is no checkpoint yet",
     "already in the optimizer": r"already exist within another group|are already in another group of",
     "SWA that begins late": r"SWA is initializing after|after its first epoch",
-    "no batch indices": r"infer the batch indices|`batch_indices` is empty, because",
-    "average begins anew": r"was not created with WeightAveraging|written without the callback; averaging",
+    "no batch indices": r"infer the batch indices|`batch_indices` is empty, because|does not tell which samples",
+    "average begins anew": r"was not created with WeightAveraging|written without the callback[;,]",
     "no batches": r"Total length of|has no batches",
     "hooks of transfer": r"overridden `(on_before_batch_transfer|transfer_batch_to_device|on_after_batch_transfer)`",
     "averaging of made layers": r"WeightAveraging callback with a model",

@@ -55,7 +55,7 @@ def test_a_handler_that_gives_way_is_back_afterwards() -> None:
     """A trial of a search heeds signals outside of its fits, and a fit takes them over."""
     outer: list[int] = []
     inner: list[int] = []
-    with handling([signal.SIGUSR1], outer.append, replaceable=True):
+    with handling([signal.SIGUSR1], outer.append, is_replaceable=True):
         with handling([signal.SIGUSR1], inner.append):
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -229,7 +229,7 @@ def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path
     statuses = await_states(slurm, search, "completed", "failed")
     assert [status.state for status in statuses] == ["completed", "failed", "failed"]
     assert statuses[1].error == "ValueError: the second one fails"
-    assert statuses[2].error == "its process ended without a last word of the trial's"
+    assert statuses[2].error == "its process ended without reporting the trial's end"
     assert slurm.wait(job(search.trials()[1]), seconds=60) == "FAILED"
     assert slurm.wait(job(search.trials()[2]), seconds=60) == "COMPLETED"
     (tmp_path / "mended").touch()

@@ -33,7 +33,7 @@ _giving_way: list[object] = []
 
 @contextmanager
 def handling(
-    numbers: Iterable[int], note: Callable[[int], None], replaceable: bool = False, beside: Collection[int] = ()
+    numbers: Iterable[int], note: Callable[[int], None], is_replaceable: bool = False, beside: Collection[int] = ()
 ) -> Iterator[None]:
     """Call ``note`` for these signals inside the context. Outside the main thread, do nothing.
 
@@ -44,7 +44,7 @@ def handling(
     Args:
         numbers: the signals.
         note: called in the handler, so it must not print: another signal may interrupt it.
-        replaceable: whether a fit inside the context may take over these signals while it runs.
+        is_replaceable: whether a fit inside the context may take over these signals while it runs.
         beside: signals for which the user's handler is called, and ``note`` after it.
     """
     process = os.getpid()
@@ -66,13 +66,13 @@ def handling(
     replaced = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
     for number in replaced:
         signal.signal(number, handle)
-    if replaceable:
+    if is_replaceable:
         _giving_way.append(handle)
     try:
         with HANDLERS.inside():
             yield
     finally:
-        if replaceable:
+        if is_replaceable:
             _giving_way.remove(handle)
         for number, handler in replaced.items():
             if signal.getsignal(number) is handle:

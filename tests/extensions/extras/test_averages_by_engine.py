@@ -134,5 +134,5 @@ def averaged_on_a_pipeline() -> None:
 @pytest.mark.extension("balancing")
 def test_an_average_of_weights_on_the_ranks_of_a_pipeline_is_refused(ranks: RankPool) -> None:
     """Without validation it left NaN in the module and in each checkpoint, and said nothing."""
-    with pytest.raises(RankFailure, match=r"EMAWeightAveraging: each rank of a pipeline has .*one_process=True"):
+    with pytest.raises(RankFailure, match=r"EMAWeightAveraging: each rank of a pipeline has only .*one_process=True"):
         ranks(2).run(averaged_on_a_pipeline, timeout=40)

@@ -352,7 +352,7 @@ def test_ranks_prune_as_one_process(ranks: RankPool) -> None:
         ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "`pruning_norm` should be provided"),
         ({"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
         ({"pruning_fn": Evens, "use_global_unstructured": False}, "works with use_global_unstructured=True"),
-        ({"pruning_fn": Evens()}, "give the class, not an object"),
+        ({"pruning_fn": Evens()}, "the class, not an instance"),
         ({"pruning_fn": smallest}, "with use_global_unstructured=False also"),
         ({"pruning_fn": "l1_unstructured", "amount": "half"}, "amount='half'"),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "between 0 and 1"),

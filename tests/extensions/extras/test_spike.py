@@ -132,7 +132,7 @@ def test_a_batch_without_a_loss_is_not_judged(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     spike = SpikeDetection(exclude_batches_path=tmp_path)
-    with pytest.warns(UserWarning, match="nothing to judge"):
+    with pytest.warns(UserWarning, match="nothing to check"):
         quiet(callbacks=spike, max_epochs=1).fit(Skips(), told([1.0, 90.0, 1.2]))
     assert spike.state_dict()["recent"] == [1.0, 1.2]
 

@@ -167,7 +167,7 @@ def test_a_checkpoint_without_it_says_so(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     quiet(callbacks=Saver(path, 2, None), max_epochs=3).fit(Slope(lr=0.1), numbers(4))
     swa = StochasticWeightAveraging(0.1, 2)
-    with pytest.warns(UserWarning, match="begins in epoch 3, after its first epoch 1"):
+    with pytest.warns(UserWarning, match="starts in epoch 3, after its first epoch 1"):
         quiet(callbacks=swa, max_epochs=5).fit(Slope(lr=0.1), numbers(4), ckpt_path=path)
     assert swa.n_averaged == 2
 
@@ -336,4 +336,4 @@ def test_a_swapped_scheduler_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level("INFO", "lockstep"):
         quiet(max_epochs=2, callbacks=StochasticWeightAveraging(0.1, 0.5)).fit(Scheduled(), numbers(2))
-    assert "SWALR sets the learning rate in the place of StepLR" in caplog.text
+    assert "SWALR sets the learning rate instead of StepLR" in caplog.text

@@ -127,5 +127,5 @@ def test_rank_0_writes_for_all(ranks: RankPool) -> None:
 
 
 def test_a_monitor_without_a_logger_warns() -> None:
-    with pytest.warns(UserWarning, match=r"ThroughputMonitor has nowhere to write"):
+    with pytest.warns(UserWarning, match=r"ThroughputMonitor logs nothing"):
         quiet(max_epochs=2, callbacks=[ThroughputMonitor(batch_size_fn=len)]).fit(Slope(), numbers(2))

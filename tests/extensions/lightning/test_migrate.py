@@ -180,14 +180,14 @@ def test_flags(before: str, after: str) -> None:
         ("early_stop_callback=True", r"today callbacks=\[EarlyStopping\(\.\.\.\)\]"),
         ("weights_summary='full'", r"today callbacks=\[ModelSummary"),
         ("resume_from_checkpoint=path", r"today trainer\.fit\(\.\.\., ckpt_path=path\)"),
-        ("gpus=args.gpus", r"Trainer\(gpus=args\.gpus\): what it means today depends on the value"),
+        ("gpus=args.gpus", r"Trainer\(gpus=args\.gpus\): its meaning today depends on the value"),
         ("checkpoint_callback=saver", "depends on the value"),
         ("track_grad_norm=2", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
         ("track_grad_norm=norm", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
         ("max_nb_epochs=1, max_epochs=2", "give one of the two"),
-        ("max_nb_epochs=1, max_epochs=None", "today max_epochs=1, and another was given, too"),
+        ("max_nb_epochs=1, max_epochs=None", "today max_epochs=1, but this flag is also set"),
         ("amp_backend='apex'", "apex is no longer supported"),
-        ("**flags", "old flags among them are translated when it runs"),
+        ("**flags", "old flags in it are translated when the script runs"),
     ],
 )
 def test_flags_that_stay_are_told_of(flags: str, said: str) -> None:
@@ -402,7 +402,7 @@ def test_nothing_to_be_done(text: str, tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr()
     assert (told.out, told.err) == (
         "",
-        f"{tmp_path / 'a.py'}: nothing is to be done: it names nothing of Lightning\n",
+        f"{tmp_path / 'a.py'}: nothing to do: it does not use Lightning\n",
     )
     assert (tmp_path / "a.py").read_text() == text
 
@@ -414,10 +414,10 @@ def test_what_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "a.ipynb").write_text("{}")
     (tmp_path / "empty").mkdir()
     for name, said in {
-        "wrong.py": r"wrong\.py:2 is no Python of today: Missing parentheses",
-        "none.py": r"none\.py is not there \(this is ",
-        "binary.py": r"binary\.py.* is no Python of today: ",
-        "a.ipynb": r"a\.ipynb is a notebook: write it as a script first",
+        "wrong.py": r"wrong\.py:2 is not valid Python 3: Missing parentheses",
+        "none.py": r"none\.py does not exist \(in ",
+        "binary.py": r"binary\.py.* is not valid Python 3: ",
+        "a.ipynb": r"a\.ipynb is a notebook\. Convert it to a script first",
         "empty": "there is no script in the folder",
     }.items():
         assert main(["migrate", "--write", str(tmp_path / "fine.py"), str(tmp_path / name)]) == 2
@@ -445,11 +445,11 @@ def test_class_paths_of_configs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "a.yaml").read_bytes() == wanted.encode()
     assert (tmp_path / "b.json").read_text() == '{"a": [\n\t"lockstep.loggers.CSVLogger", "say \\"x\\""]}'
     said = capsys.readouterr().err
-    assert re.search(r"to be done by hand:\n  line 7: lightning.pytorch.callbacks.XLAStatsMonitor: \w+", said)
+    assert re.search(r"to do by hand:\n  line 7: lightning.pytorch.callbacks.XLAStatsMonitor: \w+", said)
     for name, text in (("wrong.yaml", "a: ]"), ("wrong.json", "{")):
         (tmp_path / name).write_text(text)
         assert main(["migrate", str(tmp_path / name)]) == 2
-        assert f"{name} is no {name[-4:]}: " in capsys.readouterr().err
+        assert f"{name} is not valid {name[-4:]}: " in capsys.readouterr().err
 
 
 def test_line_ends_encodings_and_odd_characters_stay(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_what_fails_comes_first_and_what_differs_takes_one_line(
     report = capsys.readouterr().err
     lines = report.splitlines()
     assert [line.split(":")[0] for line in lines if line.startswith("  line")][:2] == ["  line 5", "  line 3"]
-    assert max(map(len, lines[lines.index(next(line for line in lines if "differs" in line)) + 1 :])) < 160
+    assert max(map(len, lines[lines.index(next(line for line in lines if "differences" in line)) + 1 :])) < 160
     assert "add_dataloader_idx" not in report
 
 

@@ -200,20 +200,20 @@ def test_without_log_files_the_output_goes_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "call", "said"),
     [
-        ({}, {"nb_trials": 0}, r"nb_trials=0: give a whole number from 1"),
-        ({}, {"job_name": "a/b"}, r"job_name='a/b' names the folder of the search"),
-        ({}, {"job_name": ".."}, r"job_name='\.\.' names the folder"),
-        ({"test_tube_exp_name": "a\nb"}, {}, r"test_tube_exp_name='a\\nb' names the folder"),
-        ({"log_path": None}, {}, r"log_path=None: give a folder that all nodes see"),
-        ({"log_path": "a\\b"}, {}, r"SLURM takes no path with a backslash"),
-        ({"log_path": "/proc/none"}, {}, r"log_path='/proc/none': .*give a folder that can be written"),
-        ({"at_most": 2}, {}, r"at_most=2 limits the trials of an array job: set array=True"),
-        ({"array": True, "at_most": 0}, {}, r"at_most=0: give a whole number from 1"),
-        ({"per_experiment_nb_nodes": 0}, {}, r"per_experiment_nb_nodes=0: give a whole number from 1"),
+        ({}, {"nb_trials": 0}, r"nb_trials=0: it must be an integer of at least 1"),
+        ({}, {"job_name": "a/b"}, r"job_name='a/b' cannot name the folder of the search"),
+        ({}, {"job_name": ".."}, r"job_name='\.\.' cannot name the folder"),
+        ({"test_tube_exp_name": "a\nb"}, {}, r"test_tube_exp_name='a\\nb' cannot name the folder"),
+        ({"log_path": None}, {}, r"log_path=None: .*a folder that all nodes see"),
+        ({"log_path": "a\\b"}, {}, r"SLURM does not accept backslashes"),
+        ({"log_path": "/proc/none"}, {}, r"log_path='/proc/none' cannot be written .*Use a writable folder"),
+        ({"at_most": 2}, {}, r"at_most=2 is for array jobs only. Set array=True"),
+        ({"array": True, "at_most": 0}, {}, r"at_most=0: it must be an integer of at least 1"),
+        ({"per_experiment_nb_nodes": 0}, {}, r"per_experiment_nb_nodes=0: it must be an integer of at least 1"),
         (
             {"job_time": "0:05:00"},
             {},
-            r"job_time .* 0:05:00 is no longer than minutes_to_checkpoint_before_walltime .* 5, in min",
+            r"job_time .* 0:05:00 is not longer than minutes_to_checkpoint_before_walltime .* 5, in min",
         ),
     ],
 )
@@ -247,13 +247,13 @@ def test_without_slurm_the_trials_run_here_if_asked(tmp_path: Path, monkeypatch:
     assert [status.state for status in statuses] == ["completed", "failed", "completed"]
     assert statuses[1].error == "ValueError: not at 90"
     assert statuses[2].metrics == {"value": 0.01}
-    with pytest.raises(MisconfigurationException, match="per_experiment_nb_gpus=99, and this machine has"):
+    with pytest.raises(MisconfigurationException, match="per_experiment_nb_gpus=99, but this machine has"):
         of(tmp_path, local=True, per_experiment_nb_gpus=99).optimize_parallel_cluster_gpu(main, 3, "job")
 
 
 def test_a_search_that_was_submitted_is_not_written_over(tmp_path: Path, slurm: FakeSlurm) -> None:
     of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
-    with pytest.raises(MisconfigurationException, match=r"holds a search that was submitted: give another job_name"):
+    with pytest.raises(MisconfigurationException, match=r"contains a search that was submitted\. Use another job_name"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
 
 
@@ -283,7 +283,7 @@ def test_a_queue_that_is_full_after_the_second_job(tmp_path: Path, slurm: FakeSl
 def test_an_answer_of_sbatch_without_a_number_is_shown(tmp_path: Path, slurm: FakeSlurm) -> None:
     program = slurm.folder / "bin" / "sbatch"
     program.write_text("#!/bin/sh\necho welcome\n")
-    with pytest.raises(SlurmRefused, match="sbatch said 'welcome', where the number of the job was expected"):
+    with pytest.raises(SlurmRefused, match="sbatch printed 'welcome' instead of the number of the job"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
 
 
@@ -415,7 +415,7 @@ def test_a_start_that_a_newer_one_has_replaced(
     """Its node was cut off, and comes back when the trial runs elsewhere."""
     trial.note("started", attempt=3, job="9")
     enter(monkeypatch, trial, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1")
-    with pytest.raises(RuntimeError, match="has been started anew: attempt 3; here it is 1"):
+    with pytest.raises(RuntimeError, match="was started again as attempt 3, so this attempt, 1, ends"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     assert [told["event"] for told in trial.events()] == ["started"]
 
@@ -437,7 +437,7 @@ def test_a_trial_that_was_preempted_too_often_fails(
     for attempt in range(3):
         trial.note("started", attempt=attempt, job="8")
     enter(monkeypatch, trial, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="3")
-    with pytest.raises(MisconfigurationException, match="was preempted 3 times, max_preemptions is 2"):
+    with pytest.raises(MisconfigurationException, match="was preempted 3 times, but max_preemptions is 2"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     last = read_events(trial.events()).last
     assert last is not None

@@ -41,7 +41,7 @@ def test_a_grid_of_a_billion_combinations_takes_under_a_megabyte() -> None:
             | {"d": range_of("--d", 1e-4, 1.0, 10**9, log_base=10)}
         )
         assert space.size == 10**18
-        with pytest.raises(MisconfigurationException, match=r"nb_trials=9, and the grid has 10+ combinations \(a 1000"):
+        with pytest.raises(MisconfigurationException, match=r"nb_trials=9, but the grid has 10+ combinations \(a 1000"):
             numbers(space, "grid_search", 9)
         assert space.at(10**18 - 1) == {"a": 999, "b": 999, "c": 1000, "d": 1.0}
         assert len({str(space.drawn(1, number)) for number in range(50)}) == 50
@@ -99,10 +99,10 @@ def test_a_list_among_the_options_is_each_trials_own() -> None:
     ("options", "kind", "said"),
     [
         ([], float, r"options=\[\]\): there is no value to try"),
-        (None, float, r"options=None\): give the values to try as a list"),
-        ("abc", None, r"options='abc'\): give the values to try as a list"),
-        (["a"], float, r"its type float refuses the value 'a'"),
-        ([{}], int, r"its type int refuses the value \{\}"),
+        (None, float, r"options=None\): options must be a list"),
+        ("abc", None, r"options='abc'\): options must be a list"),
+        (["a"], float, r"the value 'a' cannot be converted by type=float"),
+        ([{}], int, r"the value \{\} cannot be converted by type=int"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: Any, kind: Any, said: str) -> None:
@@ -113,15 +113,15 @@ def test_options_that_cannot_be_are_refused(options: Any, kind: Any, said: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((None, 1), "low is a finite number"),
-        ((0, float("inf")), "high is a finite number"),
-        ((0, float("nan")), "high is a finite number"),
-        ((True, 1), "low is a finite number"),
-        ((2, 1), "low is the smaller"),
+        ((None, 1), "low must be a finite number"),
+        ((0, float("inf")), "high must be a finite number"),
+        ((0, float("nan")), "high must be a finite number"),
+        ((True, 1), "low must be a finite number"),
+        ((2, 1), "low must not be larger than high"),
         ((0, 1, 0), "nb_samples=0"),
-        ((0, 1, 5, 10), "on a logarithmic scale low is above 0"),
+        ((0, 1, 5, 10), "low must be above 0 on a logarithmic scale"),
         ((1, 2, 5, 1), "log_base=1"),
-        ((1, 2.5, 5, None, int), "give whole numbers"),
+        ((1, 2.5, 5, None, int), "low and high must be integers"),
     ],
 )
 def test_ranges_that_cannot_be_are_refused(arguments: tuple[Any, ...], said: str) -> None:
@@ -132,14 +132,14 @@ def test_ranges_that_cannot_be_are_refused(arguments: tuple[Any, ...], said: str
 @pytest.mark.parametrize("strategy", ["grid_search", "random_search"])
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0])
 def test_a_number_of_trials_that_is_none_is_refused(strategy: str, wrong: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="give a number of trials from 1"):
+    with pytest.raises(MisconfigurationException, match="it must be an integer of at least 1"):
         numbers(Space({"x": Options((1,))}), strategy, wrong)
 
 
 def test_more_trials_than_combinations_are_not_made_up() -> None:
     space = Space({"x": Options((1, 2, 3))})
     assert len(numbers(space, "grid_search", 9)) == 3
-    with pytest.warns(UserWarning, match="nb_trials=9, and the lists have 3 combinations"):
+    with pytest.warns(UserWarning, match="nb_trials=9, but the lists have 3 combinations"):
         assert len(numbers(space, "random_search", 9)) == 3
     assert len(numbers(Space({"x": Range(0.0, 1.0)}), "random_search", 99)) == 99
     with pytest.raises(MisconfigurationException, match="needs nb_trials"):

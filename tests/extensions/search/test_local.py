@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.extensions.search import local
 from lockstep.extensions.search import parser as parser_module
-from lockstep.extensions.search.local import Trials, dealt
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.local import Trials, share_devices
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
@@ -72,12 +72,12 @@ def test_a_failed_trial_does_not_stop_the_rest(at_once: type[Ended], tmp_path: P
         (0, "failed", 5, None), (1, "failed", 6, None), (2, "completed", 7, 0.5),
     ]  # fmt: skip
     assert found[0].error == "ValueError: no"
-    assert found[1].error == "its process was killed by SIGKILL, without a last word of the trial's"
+    assert found[1].error == "its process was killed by SIGKILL without reporting the trial's end"
 
 
 def test_where_all_fail_the_call_raises(at_once: type[Ended]) -> None:
     at_once.ends = {0: "ValueError: no", 1: None}
-    with pytest.raises(RuntimeError, match=r"all 2 trial\(s\) have failed; trial 0: ValueError: no"):
+    with pytest.raises(RuntimeError, match=r"all 2 trial\(s\) failed. Trial 0: ValueError: no"):
         options([1, 2]).optimize_parallel_cpu(print)
 
 
@@ -113,7 +113,7 @@ def test_another_search_got_the_results_of_the_first_as_its_own(at_once: type[En
         ({"mode": "max"}, 'mode is "min" there, and "max" here'),
         ({"name": "width"}, "option 'lr' is .* there, and unknown here; option 'width' is unknown there"),
         ({"high": 2.0}, "option 'lr' is .*1.0.* there, and .*2.0.* here"),
-        ({"epochs": 5}, "option 'epochs' is 3 there, and 5 here: give another log_path"),
+        ({"epochs": 5}, "option 'epochs' is 3 there, and 5 here. Use another log_path"),
     ):
         with pytest.raises(MisconfigurationException, match=said):
             begun(**other)  # type: ignore[arg-type]
@@ -123,14 +123,14 @@ def test_another_search_got_the_results_of_the_first_as_its_own(at_once: type[En
 
 def test_a_random_search_with_another_seed_is_refused(at_once: type[Ended], tmp_path: Path) -> None:
     options([1, 2, 3], strategy="random_search").optimize_parallel_cpu(print, 3, log_path=tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"holds a trial with other values .* the seed that it had"):
+    with pytest.raises(MisconfigurationException, match=r"a trial of another search, with values .* earlier seed"):
         options([1, 2, 3], strategy="random_search", seed=9).optimize_parallel_cpu(print, 3, log_path=tmp_path)
 
 
 def test_the_same_call_made_twice_at_a_time_ran_each_trial_twice(at_once: type[Ended], tmp_path: Path) -> None:
     (tmp_path / local.CALL).touch()
-    with held(FileLock(str(tmp_path / local.CALL))):
-        said = rf"runs now, in process {os.getpid()} of .* another log_path; .* remove .*call\.pkl\.lock"
+    with holding(FileLock(str(tmp_path / local.CALL))):
+        said = rf"is running in process {os.getpid()} of .* another log_path\. .* remove .*call\.pkl\.lock"
         with pytest.raises(MisconfigurationException, match=said):
             options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
     assert at_once.started == []
@@ -151,7 +151,7 @@ def test_a_file_system_without_links_has_no_lock_and_says_so(
     monkeypatch.setattr(os, "symlink", refuse)
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert len(options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)) == 2
-    assert "no lock can be made" in caplog.text
+    assert "the lock cannot be created" in caplog.text
 
 
 def test_devices_are_shared_out(at_once: type[Ended], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_devices_are_shared_out(at_once: type[Ended], monkeypatch: pytest.Monkey
     at_once.started = []
     hparams.optimize_parallel_cpu(print)
     assert {devices for _, devices in at_once.started} == {""}
-    assert dealt(["0", "1"], 3) == ["0", "1", "0"]
+    assert share_devices(["0", "1"], 3) == ["0", "1", "0"]
 
 
 def test_without_gpus_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +179,13 @@ def test_without_gpus_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("workers", [0, -1, True, 1.5])
 def test_a_number_of_workers_that_is_none_is_refused(workers: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"nb_workers=.*from 1"):
+    with pytest.raises(MisconfigurationException, match=r"nb_workers=.*at least 1"):
         options([1]).optimize_parallel_cpu(print, 1, workers)
 
 
 def test_a_function_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     lock = threading.Lock()
-    with pytest.raises(MisconfigurationException, match=r"cannot be sent to their processes .*lock"):
+    with pytest.raises(MisconfigurationException, match=r"cannot be pickled for their processes .*lock"):
         options([1]).optimize_parallel_cpu(lambda hparams: lock, 1, 1, tmp_path)
 
 

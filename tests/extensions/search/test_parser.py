@@ -99,7 +99,7 @@ def test_options_with_several_words() -> None:
 
 def test_an_option_twice_is_refused_with_the_way_out() -> None:
     parser = of_the_page()
-    with pytest.raises(argparse.ArgumentError, match=r"conflicting option string: --layers: leave one of the two out"):
+    with pytest.raises(argparse.ArgumentError, match=r"conflicting option string: --layers. Remove one of the two"):
         parser.opt_list("--layers", options=[1], tunable=True)
 
 
@@ -114,10 +114,10 @@ def test_an_option_that_would_hide_a_method_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"strategy": "grid"}, "strategy='grid'.*give one of 'grid_search'"),
+        ({"strategy": "grid"}, "strategy='grid'.*must be one of 'grid_search'"),
         ({"mode": "less"}, "mode='less'"),
         ({"seed": "1"}, "seed='1'"),
-        ({"sampler": object()}, "give the class, or a function of `seed`"),
+        ({"sampler": object()}, "Pass the class, or a function"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -134,7 +134,7 @@ def test_a_search_without_tunable_options_is_refused() -> None:
 
 def test_optuna_lists_no_trials_before_they_start() -> None:
     hparams = of_the_page(strategy="optuna").parse_args([])
-    assert hparams.drawn_late
+    assert hparams.draws_late
     with pytest.raises(MisconfigurationException, match="draws the values of a trial when it starts"):
         hparams.trials(3)
 
@@ -218,8 +218,8 @@ def test_what_is_typed_wins_over_the_file_and_the_file_over_defaults(name: str, 
     ("text", "said"),
     [
         ("{", "cannot be read"),
-        ("[1]", "holds no names with values"),
-        ('{"layers": "many"}', "its type float refuses the value 'many'"),
+        ("[1]", "must contain names with values"),
+        ('{"layers": "many"}', "the value 'many' cannot be converted by type=float"),
         ('{"batch_size": 1, "kind": "c"}', "'c' is not one of 'a', 'b'"),
     ],
 )

@@ -108,7 +108,7 @@ def test_any_words_reach_a_command_unchanged(words: list[str]) -> None:
 
 
 def test_a_nul_in_a_word_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"'a\\x00b' holds a NUL"):
+    with pytest.raises(MisconfigurationException, match=r"'a\\x00b' contains a NUL"):
         quoted("a\0b")
 
 
@@ -125,12 +125,12 @@ def test_a_module_that_cannot_be_loaded_is_named() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Option("ntasks-per-node", "4"), r"=4, but the script says --ntasks-per-node=8: set per_experiment_nb_gpus"),
-        (Option("nodes", "2"), r"--nodes=2, but the script says --nodes=12: set per_experiment_nb_nodes"),
-        (Option("ntasks", "95"), r"--ntasks=95, but 12 node\(s\) with 8 task\(s\) each make 96"),
-        (Option("open-mode", "truncate"), r"the script says --open-mode=append: leave it out"),
-        (Option("no such"), r"--no such is none: write its long name"),
-        (Option("comment", "two\nlines"), r"--comment='two\\nlines' cannot stand in a batch script"),
+        (Option("ntasks-per-node", "4"), r"contradicts --ntasks-per-node=8 of the script: set per_experiment_nb_gpus"),
+        (Option("nodes", "2"), r"--nodes=2 of sbatch contradicts --nodes=12 .*: set per_experiment_nb_nodes"),
+        (Option("ntasks", "95"), r"--ntasks=95 of sbatch, but 12 node\(s\) with 8 task\(s\) each make 96"),
+        (Option("open-mode", "truncate"), r"contradicts --open-mode=append of the script: leave it out"),
+        (Option("no such"), r"--no such of sbatch does not exist. Use its long name"),
+        (Option("comment", "two\nlines"), r"--comment='two\\nlines' cannot be written to a batch script"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(given: Option, said: str) -> None:
@@ -156,7 +156,7 @@ def test_options_as_users_write_them() -> None:
 
 def test_a_value_of_1_was_taken_for_true_and_lost() -> None:
     assert [option("nice", value).value for value in (1, 1.0, 0, "1")] == ["1", "1.0", "0", "1"]
-    with pytest.raises(MisconfigurationException, match="exclusive=False: sbatch has no options that are off"):
+    with pytest.raises(MisconfigurationException, match="exclusive=False: options of sbatch cannot be turned off"):
         option("exclusive", False)
 
 

@@ -21,7 +21,7 @@ optuna = pytest.importorskip("optuna")
 from lockstep.extensions.search import journal, study  # noqa: E402
 from lockstep.extensions.search.grid import Options, SearchSettings, Space, range_of  # noqa: E402
 from lockstep.extensions.search.journal import CorruptJournal, StudyJournal  # noqa: E402
-from lockstep.extensions.search.lock import FileLock, held  # noqa: E402
+from lockstep.extensions.search.lock import FileLock, holding  # noqa: E402
 from lockstep.extensions.search.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.extensions.search.trials import JOURNAL, TrialFolder  # noqa: E402
 from lockstep.extensions.search.trials_command import trials  # noqa: E402
@@ -131,7 +131,7 @@ def test_a_trial_without_a_value_counts_as_failed_and_says_so(
     trial.draw()
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert trial.finish(0, "completed", value) == "failed"
-    assert "return a number from the function" in caplog.text
+    assert "Return a number from the function" in caplog.text
 
 
 def test_the_last_report_is_the_value_and_the_pruner_stops_a_bad_trial(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ def test_options_that_optuna_cannot_hold_are_drawn_all_the_same(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mode": "max"}, "mode='max', and the study .* is to minimize"),
-        ({"space": Space({"layers": Options((1, 2)), "lr": SPACE.dimensions["lr"]})}, "begun with other options"),
-        ({"sampler": lambda seed: optuna.samplers.GridSampler({"layers": [16]})}, "use strategy='grid_search'"),
+        ({"mode": "max"}, "mode='max', but the study .* is set to minimize"),
+        ({"space": Space({"layers": Options((1, 2)), "lr": SPACE.dimensions["lr"]})}, "has other options"),
+        ({"sampler": lambda seed: optuna.samplers.GridSampler({"layers": [16]})}, "Use strategy='grid_search'"),
     ],
 )
 def test_a_study_of_another_search_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_trial_whose_node_died_is_failed_by_the_next_one(tmp_path: Path) -> No
     assert played(tmp_path, 1, [1.0]) == "completed"
     dead, lives = opened(tmp_path).trials
     assert (dead.state.name, lives.state.name) == ("FAIL", "COMPLETE")
-    assert "no sign of life for 1" in dead.user_attrs[LOST]
+    assert "no heartbeat for 1" in dead.user_attrs[LOST]
 
 
 def test_one_that_nobody_comes_after_is_failed_by_who_looks(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_line_that_a_killed_writer_left_is_cut_off(tmp_path: Path, caplog: pyt
     assert len(opened(tmp_path).trials) == 1  # it can be read meanwhile
     with caplog.at_level(logging.WARNING, "lockstep"):
         played(tmp_path, 1, [1.0])
-    assert "its last line was torn after 5020 bytes" in caplog.text
+    assert "removed a partial last line of 5020 bytes" in caplog.text
     assert lines(tmp_path)[: len(before)] == before
     assert [entry.state.name for entry in opened(tmp_path).trials] == ["COMPLETE"] * 2
 
@@ -348,7 +348,7 @@ def test_a_torn_line_amid_others_is_found_and_numbered(torn: bytes, tmp_path: Pa
     played(tmp_path, 0, [1.0])
     whole = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
     (tmp_path / JOURNAL).write_bytes(b"".join([*whole[:3], torn + b"\n", *whole[4:]]))
-    with pytest.raises(CorruptJournal, match=r"line 4 of .*study\.journal' is torn .* by `head -n 3"):
+    with pytest.raises(CorruptJournal, match=r"line 4 of .*study\.journal' is damaged .* with `head -n 3"):
         StudyTrial(settings(), 1, tmp_path).draw()
 
 
@@ -373,7 +373,7 @@ def test_a_file_that_holds_no_line_as_it_was_written_is_told_of(
     path = tmp_path / "j"
     StudyJournal(str(path)).append_logs([{"op_code": 1}])
     monkeypatch.setattr(journal, "_write", lambda file, data: write(file, b"\0" * len(data)))
-    with pytest.raises(CorruptJournal, match="does not hold the line that was written last"):
+    with pytest.raises(CorruptJournal, match="reads back differently after 3 attempts"):
         StudyJournal(str(path)).append_logs([{"op_code": 2}])
     assert path.read_bytes() == b'{"op_code":1}\n'
 
@@ -408,7 +408,7 @@ def test_the_lock_of_a_process_that_died_is_taken_at_once(tmp_path: Path) -> Non
     child.start()
     child.join()
     assert os.path.lexists(tmp_path / "j.lock")
-    with held(mine):
+    with holding(mine):
         pass
     assert not os.path.lexists(tmp_path / "j.lock")
 
@@ -416,7 +416,7 @@ def test_the_lock_of_a_process_that_died_is_taken_at_once(tmp_path: Path) -> Non
 def test_the_lock_of_another_host_is_taken_after_its_grace(tmp_path: Path) -> None:
     os.symlink("elsewhere|1|1", tmp_path / "j.lock")
     begin = time.monotonic()
-    with held(lock(tmp_path, grace=0.3)):
+    with holding(lock(tmp_path, grace=0.3)):
         assert time.monotonic() - begin >= 0.3
 
 
@@ -425,7 +425,7 @@ def test_the_lock_of_a_living_process_is_waited_for(tmp_path: Path) -> None:
     first.acquire()
 
     def wait() -> None:
-        with held(second):
+        with holding(second):
             order.append("second")
 
     thread = threading.Thread(target=wait)

@@ -90,13 +90,13 @@ def test_the_script_goes_to_sbatch(
         (["--nods", "2", "train.py"], "lockstep submit: --nods is not an option"),
         (
             ["train.py", "--time", "5"],
-            "is no longer than minutes_to_checkpoint_before_walltime (lockstep submit: --save-before) 5, in minutes",
+            "is not longer than minutes_to_checkpoint_before_walltime (lockstep submit: --save-before) 5, in minutes",
         ),
-        (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4, but --gpus-per-node 2"),
-        (["train.py", "--sbatch", "nodes=3"], "sbatch's option --nodes=3, but the script says --nodes=1: set"),
-        (["train.py", "--sbatch", "a b=3"], "sbatch's option --a b=3 is none"),
+        (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4 does not go with"),
+        (["train.py", "--sbatch", "nodes=3"], "--nodes=3 of sbatch contradicts --nodes=1 of the script: set"),
+        (["train.py", "--sbatch", "a b=3"], "option --a b=3 of sbatch does not exist"),
         (["--nodes", "2", "train.py", "--nodes", "3"], "lockstep submit: --nodes is given both before and after train"),
-        (["train.py", "--command", "a\0b", "x\0y"], "'x\\x00y' holds a NUL"),
+        (["train.py", "--command", "a\0b", "x\0y"], "'x\\x00y' contains a NUL"),
     ],
 )
 def test_what_cannot_be_submitted(

@@ -121,7 +121,7 @@ def test_trials_that_failed_are_submitted_anew(
     trial.note("started", job="101", attempt=1)
     trial.note("failed", attempt=1, error="ValueError: again")
     assert main(["trials", str(search.path), "--resubmit", "failed"]) == 0
-    assert "trial 0 has failed 2 time(s), max_failures is 2" in capsys.readouterr().err
+    assert "trial 0 failed 2 time(s), max_failures is 2" in capsys.readouterr().err
     assert len(slurm.calls("sbatch")) == 1
     assert main(["trials", str(search.path), "--resubmit", "failed", "--max-failures", "3"]) == 0
     assert slurm.calls("sbatch")[1][-1] == "2"
@@ -143,12 +143,12 @@ def test_trials_of_an_array_are_submitted_anew_as_one(tmp_path: Path, slurm: Fak
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resubmit", "4"], "trial 4 is completed: only trials that are failed"),
+        (["--resubmit", "4"], "trial 4 is completed. Only failed, preempted"),
         (["--resubmit", "2"], "trial 2 is pending"),
-        (["--resubmit", "9"], "there is no trial '9', the search has 6: give failed, preempted"),
+        (["--resubmit", "9"], "there is no trial '9'; the search has 6. Use failed, preempted"),
         (["--resubmit", "faled"], "there is no trial 'faled'"),
         (["--cancel", "x"], "there is no trial 'x'"),
-        (["--sort", "loss"], "--sort loss: no trial has logged that; there is: val_loss, val_accuracy"),
+        (["--sort", "loss"], "--sort loss: no trial has logged this metric. Logged: val_loss, val_accuracy"),
     ],
 )
 def test_what_cannot_be_done(
@@ -168,7 +168,7 @@ def test_nothing_is_submitted_anew_while_slurm_cannot_be_asked(
     search = searched(tmp_path)
     slurm.refuses("squeue", "Unable to contact slurm controller")
     assert main(["trials", str(search.path), "--resubmit", "failed"]) == 1
-    assert "SLURM could not be asked" in capsys.readouterr().err
+    assert "SLURM did not report the states" in capsys.readouterr().err
     assert slurm.calls("sbatch") == []
 
 
@@ -206,7 +206,7 @@ def test_several_searches_at_a_path(tmp_path: Path, slurm: FakeSlurm, capsys: py
     assert main(["trials", str(tmp_path)]) == 0
     assert "other: 1 trial(s): 1 unsubmitted" in capsys.readouterr().out
     assert main(["trials", str(tmp_path), "--cancel"]) == 2
-    assert "several searches are there; name one" in capsys.readouterr().err
+    assert "contains several searches. Use one of them" in capsys.readouterr().err
     assert main(["trials", str(tmp_path / "nothing")]) == 2
     assert "there are no trials (folders trial_0000 ...)" in capsys.readouterr().err
 

@@ -32,12 +32,12 @@ def test_values_are_read_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_value_that_json_cannot_hold_is_named() -> None:
-    with pytest.raises(MisconfigurationException, match=r"model=<object .* use numbers, text"):
+    with pytest.raises(MisconfigurationException, match=r"model=<object .* Use numbers, text"):
         encoded({"lr": 1, "model": object()})
 
 
 def test_a_folder_of_another_name_is_no_trial(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'.*trial_7' is no folder of a trial"):
+    with pytest.raises(ValueError, match=r"'.*trial_7' is not a trial's folder"):
         TrialFolder(tmp_path / "trial_7")
 
 
@@ -134,5 +134,5 @@ def test_words_of_an_earlier_start_that_come_late_belong_to_it() -> None:
 
 def test_a_trial_that_was_submitted_anew_waits() -> None:
     first = [{"event": "submitted", "time": 0.0, "job": "5"}, started(0, 1.0)]
-    assert not read_events(first).waits
-    assert read_events([*first, {"event": "submitted", "time": 9.0, "job": "6"}]).waits
+    assert not read_events(first).is_waiting
+    assert read_events([*first, {"event": "submitted", "time": 9.0, "job": "6"}]).is_waiting

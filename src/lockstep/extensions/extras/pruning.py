@@ -1,4 +1,4 @@
-"""ModelPruning: weights are set to zero while a module trains, by torch's pruning methods."""
+"""ModelPruning: sets weights to zero during training, by torch's pruning methods."""
 
 from __future__ import annotations
 
@@ -40,60 +40,60 @@ METHODS: dict[str, Any] = {
 
 
 def find_method(
-    asked: str | Callable[..., Any], across: bool, dim: int | None, norm: int | None
+    pruning_fn: str | Callable[..., Any], is_global: bool, dim: int | None, norm: int | None
 ) -> tuple[Any, dict[str, Any]]:
-    """What to prune by, and its arguments.
+    """Return the pruning method and its arguments.
 
     Args:
-        asked: the ``pruning_fn`` of ModelPruning.
-        across: its ``use_global_unstructured``.
+        pruning_fn: the ``pruning_fn`` of ModelPruning.
+        is_global: its ``use_global_unstructured``.
         dim: its ``pruning_dim``.
         norm: its ``pruning_norm``.
 
     Returns:
-        a class of pruning method, if elements of all parameters are compared, else a function
-        ``fn(module, name=..., amount=...)``; and arguments by name.
+        With ``across`` a class of pruning method, else a function ``fn(module, name=..., amount=...)``; and arguments
+        by name.
 
     Raises:
-        MisconfigurationException: they do not fit together.
+        MisconfigurationException: the arguments are invalid or do not go together.
     """
-    names = [name for name, function in FUNCTIONS.items() if asked is function]
-    if names or isinstance(asked, str):
-        return _method_by_name(names[0] if names else str(asked).lower(), across, dim, norm)
-    is_method = inspect.isclass(asked) and issubclass(asked, prune.BasePruningMethod)
+    names = [name for name, function in FUNCTIONS.items() if pruning_fn is function]
+    if names or isinstance(pruning_fn, str):
+        return _method_by_name(names[0] if names else str(pruning_fn).lower(), is_global, dim, norm)
+    is_method = inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)
     if is_method:
-        if not across:
+        if not is_global:
             raise MisconfigurationException(
-                f"ModelPruning(pruning_fn={asked.__name__}, use_global_unstructured=False): a class of pruning method "
-                "works with use_global_unstructured=True; to prune each parameter by itself, give a function "
-                "`fn(module, name=..., amount=...)`, such as the class's `apply`."
+                f"ModelPruning(pruning_fn={pruning_fn.__name__}, use_global_unstructured=False): a class of pruning "
+                "method works with use_global_unstructured=True only. To prune each parameter separately, use a "
+                "function `fn(module, name=..., amount=...)`, such as the class's `apply`."
             )
-        _check_type(cast("type[prune.BasePruningMethod]", asked))
-    elif across or not callable(asked):
-        hint = "; give the class, not an object of it" if isinstance(asked, prune.BasePruningMethod) else ""
+        _check_type(cast("type[prune.BasePruningMethod]", pruning_fn))
+    elif is_global or not callable(pruning_fn):
+        hint = " (the class, not an instance)" if isinstance(pruning_fn, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={asked!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
+            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
             "function `fn(module, name=..., amount=...)`."
         )
-    return asked, {}
+    return pruning_fn, {}
 
 
-def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
+def _method_by_name(name: str, is_global: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
     if name not in FUNCTIONS:
         raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): it must be one of {list(FUNCTIONS)}.")
     options: dict[str, Any] = {}
     if name.endswith("_structured"):
         if dim is None:
             raise MisconfigurationException(
-                f"ModelPruning({name!r}): the `pruning_dim` should be provided, for it takes away whole slices."
+                f"ModelPruning({name!r}): the `pruning_dim` should be provided, because whole slices are removed."
             )
         options["dim"] = dim
     if name == "ln_structured":
         if norm is None:
             raise MisconfigurationException(f"ModelPruning({name!r}): the `pruning_norm` should be provided.")
         options["n"] = norm
-    if across:
+    if is_global:
         _check_type(METHODS[name])
         return METHODS[name], options
     return partial(FUNCTIONS[name], **options), {}
@@ -103,8 +103,8 @@ def _check_type(method: type[prune.BasePruningMethod]) -> None:
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={method.__name__}, use_global_unstructured=True): the method's PRUNING_TYPE "
-            f"is {kind!r}, and across parameters only 'unstructured' ones work: set use_global_unstructured=False."
+            f"ModelPruning(pruning_fn={method.__name__}, use_global_unstructured=True): the method's PRUNING_TYPE is "
+            f"{kind!r}, but across parameters only 'unstructured' methods work. Set use_global_unstructured=False."
         )
 
 
@@ -116,38 +116,38 @@ ParameterList = Sequence[tuple[nn.Module, str]]
 
 
 class ModelPruning(Callback):
-    """Prunes parameters with ``torch.nn.utils.prune`` when an epoch ends.
+    """Prunes parameters with ``torch.nn.utils.prune`` at the end of each epoch.
 
-    A pruned parameter ``weight`` becomes ``weight_orig`` with a buffer ``weight_mask``; their product is what
-    the layer uses. Masks add up: each time the share ``amount`` of what is left is pruned.
+    A pruned parameter ``weight`` becomes ``weight_orig`` with a buffer ``weight_mask``; the layer uses their product.
+    Masks accumulate: each time, ``amount`` of the remaining elements is pruned.
 
-    A resumed fit gets the masks back, and the initial values that ``use_lottery_ticket_hypothesis`` needs, and
-    goes on bit for bit. All ranks take rank 0's masks and decisions. Give it a parameter that a layer of its
-    own reads in ``forward``, as all of torch's layers do.
+    Checkpoints contain the masks, and the initial values that ``use_lottery_ticket_hypothesis`` needs. A resumed fit
+    continues bit for bit. All ranks use rank 0's masks and decisions. A parameter to prune must be read in the
+    ``forward`` of the layer that owns it, as in all of torch's layers.
 
     Args:
-        pruning_fn: what to prune by: "l1_unstructured", "random_unstructured", "ln_structured",
-            "random_structured"; a subclass of ``torch.nn.utils.prune.BasePruningMethod`` (the class); or, with
+        pruning_fn: the method: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured"; a
+            subclass of ``torch.nn.utils.prune.BasePruningMethod`` (the class); or, with
             ``use_global_unstructured=False``, a function ``fn(module, name=..., amount=...)``.
         parameters_to_prune: pairs ``(module, "weight")``; empty for all ``parameter_names`` of all layers.
         parameter_names: "weight", "bias", or both (the default).
-        use_global_unstructured: compare the elements of all parameters with each other; else prune each
-            parameter by itself.
-        amount: the share (float) or number (int) of elements to prune each time, or a function of the epoch
-            that gives it; 0 prunes nothing.
-        apply_pruning: whether to prune, or a function of the epoch that says so.
-        make_pruning_permanent: take the masks away when training ends, and save checkpoints without them: the
-            pruned elements are zeros there.
-        use_lottery_ticket_hypothesis: after pruning, set what is left back to its initial values; or a
-            function of the epoch that says whether to.
-        resample_parameters: with it, draw new initial values instead.
-        pruning_dim: dimension along which structured pruning takes slices away.
+        use_global_unstructured: compare the elements of all parameters with each other; False prunes each parameter
+            separately.
+        amount: fraction (float) or number (int) of elements to prune each time, or a function of the epoch that returns
+            it; 0 prunes nothing.
+        apply_pruning: whether to prune, or a function of the epoch that returns it.
+        make_pruning_permanent: remove the masks when training ends, and save checkpoints without them. Pruned elements
+            are zeros there.
+        use_lottery_ticket_hypothesis: reset the remaining elements to their initial values after pruning; or a function
+            of the epoch that returns whether to.
+        resample_parameters: with ``use_lottery_ticket_hypothesis``, draw new initial values instead.
+        pruning_dim: dimension along which structured pruning removes slices.
         pruning_norm: the n of "ln_structured".
-        verbose: 1 tells how much is pruned, 2 also of each parameter.
+        verbose: 1 logs the amount of pruned elements, 2 also for each parameter.
         prune_on_train_epoch_end: False prunes at the end of a fit's validations instead.
 
     Raises:
-        MisconfigurationException: a wrong argument, or a parameter that the model does not have.
+        MisconfigurationException: an argument is invalid, or the model does not have a parameter.
 
     Example::
 
@@ -179,8 +179,8 @@ class ModelPruning(Callback):
         unknown = [name for name in parameter_names or () if name not in self.PARAMETER_NAMES]
         if unknown:
             raise MisconfigurationException(
-                f"ModelPruning(parameter_names={parameter_names}): {unknown[0]} isn't in {self.PARAMETER_NAMES}; name "
-                "other parameters by `parameters_to_prune`."
+                f"ModelPruning(parameter_names={parameter_names}): {unknown[0]} isn't in {self.PARAMETER_NAMES}. Use "
+                "`parameters_to_prune` for other parameters."
             )
         if not (isinstance(amount, (int, float)) or callable(amount)):
             raise MisconfigurationException(
@@ -188,8 +188,8 @@ class ModelPruning(Callback):
             )
         if not callable(amount) and not 0 <= amount <= (1 if isinstance(amount, float) else math.inf):
             raise MisconfigurationException(
-                f"ModelPruning(amount={amount!r}): a float is the share to prune, between 0 and 1, an int a number of "
-                "elements."
+                f"ModelPruning(amount={amount!r}): a float is the fraction to prune, between 0 and 1, and an int the "
+                "number of elements."
             )
         if verbose not in (0, 1, 2):
             raise MisconfigurationException(f"ModelPruning(verbose={verbose!r}): it must be any of (0, 1, 2).")
@@ -203,30 +203,31 @@ class ModelPruning(Callback):
         self._apply_pruning = apply_pruning
         self._make_pruning_permanent = make_pruning_permanent
         self._use_lottery_ticket_hypothesis = use_lottery_ticket_hypothesis
-        self._shares_state = bool(use_lottery_ticket_hypothesis), resample_parameters  # masks are the model's
+        # Callbacks with the same two settings have the same state, because masks belong to the model.
+        self._shares_state = bool(use_lottery_ticket_hypothesis), resample_parameters
         self._resample_parameters = resample_parameters
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
         self._names: list[str] = []  # of the parameters to prune, in the model
         self._originals: dict[str, Tensor] = {}
-        self._last_masks: dict[str, Tensor] = {}  # those that were made permanent
+        self._last_masks: dict[str, Tensor] = {}  # masks that were made permanent, for the last checkpoint
         self._loaded: dict[str, Any] | None = None
         self._handle: Any = None
 
-    # -- what is pruned ------------------------------------------------------------------------------------
+    # -- the parameters to prune ---------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: ParameterList = ()) -> ParameterList:
-        """Which of the pairs ``(module, name)`` to prune; all of them, unless overridden."""
+        """Return the pairs ``(module, name)`` to prune. Override it to select; by default all are pruned."""
         return parameters_to_prune
 
     @staticmethod
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: ParameterList = (), parameter_names: Sequence[str] = ()
     ) -> ParameterList:
-        """The pairs to prune: those given, if the model has them, or those of all layers.
+        """Return the given pairs to prune, or by default those of all layers.
 
         Raises:
-            MisconfigurationException: they are no pairs ``(module, name)``, or not in the model.
+            MisconfigurationException: an entry is not a pair ``(module, name)``, or is not in the model.
         """
         modules = [module for module in pl_module.modules() if not isinstance(module, CONTAINERS)]
         if not parameters_to_prune:
@@ -234,7 +235,7 @@ class ModelPruning(Callback):
             return [(module, name) for name in names for module in modules if _holds(module, name)]
         if not isinstance(parameters_to_prune, (list, tuple)) or not all(map(_is_pair, parameters_to_prune)):
             raise MisconfigurationException(
-                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): give a list of tuples with 2 "
+                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): it must be a list of tuples with 2 "
                 "elements, (nn.Module, name of the parameter)."
             )
         _refuse_missing(modules, parameters_to_prune)
@@ -243,13 +244,14 @@ class ModelPruning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find what to prune, and keep its initial values where they are needed again."""
+        """Find the parameters to prune, and save their initial values if they are needed later."""
+        # After unpickling in another process, the pairs refer to modules of that process.
         if self._given_names and not {id(part) for part, _ in self._given} <= set(map(id, pl_module.modules())):
-            self._given = _by_name(pl_module, self._given_names)  # they were another process's
+            self._given = _by_name(pl_module, self._given_names)
         if trainer.strategy.cuts_parameters:
             raise MisconfigurationException(
-                f"ModelPruning with {type(trainer.strategy).__name__}: each rank would prune its part of a parameter "
-                'by itself: use strategy="ddp".'
+                f"ModelPruning does not work with {type(trainer.strategy).__name__}, because each rank would prune its "
+                'shard of a parameter separately. Use strategy="ddp".'
             )
         refuse_lazy(pl_module, "ModelPruning")
         found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
@@ -262,12 +264,15 @@ class ModelPruning(Callback):
             self._originals = {}
             if self._use_lottery_ticket_hypothesis and not self._resample_parameters:
                 self._originals = {name: value.detach().clone() for name, value in self._values()}
-        self._let_go()
+        self._remove_hook()
         self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._accept, stage == "fit"))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a resumed fit, put the masks back; the optimizers and the reducer have the parameters by now."""
-        self._let_go()
+        """Restore the masks of a resumed fit.
+
+        They are restored here and not on loading, because optimizers and reducer must have the parameters first.
+        """
+        self._remove_hook()
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -277,7 +282,7 @@ class ModelPruning(Callback):
                 if name not in pairs:
                     continue
                 part, own = pairs[name]
-                if hasattr(part, f"{own}_mask"):  # another ModelPruning has put it back
+                if hasattr(part, f"{own}_mask"):  # another ModelPruning has restored it
                     continue
                 parameter = getattr(part, own)
                 hidden = loaded["hidden"].get(name)
@@ -291,25 +296,25 @@ class ModelPruning(Callback):
             self._run(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune, if it was asked for here; not in a validation outside a fit."""
+        """Prune if ``prune_on_train_epoch_end`` is False, within a fit only."""
         if not self._prune_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave zeros instead of masks, if they shall be permanent."""
+        """Replace masks by zeros with ``make_pruning_permanent``."""
         if self._make_pruning_permanent:
             self._last_masks = self._masks()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The model loads its weights as ever again."""
-        self._let_go()
+        """Remove the load hook from the model."""
+        self._remove_hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The model loads its weights as ever again."""
-        self._let_go()
+        """Remove the load hook from the model."""
+        self._remove_hook()
 
-    def _let_go(self) -> None:
+    def _remove_hook(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -322,6 +327,7 @@ class ModelPruning(Callback):
             setting(epoch) if callable(setting) else setting
             for setting in (self._apply_pruning, self.amount, self._use_lottery_ticket_hypothesis)
         ]
+        # The user's functions may differ between ranks; the decisions must not.
         if trainer.world_size > 1:
             wanted = trainer.strategy.broadcast(wanted)
         prunes, amount, rewinds = wanted
@@ -331,12 +337,20 @@ class ModelPruning(Callback):
         if rewinds:
             self.apply_lottery_ticket_hypothesis()
         if trainer.world_size > 1:
-            self._take_from_rank_zero(trainer, values=bool(rewinds) and self._resample_parameters)
+            # Masks may be random, and so are resampled parameters: all ranks use those of rank 0.
+            with torch.no_grad():
+                own = [mask for _, mask in self._live_masks()]
+                if rewinds and self._resample_parameters:
+                    own += [value for _, value in self._values()]
+                sent = trainer.strategy.broadcast([tensor.cpu() for tensor in own])
+                for tensor, first in zip(own, sent, strict=True):
+                    tensor.copy_(first)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune so much of what is left, now."""
+        """Prune the given fraction or number of the remaining elements now."""
         before = self._zeros() if self._verbose else []
         if self._use_global_unstructured:
+            # The user's class may not accept all of them, and torch passes on what it gets.
             takes = set(inspect.signature(self.pruning_fn).parameters)
             options = {key: v for key, v in {**self._options, "amount": amount}.items() if key in takes}
             prune.global_unstructured(self._parameters_to_prune, pruning_method=self.pruning_fn, **options)
@@ -344,11 +358,11 @@ class ModelPruning(Callback):
             for module, name in self._parameters_to_prune:
                 self.pruning_fn(module, name=name, amount=amount)
         if self._verbose:
-            self._tell(before, self._zeros(), amount)
+            self._log_amounts(before, self._zeros(), amount)
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the pruned parameters back to their initial values, or to new ones; their masks stay."""
+        """Reset the pruned parameters to their initial values, or to new ones. Their masks are kept."""
         shells: dict[int, nn.Module] = {}
         for name, (module, own) in zip(self._names, self._parameters_to_prune, strict=True):
             value = _value(module, own)
@@ -356,34 +370,25 @@ class ModelPruning(Callback):
                 value.copy_(self._originals[name])
             elif callable(getattr(module, "reset_parameters", None)):
                 if id(module) not in shells:
-                    shells[id(module)] = _drawn_anew(module)
+                    shells[id(module)] = _reinitialized(module)
                 value.copy_(shells[id(module)]._parameters[own])  # type: ignore[arg-type]
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Take away all masks inside ``module``: pruned elements become zeros that may be trained again."""
+        """Remove all masks inside ``module``. Pruned elements become zeros that can be trained again."""
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, prune.BasePruningMethod):
                     hook.remove(part)
                     del part._forward_pre_hooks[key]
 
-    @torch.no_grad()
-    def _take_from_rank_zero(self, trainer: Trainer, values: bool) -> None:
-        """Masks may be random, and so are resampled parameters."""
-        own = [mask for _, mask in self._live_masks()]
-        own += [value for _, value in self._values()] if values else []
-        sent = trainer.strategy.broadcast([tensor.cpu() for tensor in own])
-        for tensor, first in zip(own, sent, strict=True):
-            tensor.copy_(first)
-
     def _zeros(self) -> list[tuple[int, int]]:
-        """Pruned elements and elements of each parameter."""
+        """Return the numbers of pruned and of all elements of each parameter."""
         masks = dict(self._live_masks())
         return [
             (int((masks[name] == 0).sum()) if name in masks else 0, value.numel()) for name, value in self._values()
         ]
 
-    def _tell(self, before: list[tuple[int, int]], now: list[tuple[int, int]], amount: int | float) -> None:
+    def _log_amounts(self, before: list[tuple[int, int]], now: list[tuple[int, int]], amount: int | float) -> None:
         def share(zeros: int, count: int) -> str:
             return f"{zeros}/{count} ({zeros / max(1, count):.2%})"
 
@@ -396,7 +401,7 @@ class ModelPruning(Callback):
                 rank_zero_info("  %s by %s: %s -> %s", name, amount, share(*old), share(*new))
 
     def _values(self) -> list[tuple[str, Tensor]]:
-        """The parameters behind the masks, by name."""
+        """Return the unmasked parameters with their names."""
         pairs = zip(self._names, self._parameters_to_prune, strict=True)
         return [(name, _value(module, own)) for name, (module, own) in pairs]
 
@@ -412,38 +417,39 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        """Told apart by the parameters it was given, so that there may be one for each of several layers."""
+        """A key that contains the given parameters, so that several layers can have callbacks of their own."""
         if not self._given:
             return super().state_key
         return self._generate_state_key(parameters=[_label(pair) for pair in self._given])
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, what is behind them, and the initial values, by parameter names."""
+        """Return the masks, the masked values, and the initial values, by parameter names."""
         masks = self._masks()
-        behind = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
+        unmasked = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
         originals = {name: value.cpu() for name, value in self._originals.items()}
-        state = {"masks": masks or self._last_masks, "hidden": behind, "originals": originals}
+        state = {"masks": masks or self._last_masks, "hidden": unmasked, "originals": originals}
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it for :meth:`on_fit_start`."""
+        """Keep the state for :meth:`on_fit_start`."""
         self._loaded = {key: dict(state_dict.get(key, {})) for key in ("masks", "hidden", "originals")}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save products instead of masks, if they shall be permanent; the model keeps its masks."""
+        """Save products instead of masks with ``make_pruning_permanent``. The model keeps its masks."""
         if self._make_pruning_permanent:
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
     def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        """Let the model load weights with masks and without: as products, or as what is behind the masks.
+        """Let the model load weights with masks and without: as products, or as unmasked values.
 
-        The masks themselves are put back in :meth:`on_fit_start`, where the optimizers have the parameters.
+        The masks themselves are restored in :meth:`on_fit_start`, when the optimizers have the parameters.
         """
-        self.make_pruning_permanent(module)  # one that is pruned already, as the fit before has left it
+        self.make_pruning_permanent(module)  # an earlier fit may have left masks in the model
         names = [key[: -len("_orig")] for key in state if key.endswith("_orig") and f"{key[:-5]}_mask" in state]
         if not resumes:
             _merge(state, names)
             return
+        # The model has no masks at this point: it loads unmasked values under the parameters' own names.
         masks = {name.removeprefix(prefix): state.pop(f"{name}_mask").to(torch.bool) for name in names}
         for name in names:
             state[name] = state.pop(f"{name}_orig")
@@ -452,12 +458,12 @@ class ModelPruning(Callback):
 
 
 def _holds(module: nn.Module, name: str) -> bool:
-    """Whether a module has a parameter, pruned or not."""
+    """Return True if a module has a parameter, pruned or not."""
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
 def _is_pair(pair: object) -> bool:
-    """Whether this is ``(module, name)``."""
+    """Return True if this is a pair ``(module, name)``."""
     return (
         isinstance(pair, (list, tuple))
         and len(pair) == 2
@@ -467,7 +473,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
-    """Refuse pairs that are not among ``modules`` and their parameters."""
+    """Raise for pairs that are not among ``modules`` and their parameters."""
     known = set(map(id, modules))
     strange = [type(module).__name__ for module, _ in pairs if id(module) not in known]
     lacking = [
@@ -481,7 +487,7 @@ def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
 
 
 def _label(pair: object) -> str:
-    """What tells a pair ``(module, name)`` from others, as long as it has not been looked at."""
+    """Return a label of a pair ``(module, name)`` from class, shape and name. Works for unchecked input, too."""
     if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         return repr(pair)
     value = getattr(pair[0], f"{pair[1]}_orig", getattr(pair[0], str(pair[1]), None))
@@ -500,14 +506,14 @@ def _by_name(module: nn.Module, names: Sequence[str]) -> ParameterList:
 
 
 def _value(module: nn.Module, name: str) -> Tensor:
-    """The parameter; where it is pruned, what is behind the mask."""
+    """Return a parameter, without its mask if it is pruned."""
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None
     return found
 
 
-def _drawn_anew(module: nn.Module) -> nn.Module:
-    """A stand-in for a module, of its class, whose own parameters were initialized afresh."""
+def _reinitialized(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module whose own parameters are newly initialized."""
     shell = copy.copy(module)
     own = {name.removesuffix("_orig"): value for name, value in module._parameters.items()}
     shell._parameters = {
@@ -516,13 +522,13 @@ def _drawn_anew(module: nn.Module) -> nn.Module:
     }
     shell._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
     for name in own:
-        vars(shell).pop(name, None)  # the product with the mask
+        vars(shell).pop(name, None)  # the product with the mask, which would hide the new parameter
     shell.reset_parameters()  # type: ignore[operator]
     return shell
 
 
 def _pruned_names(module: nn.Module) -> list[str]:
-    """Names of all pruned parameters inside, under every name that a shared module has."""
+    """Return the names of all pruned parameters in a module, with every name of a shared submodule."""
     return [
         f"{prefix}.{hook._tensor_name}" if prefix else hook._tensor_name
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -532,9 +538,9 @@ def _pruned_names(module: nn.Module) -> list[str]:
 
 
 def _merge(state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """In a state_dict, put the products in the place of parameters and masks."""
+    """Replace parameters and masks in a state_dict by their products."""
     changed = cast(dict[str, Any], state)
     for name in names:
         if f"{name}_orig" in changed and f"{name}_mask" in changed:
-            behind, mask = changed.pop(f"{name}_orig"), changed.pop(f"{name}_mask")
-            changed[name] = mask.to(behind.dtype) * behind
+            unmasked, mask = changed.pop(f"{name}_orig"), changed.pop(f"{name}_mask")
+            changed[name] = mask.to(unmasked.dtype) * unmasked

@@ -1,4 +1,4 @@
-"""SpikeDetection: ends training when the loss leaps, and writes down which batches to leave out."""
+"""SpikeDetection: ends training when the loss jumps, and writes which batches to leave out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """The loss has leapt; raised by :class:`SpikeDetection` on every rank.
+    """A jump of the loss, raised by :class:`SpikeDetection` on every rank.
 
     Args:
-        batch_idx: the batch of the epoch whose loss it was.
+        batch_idx: index, within the epoch, of the batch with this loss.
     """
 
     def __init__(self, batch_idx: int, *args: object, **kwargs: object) -> None:
@@ -36,33 +36,32 @@ class TrainingSpikeException(RuntimeError):
 
 
 class SpikeDetection(Callback):
-    """Raises :class:`TrainingSpikeException` when the loss leaps away from its running mean.
+    """Raises :class:`TrainingSpikeException` when the loss jumps away from its running mean.
 
-    The loss of a batch is a spike if it is worse than that of the batch before and lies at least ``atol`` *and*
-    at least ``rtol`` times the running mean away from the running mean. Each rank judges its own loss; a spike
-    on any of them ends the training on all. Which batch spoilt the weights is not known, so the batch before
-    is written down too: ``[41, 42]``, as indices within the epoch, in a JSON file that rank 0 writes. Leaving
-    those batches out of the next run is the user's part.
+    The loss of a batch is a spike if it is worse than that of the previous batch, and its distance from the running
+    mean is at least ``atol`` *and* at least ``rtol`` times the running mean. Each rank checks its own loss; a spike on
+    any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both to
+    a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to leave them out of the next run.
 
-    Reading the loss waits for the device, and several ranks exchange a message, at every batch.
+    At every batch, reading the loss waits for the device, and several ranks exchange a message.
 
     Args:
         mode: ``"min"`` if a smaller loss is better, ``"max"`` if a larger one is.
-        window: number of batches whose mean is the reference.
-        warmup: batches at the beginning of each epoch that are not judged.
-        atol: the least absolute distance of a spike; None: any.
-        rtol: the least distance of a spike in multiples of the running mean; None: any.
-        exclude_batches_path: the file, or the folder for a file ``skip_batches.json``; default: in the
-            Trainer's ``default_root_dir``.
-        finite_only: whether a loss that is NaN or infinite is a spike in itself. Otherwise it is judged like
-            any other, and the running mean leaves it out.
+        window: number of batches in the running mean.
+        warmup: number of batches at the start of each epoch that are not checked.
+        atol: smallest absolute distance of a spike; None for any.
+        rtol: smallest distance of a spike in multiples of the running mean; None for any.
+        exclude_batches_path: the file, or a folder for a file ``skip_batches.json``; default: the Trainer's
+            ``default_root_dir``.
+        finite_only: treat every NaN or infinite loss as a spike. Otherwise it is checked like any other, but does not
+            enter the running mean.
 
     Attributes:
-        bad_batches: the batches that were written down, those of earlier attempts at the run included.
+        bad_batches: the recorded batches, including those of earlier attempts of the run.
 
     Raises:
         TrainingSpikeException: at a spike.
-        MisconfigurationException: another ``mode``, or a ``window`` below 1.
+        MisconfigurationException: ``mode`` is invalid, or ``window`` is below 1.
 
     Example::
 
@@ -83,7 +82,7 @@ class SpikeDetection(Callback):
             raise MisconfigurationException(f"SpikeDetection(mode={mode!r}): mode must be 'min' or 'max'.")
         if not isinstance(window, int) or window < 1:
             raise MisconfigurationException(
-                f"SpikeDetection(window={window!r}): the mean is over a number of batches, an int of at least 1."
+                f"SpikeDetection(window={window!r}): the number of batches must be an int of at least 1."
             )
         self.mode = mode
         self.warmup = warmup
@@ -99,7 +98,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Judge the batch's loss; all ranks come to the same end."""
+        """Check the batch's loss, with the same result on all ranks."""
         with trainer.strategy.with_all_ranks():
             self._judge(trainer, _loss(outputs), batch_idx)
 
@@ -109,6 +108,7 @@ class SpikeDetection(Callback):
     def _judge(self, trainer: Trainer, loss: float | None, batch_idx: int) -> None:
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
+        # All ranks must raise at the same batch, or the others would wait in their next collective.
         if trainer.world_size > 1:
             seen = torch.tensor([spike, not finite], dtype=torch.int32)
             anywhere = trainer.strategy.reduce(seen, reduce_op="max").tolist()
@@ -127,7 +127,8 @@ class SpikeDetection(Callback):
         if change <= 0 if self.mode == "min" else change >= 0:
             return False
         known = [value for value in self._recent if not math.isnan(value)]
-        mean = sum(known) / len(known) if known else math.nan  # nothing is far from a mean that is not there
+        # Without a mean, the comparisons with NaN below are False: no spike.
+        mean = sum(known) / len(known) if known else math.nan
         far = self.atol is None or abs(loss - mean) >= abs(self.atol)
         return far and (self.rtol is None or abs(loss - mean) >= abs(self.rtol * mean))
 
@@ -143,7 +144,7 @@ class SpikeDetection(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and what was seen: rank 0's losses stand for all."""
+        """Return settings, recorded batches and recent losses. Those of rank 0 represent all ranks."""
         return {
             "last_val": self.last_val,
             "mode": self.mode,
@@ -156,25 +157,26 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back but for the path, which is this run's; Lightning's checkpoints have no running mean."""
+        """Restore the state, except for the path, which belongs to this run."""
         self.last_val = float(state_dict["last_val"])
         self.mode = state_dict["mode"]
         self.warmup = state_dict["warmup"]
         self.atol = state_dict["atol"]
         self.rtol = state_dict["rtol"]
         self.bad_batches = list(state_dict["bad_batches"])
+        # Lightning's checkpoints have no running mean.
         self._recent = deque(state_dict.get("recent", ()), maxlen=self._recent.maxlen)
 
 
 def _loss(outputs: STEP_OUTPUT) -> float | None:
-    """The batch's loss; None if ``training_step`` skipped the batch on this rank."""
+    """Return the batch's loss; None if ``training_step`` skipped the batch on this rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is None:
-        warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to judge.", key="spike")
+        warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to check.", key="spike")
         return None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"SpikeDetection reads the loss of each batch, and `training_step` gave {type(outputs).__name__}: return "
-            'the loss, a tensor of one number, or a dict with the key "loss".'
+            f"SpikeDetection reads the loss of each batch, but `training_step` returned {type(outputs).__name__}. "
+            'Return the loss, a tensor with one element, or a dict with the key "loss".'
         )
     return float(loss)

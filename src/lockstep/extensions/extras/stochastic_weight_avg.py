@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: averages the weights of the last epochs, at a learning rate of its own."""
+"""StochasticWeightAveraging: averages the weights of the last epochs, with its own learning rate."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 AverageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(average, weights of now, number of weights in the average) to the new average."""
+"""Function of (average, current weights, number of averaged weights) that returns the new average."""
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights that the last epochs begin with, and leaves the average in the model at the end.
+    """Averages the weights at the start of the last epochs, and leaves the average in the model at the end.
 
-    From epoch ``swa_epoch_start`` on, the learning rate is annealed to ``swa_lrs`` (an ``SWALR`` takes the place
-    of the scheduler), and the weights at the beginning of each epoch are taken into the average. When the last
-    epoch of ``max_epochs`` is over, the average is written into the model; where it has BatchNorm layers, one
-    more pass over the training batches, without hooks, logs or updates, gives them the statistics that belong
-    to the averaged weights. A fit that ends earlier (EarlyStopping, ``max_steps``) keeps its current weights;
-    one without a limit (``max_epochs=-1``) takes the average whenever it ends.
+    From epoch ``swa_epoch_start`` on, an ``SWALR`` replaces the scheduler and anneals the learning rate to ``swa_lrs``.
+    The weights at the start of each of these epochs enter the average. After the last epoch of ``max_epochs``, the
+    average is written into the model. If the model has BatchNorm layers, one more pass over the training batches,
+    without hooks, logs or updates, computes their statistics for the averaged weights. A fit that ends earlier
+    (EarlyStopping, ``max_steps``) keeps its current weights; a fit without a limit (``max_epochs=-1``) takes the
+    average whenever it ends.
 
-    Every rank averages its own copy of the same weights, and the statistics of BatchNorm are averaged over the
-    ranks, so that all end with the same model. Validation within the fit sees the current weights; see
-    :class:`~lockstep.extensions.extras.weight_averaging.WeightAveraging` for an average that is shown to it.
+    Every rank averages its own copy of the same weights, and BatchNorm statistics are averaged over the ranks, so that
+    all ranks end with the same model. Validation within the fit uses the current weights; use
+    :class:`~lockstep.extensions.extras.weight_averaging.WeightAveraging` to validate the average.
 
     Args:
-        swa_lrs: the learning rate that is annealed to; a list has one for each parameter group.
-        swa_epoch_start: the epoch in which averaging begins: an int of at least 1 is the number of the epoch
-            counted from 1, a float in [0, 1] the part of ``max_epochs`` before it.
-        annealing_epochs: epochs until the learning rate is reached.
+        swa_lrs: the final learning rate; a list has one for each parameter group.
+        swa_epoch_start: first epoch of averaging: an int of at least 1 is its number counted from 1, a float in [0, 1]
+            the fraction of ``max_epochs`` before it.
+        annealing_epochs: number of epochs until the final learning rate is reached.
         annealing_strategy: ``"cos"`` or ``"linear"``.
-        avg_fn: a function of (average, weights of now, number of weights in the average), tensors all three,
-            that gives the new average of one parameter; default: the equal mean.
-        device: where the average is kept; None: on the model's device.
+        avg_fn: function of three tensors (average, current weights, number of averaged weights) that returns the new
+            average of one parameter; default: the equal mean.
+        device: device of the average; None for the model's device.
 
     Attributes:
-        n_averaged: number of weights in the average, a tensor; None before the fit has come to averaging.
+        n_averaged: number of weights in the average, a tensor; None before averaging starts.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, when the fit starts, there are several
-            optimizers or schedulers, a fraction of an unlimited ``max_epochs`` is asked for, or a module with
-            BatchNorm optimizes manually.
+            optimizers or schedulers, ``swa_epoch_start`` is a fraction but ``max_epochs`` is unlimited, or a module
+            with BatchNorm uses manual optimization.
 
     Example::
 
@@ -78,16 +78,24 @@ class StochasticWeightAveraging(Callback):
         avg_fn: AverageFn | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        _check_rates(swa_lrs)
-        _check_begin(swa_epoch_start)
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise _refused(
+                "swa_lrs", swa_lrs, "it must be a float above 0, or a list with one for each parameter group"
+            )
+        # A bool is an int, and would mean the first epoch.
+        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
+        if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+            way_out = "it must be an int of at least 1, or a float between 0 and 1"
+            raise _refused("swa_epoch_start", swa_epoch_start, way_out)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise _refused("annealing_epochs", annealing_epochs, "give an int of at least 0")
+            raise _refused("annealing_epochs", annealing_epochs, "it must be an int of at least 0")
         if annealing_strategy not in ("cos", "linear"):
-            raise _refused("annealing_strategy", annealing_strategy, 'choose "cos" or "linear"')
+            raise _refused("annealing_strategy", annealing_strategy, 'it must be "cos" or "linear"')
         if avg_fn is not None and not callable(avg_fn):
-            raise _refused("avg_fn", avg_fn, "give a function of (average, weights, number), or None")
+            raise _refused("avg_fn", avg_fn, "it must be a function of (average, weights, number), or None")
         if device is not None and not isinstance(device, (torch.device, str)):
-            raise _refused("device", device, "give a torch.device, its name, or None")
+            raise _refused("device", device, "it must be a torch.device, its name, or None")
         self.swa_epoch_start = swa_epoch_start
         self._swa_lrs = swa_lrs
         self._annealing_epochs = annealing_epochs
@@ -108,96 +116,98 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch of averaging, counted from 0."""
+        """First epoch of averaging, counted from 0."""
         return self._first
 
     @property
     def swa_end(self) -> int | float:
-        """The last epoch of averaging, counted from 0; infinite without a limit of epochs."""
+        """Last epoch of averaging, counted from 0; infinite if ``max_epochs`` is unlimited."""
         return math.inf if self._max_epochs == -1 else self._max_epochs - 1
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
-        """The equal mean, one more parameter taken in."""
+        """Return the equal mean, updated by one more value of the parameter."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: LightningModule) -> bool:
-        """Whether the module has BatchNorm layers."""
+        """Return True if the module has BatchNorm layers."""
         return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new fit begins with a new average."""
+        """Start a new fit with a new average."""
         if stage == "fit":
             self._forget()
             if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
                 raise MisconfigurationException(
-                    "StochasticWeightAveraging runs `training_step` without updates to refresh BatchNorm, which "
-                    "manual optimization does not allow: use WeightAveraging, which averages the statistics."
+                    "StochasticWeightAveraging runs `training_step` without updates to refresh BatchNorm, which manual "
+                    "optimization does not allow. Use WeightAveraging, which averages the statistics."
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out when to begin; a run that was averaging already goes on with its learning rate."""
+        """Compute the first epoch of averaging. A resumed fit that was averaging restores its learning rate."""
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(
-                f"StochasticWeightAveraging works with one optimizer, and `configure_optimizers` returned "
-                f"{len(trainer.optimizers)}: use WeightAveraging."
+                f"StochasticWeightAveraging works with one optimizer, but `configure_optimizers` returned "
+                f"{len(trainer.optimizers)}. Use WeightAveraging."
             )
         if len(trainer.lr_scheduler_configs) > 1:
             raise MisconfigurationException(
-                "StochasticWeightAveraging takes the place of one lr scheduler, and `configure_optimizers` returned "
-                f"{len(trainer.lr_scheduler_configs)}: return one or none."
+                "StochasticWeightAveraging replaces one lr scheduler, but `configure_optimizers` returned "
+                f"{len(trainer.lr_scheduler_configs)}. Return one or none."
             )
         self._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
         first = self.swa_epoch_start
         if isinstance(first, float):
             if self._max_epochs == -1:
                 raise MisconfigurationException(
-                    f"StochasticWeightAveraging(swa_epoch_start={first}) is a part of max_epochs, which has no limit "
-                    "here: give an int, or Trainer(max_epochs=...)."
+                    f"StochasticWeightAveraging(swa_epoch_start={first}) is a fraction of max_epochs, which has no "
+                    "limit here. Use an int, or set Trainer(max_epochs=...)."
                 )
             first = int(self._max_epochs * first)
         self._first = max(first - 1, 0)
         if self._scheduler_state is not None:
-            self._install(trainer)  # ahead of the state of the checkpoint's scheduler, which is this one's
+            # Before the checkpoint's scheduler state is loaded, because that is the state of this scheduler.
+            self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, and take the weights of this moment into the average."""
+        """Start averaging if it is due, and add the current weights to the average."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
         if self._scheduler is None:
             if epoch != self.swa_start:
                 rank_zero_warn(
-                    f"StochasticWeightAveraging begins in epoch {epoch}, after its first epoch {self.swa_start}: what "
-                    "the fit goes on from was not averaging."
+                    f"StochasticWeightAveraging starts in epoch {epoch}, after its first epoch {self.swa_start}, "
+                    "because the resumed run was not averaging."
                 )
             replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
             self._install(trainer)
             trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)
             if replaced:
                 rank_zero_info(
-                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate in the place of "
+                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate instead of "
                     f"{replaced[0]}."
                 )
+        # A resumed fit may have added the weights of this epoch already.
         if epoch > self._latest_update_epoch:
             self._update(pl_module)
             self._latest_update_epoch = epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model, if the last epoch is over."""
+        """Write the average into the model after the last epoch."""
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same for a run that was cut off after its last epoch, and so has nothing left to train."""
+        """Write the average in a resumed run that was interrupted after its last epoch, and does not train again."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how it came about, with the keys of Lightning."""
+        """Return the average and the state of averaging, with Lightning's keys."""
         return {
             "n_averaged": 0 if self.n_averaged is None else int(self.n_averaged),
             "latest_update_epoch": self._latest_update_epoch,
@@ -215,7 +225,7 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Put the annealing of the learning rate in the place of the scheduler, if there is one."""
+        """Install ``SWALR``, in place of the scheduler if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
@@ -231,9 +241,7 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler_state is not None:
             self._scheduler.load_state_dict(self._scheduler_state)
         for config in configs:
-            rank_zero_info(
-                f"StochasticWeightAveraging: SWALR takes the place of {type(config.scheduler).__name__} from here on."
-            )
+            rank_zero_info(f"StochasticWeightAveraging: SWALR replaces {type(config.scheduler).__name__} from now on.")
         configs[:] = [LRSchedulerConfig(cast(Any, self._scheduler))]
 
     @torch.no_grad()
@@ -249,8 +257,8 @@ class StochasticWeightAveraging(Callback):
                 self._average[name] = now.clone()
             elif name not in self._average:
                 raise MisconfigurationException(
-                    f"StochasticWeightAveraging: {name!r} is a parameter that came after the average had begun "
-                    "(ModelPruning makes such): keep one of the two callbacks."
+                    f"StochasticWeightAveraging: the parameter {name!r} was added after averaging started. If "
+                    "ModelPruning added it, keep only one of the two callbacks."
                 )
             else:
                 before = self._average[name].to(device)
@@ -276,19 +284,19 @@ class StochasticWeightAveraging(Callback):
             return
         if self._max_epochs == -1 and trainer.num_training_batches == math.inf:
             rank_zero_warn(
-                "StochasticWeightAveraging: the training data may have no end, so BatchNorm keeps the statistics that "
-                "belong to the weights before averaging; give Trainer(max_epochs=...) or limit_train_batches=..."
+                "StochasticWeightAveraging: the training data may have no end, so BatchNorm keeps the statistics of "
+                "the weights before averaging. Set Trainer(max_epochs=...) or limit_train_batches=..."
             )
             return
         self._refresh(trainer, layers)
 
     @torch.no_grad()
     def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
-        """The mean of the batches' statistics, over all batches of all ranks."""
+        """Set the statistics of BatchNorm to the mean over all batches of all ranks."""
         momenta = [layer.momentum for layer in layers]
         for layer in layers:
             layer.reset_running_stats()
-            layer.momentum = None  # the mean over all batches so far
+            layer.momentum = None  # torch then computes the mean over all batches so far
         batches = run_forwards(trainer)
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
@@ -296,9 +304,10 @@ class StochasticWeightAveraging(Callback):
             return
         for layer in layers:
             if isinstance(layer, SyncBatchNorm):
-                continue  # it has seen the samples of all ranks
+                continue  # its statistics cover the samples of all ranks already
             for statistic in (layer.running_mean, layer.running_var):
                 assert statistic is not None
+                # Ranks may have different numbers of batches, so their means are weighted; one collective for both.
                 wide = statistic.to(widest(statistic.device))
                 packed = torch.cat([wide * batches, wide.new_tensor([batches])])
                 total = trainer.strategy.reduce(packed, reduce_op="sum")
@@ -308,13 +317,13 @@ class StochasticWeightAveraging(Callback):
 
 
 def run_forwards(trainer: Trainer) -> int:
-    """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
+    """Run ``training_step`` on the batches of the next epoch, without hooks, gradients, logs and updates.
 
-    To be called on all ranks inside a fit, between two epochs or after the last one, under automatic optimization.
-    BatchNorm's statistics are an example of what changes.
+    Call it on all ranks inside a fit, between two epochs or after the last one, under automatic optimization. It
+    updates the statistics of BatchNorm, for example.
 
     Returns:
-        the number of batches that this rank had samples for, but for those that are None.
+        The number of batches with samples on this rank, without those that are None.
     """
     session, step = trainer.session, trainer.fit_loop.step
     feed, strategy, results = session.fit.loaded, session.strategy, session.results
@@ -339,25 +348,13 @@ def run_forwards(trainer: Trainer) -> int:
 
 
 class SWALR(swa_utils.SWALR):
-    """torch's, for groups too that come later, by a callback that thaws layers say: they take the last one's rate."""
+    """torch's ``SWALR`` that accepts parameter groups added later (unfrozen layers); they use the last group's rate."""
 
     def get_lr(self) -> list[float | Tensor]:
         rate = None
         for group in self.optimizer.param_groups:
             rate = group.setdefault("swa_lr", rate)
         return super().get_lr()
-
-
-def _check_rates(rates: object) -> None:
-    each = rates if isinstance(rates, list) else [rates]
-    if not each or not all(isinstance(rate, float) and rate > 0 for rate in each):
-        raise _refused("swa_lrs", rates, "give a float above 0, or a list of such, one for each parameter group")
-
-
-def _check_begin(begin: object) -> None:
-    whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
-    if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
-        raise _refused("swa_epoch_start", begin, "give an int of at least 1, or a float between 0 and 1")
 
 
 def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:

@@ -64,12 +64,12 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     rows = (row for pattern, row in CHIPS if re.search(pattern, name.lower()))
     table = None if "mig" in name.lower() else next(rows, None)
     if table is None:
-        rank_zero_warn(f"The operations per second that {name!r} can make are not known, so no MFU is computed.")
+        rank_zero_warn(f"The peak operations per second of {name!r} are not known, so no MFU is computed.")
         return None
     matmul = torch.get_float32_matmul_precision()
     key = TFLOAT32 if dtype is torch.float32 and matmul != "highest" and TFLOAT32 in table else dtype
     if key not in table:
-        rank_zero_warn(f"The operations per second that {name!r} can make in {dtype} are not known.")
+        rank_zero_warn(f"The peak operations per second of {name!r} in {dtype} are not known, so no MFU is computed.")
         return None
     return int(table[key] * TERA)
 
@@ -87,8 +87,8 @@ class _Rising:
     def check(self, value: float) -> None:
         if self.values and value <= self.values[-1]:
             raise ValueError(
-                f"Throughput.update({self.name}={value}): it was {self.values[-1]} before, and it is the total so far, "
-                "so it must rise with each update."
+                f"Throughput.update({self.name}={value}): it must exceed the previous value, {self.values[-1]}, since "
+                "it is the total so far."
             )
 
     def grown(self) -> float:
@@ -96,7 +96,7 @@ class _Rising:
 
 
 class Throughput:
-    """Batches, samples, items and floating-point operations per second.
+    """Counts batches, samples, items and floating-point operations per second.
 
     Rates are taken between the oldest and the newest of the last ``window_size`` updates, once the window is full.
     :meth:`compute` returns
@@ -135,9 +135,9 @@ class Throughput:
         separator: str = "/",
     ) -> None:
         if world_size < 1:
-            raise ValueError(f"Throughput(world_size={world_size}): give the number of devices, at least 1.")
+            raise ValueError(f"Throughput(world_size={world_size}): the number of devices must be at least 1.")
         if window_size < 2:
-            raise ValueError(f"Throughput(window_size={window_size}): a rate is over at least 2 updates.")
+            raise ValueError(f"Throughput(window_size={window_size}): a rate needs at least 2 updates.")
         self.available_flops = available_flops
         self.world_size = world_size
         self.separator = separator
@@ -149,7 +149,7 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """The time of the newest update; 0 before the first."""
+        """Time of the newest update; 0 before the first."""
         return self._time.values[-1] if self._time.values else 0.0
 
     def update(
@@ -169,16 +169,17 @@ class Throughput:
                 ``lengths`` was left out before.
         """
         if samples < batches:
-            raise ValueError(f"Throughput.update(samples={samples}, batches={batches}): a batch has a sample at least.")
+            raise ValueError(f"Throughput.update(samples={samples}, batches={batches}): samples must not be fewer.")
         if lengths is not None:
             if lengths < samples:
                 raise ValueError(
-                    f"Throughput.update(lengths={lengths}, samples={samples}): a sample has an item at least."
+                    f"Throughput.update(lengths={lengths}, samples={samples}): lengths must not be smaller."
                 )
             if len(self._lengths.values) != len(self._samples.values):
-                raise ValueError("Throughput.update(lengths=...): give it with each update or with none.")
+                raise ValueError("Throughput.update(lengths=...): it must be set in every update or in none.")
         given = [(self._time, time), (self._batches, batches), (self._samples, samples), (self._lengths, lengths)]
         totals = [(counter, value) for counter, value in given if value is not None]
+        # All are checked before any is recorded, so that a refused update changes nothing.
         for counter, value in totals:
             counter.check(value)
         for counter, value in totals:

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: writes samples, items and operations per second to the loggers."""
+"""ThroughputMonitor: logs samples, items and operations per second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass
 class _Meter:
-    """One stage's throughput and its totals."""
+    """Throughput and totals of one stage."""
 
     throughput: Throughput
     start: float = 0.0
@@ -45,25 +45,24 @@ class _Meter:
 
 
 class ThroughputMonitor(Callback):
-    """Measures the throughput of training, validation, test and prediction and writes it to the loggers.
+    """Measures the throughput of training, validation, test and prediction and logs it.
 
-    Rank 0 measures, on the assumption that all ranks are equally fast. What is written, every
-    ``log_every_n_steps`` steps (batches, in evaluation), are the metrics of
-    :class:`~lockstep.utilities.throughput.Throughput` under ``train/...``, ``validate/...``, ``test/...`` and
-    ``predict/...``. The time of validations is not counted as training time. On a GPU every batch is waited
-    for, since there is no measuring time otherwise.
+    Rank 0 measures, assuming that all ranks are equally fast. Every ``log_every_n_steps`` steps (batches in
+    evaluation), it logs the metrics of :class:`~lockstep.utilities.throughput.Throughput` as ``train/...``,
+    ``validate/...``, ``test/...`` and ``predict/...``. The time of validations does not count as training time. On a
+    GPU, every batch is synchronized, because its time could not be measured otherwise.
 
     If the module has an attribute or property ``flops_per_batch`` (see
-    :func:`~lockstep.utilities.throughput.measure_flops`), operations per second are measured too, and on devices that
-    are known what part of the device's peak that is.
+    :func:`~lockstep.utilities.throughput.measure_flops`), operations per second are measured, too, and on known devices
+    their fraction of the device's peak.
 
     Args:
-        batch_size_fn: number of samples of a batch.
-        length_fn: number of items (tokens, say) of a batch; at least as many as samples.
-        **kwargs: for :class:`~lockstep.utilities.throughput.Throughput`: ``window_size``, ``separator``.
+        batch_size_fn: returns the number of samples of a batch.
+        length_fn: returns the number of items (such as tokens) of a batch, at least one a sample.
+        **kwargs: arguments of :class:`~lockstep.utilities.throughput.Throughput`: ``window_size``, ``separator``.
 
     Attributes:
-        available_flops: operations per second of the device at most; None where they are not known.
+        available_flops: peak operations per second of the device; None if unknown.
 
     Example::
 
@@ -79,7 +78,8 @@ class ThroughputMonitor(Callback):
     def __init__(
         self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **kwargs: Any
     ) -> None:
-        Throughput(**kwargs)  # refuses what it does not know before anything is started
+        # Invalid arguments raise here, before a run starts.
+        Throughput(**kwargs)
         self.kwargs = kwargs
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
@@ -88,10 +88,13 @@ class ThroughputMonitor(Callback):
         self._has_flops: bool | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A meter for each stage of this run."""
+        """Create a meter for each stage of this run."""
         if not trainer.loggers:
-            rank_zero_warn("ThroughputMonitor has nowhere to write: the Trainer has no logger.")
-        self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
+            rank_zero_warn("ThroughputMonitor logs nothing, because the Trainer has no logger.")
+        # The dtype of matrix products: mixed and true precisions share it, and all others compute in float32.
+        dtypes = {"64": torch.float64, "16": torch.float16, "bf": torch.bfloat16}
+        dtype = dtypes.get(trainer.precision[:2], torch.float32)
+        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
         self._has_flops = None
         stages = [_STAGE_OF[stage]]
         if stage == "fit" and trainer.enable_validation:
@@ -107,7 +110,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Measure, and write at the ends of windows that log, when the optimizer's step is done too."""
+        """Measure, and log at the end of each window that logs, when the optimizer step is done."""
         if not trainer.is_global_zero:
             return
         self._update(trainer, pl_module, RunningStage.TRAINING, batch)
@@ -149,10 +152,11 @@ class ThroughputMonitor(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the validation out of the time of the training around it."""
+        """Subtract the validation from the training time."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         training, validation = self._meters[RunningStage.TRAINING], self._meters[RunningStage.VALIDATING]
+        # The clock of training restarts at its last measured time, when validation ended.
         validation_end = validation.start + validation.throughput.seconds
         training.start = validation_end - training.throughput.seconds
 
@@ -164,9 +168,10 @@ class ThroughputMonitor(Callback):
             meter.reset()
             meter.start = time.perf_counter()
 
-    @torch.no_grad()  # the user's functions may compute with what needs gradients
+    @torch.no_grad()  # the user's functions may compute with tensors that require gradients
     def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
+        # Without it, the clock would measure when kernels are queued and not when they finish.
         synchronize(device)
         elapsed = time.perf_counter() - meter.start
         if self._has_flops is None:
@@ -174,7 +179,7 @@ class ThroughputMonitor(Callback):
             if not self._has_flops:
                 rank_zero_warn(
                     f"ThroughputMonitor: {type(pl_module).__name__} has no attribute `flops_per_batch`, so operations "
-                    "per second are not measured; lockstep.utilities.throughput.measure_flops gives the number."
+                    "per second are not measured. lockstep.utilities.throughput.measure_flops computes it."
                 )
         meter.batches += 1
         meter.samples += self.batch_size_fn(batch)
@@ -197,14 +202,6 @@ class ThroughputMonitor(Callback):
 
 
 def _stage(trainer: Trainer) -> RunningStage:
-    """The stage that runs: hooks run within one."""
+    """Return the running stage; hooks always run in one."""
     assert trainer.state.stage is not None
     return trainer.state.stage
-
-
-def _compute_dtype(precision: str) -> torch.dtype:
-    """The type that matrices are multiplied in under a precision, by its name."""
-    for start, dtype in (("64", torch.float64), ("16", torch.float16), ("bf16", torch.bfloat16)):
-        if precision.startswith(start):
-            return dtype
-    return torch.float32

@@ -1,4 +1,4 @@
-"""WeightAveraging: a running average of the weights, shown to validation and left in the model at the end."""
+"""WeightAveraging: a running average of the weights, used in validation and left in the model at the end."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 CHUNK = 64
-"""Tensors that are averaged by one call of torch."""
+"""Number of tensors that one call of torch averages; limits the memory for products."""
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights beside the model, by default their equal mean over all steps (SWA).
+    """Keeps an average of the weights next to the model, by default their equal mean over all steps (SWA).
 
-    Validation sees the averaged weights, and the model keeps them when training ends. Until the first update
-    there is no average, and both see the current weights. An update at the end of an epoch comes before the validation
-    that ends it.
+    Validation uses the averaged weights, and the model keeps them when training ends. Before the first update there is
+    no average, and the current weights are used. An update at the end of an epoch precedes the validation that ends the
+    epoch.
 
-    A checkpoint holds the average under ``"state_dict"``, ready for use, the current weights under
-    ``"current_model_state"`` and the number of updates under ``"averaging_state"``, as Lightning's do. A
-    resumed fit takes back all three, bitwise. Every rank averages its own copy of the same weights, so
-    nothing is communicated in a step; buffers, which may differ between ranks, are taken from rank 0 when the
-    average is shown. The ranks of a pipeline are refused.
+    A checkpoint contains the average as ``"state_dict"``, the current weights as ``"current_model_state"`` and the
+    number of updates as ``"averaging_state"``, as in Lightning. A resumed fit restores all three bit for bit. Every
+    rank averages its own copy of the same weights, so a step needs no communication. Buffers, which may differ between
+    ranks, are taken from rank 0 when the average is used. Pipelines over several processes are refused.
 
     Override :meth:`should_update` to choose when to average::
 
@@ -44,9 +43,9 @@ class WeightAveraging(Callback):
                 return epoch_idx is not None and epoch_idx >= 75
 
     Args:
-        device: where the average is kept; the model's own device if None. ``"cpu"`` spares GPU memory.
-        use_buffers: average the buffers too (running statistics of BatchNorm); otherwise they are copied.
-        **kwargs: for ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
+        device: device of the average; None for the model's device. ``"cpu"`` saves GPU memory.
+        use_buffers: average the buffers, too (such as running statistics of BatchNorm); otherwise they are copied.
+        **kwargs: arguments of ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
 
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """
@@ -65,32 +64,32 @@ class WeightAveraging(Callback):
         self._latest_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to take the weights of this moment into the average.
+        """Return True to update the average with the current weights. By default it is updated after each step.
 
-        Called after each optimizer step with ``step_idx`` and after each epoch with ``epoch_idx``, both
-        counted from 0. The answer must be the same on all ranks.
+        Called after each optimizer step with ``step_idx`` and after each epoch with ``epoch_idx``, both counted from 0.
+        The result must be the same on all ranks.
         """
         return step_idx is not None
 
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new fit begins with a new average."""
+        """Start a new fit with a new average."""
         if stage == "fit":
             self._average, self._shown, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the weights, which by now have their final device and type, or those of the checkpoint.
+        """Copy the weights, which have their final device and dtype here, or restore the average of the checkpoint.
 
         Raises:
-            MisconfigurationException: each rank of a pipeline has the weights of its own blocks alone.
+            MisconfigurationException: the ranks of a pipeline have only the weights of their own blocks.
         """
         if is_freed(pl_module):
             raise MisconfigurationException(
-                f"{type(self).__name__}: each rank of a pipeline has the weights of its own blocks alone, so that none "
-                "has a whole average to show or to save: give BalancedStrategy(one_process=True), another strategy, or "
-                "StochasticWeightAveraging in the place of this callback."
+                f"{type(self).__name__}: each rank of a pipeline has only the weights of its own blocks, so no rank "
+                "has the whole average. Use BalancedStrategy(one_process=True), another strategy, or "
+                "StochasticWeightAveraging instead of this callback."
             )
         refuse_lazy(pl_module, type(self).__name__)
         tensors = nn.Module()
@@ -98,8 +97,8 @@ class WeightAveraging(Callback):
             tensors.register_parameter(str(i), parameter)
         for i, buffer in enumerate(pl_module.buffers()):
             tensors.register_buffer(f"buffer_{i}", buffer)
-        # AveragedModel copies what it is given: bare tensors, since a module may refer to half the program.
-        # Its counter stays on the CPU, where asking for it does not wait for the device.
+        # AveragedModel makes a deep copy. It gets bare tensors, because a module may refer to large other objects.
+        # Its counter stays on the CPU, where reading it does not wait for the device.
         self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **_for_parts(tensors, self._kwargs))
         self._average.module.to(self._device if self._device is not None else trainer.strategy.root_device)
         if self._latest_step is None:
@@ -116,7 +115,8 @@ class WeightAveraging(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Update after an optimizer step; most micro-batches of a window bring none."""
+        """Update after an optimizer step, which the last micro-batch of a window makes."""
+        # Compared with the last step, because only the last micro-batch of a window steps, and some steps are skipped.
         step = trainer.global_step
         assert self._latest_step is not None, "a batch before on_train_start"
         if step > self._latest_step:
@@ -128,10 +128,11 @@ class WeightAveraging(Callback):
         WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update after an epoch, if asked to."""
+        """Update after an epoch, if `should_update` returns True for it."""
         self._end_epoch(trainer, pl_module)
 
     def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Called from two hooks, and again after a resume: one update an epoch.
         epoch = trainer.current_epoch
         if epoch > self._latest_epoch:
             self._latest_epoch = epoch
@@ -139,10 +140,10 @@ class WeightAveraging(Callback):
                 self._update(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average to the validation of a fit.
+        """Put the average into the model for the validation of a fit.
 
-        After the last batch of an epoch, the average is that of the epoch's end, so that the metrics of a checkpoint of
-        this epoch belong to the weights in it.
+        After the last batch of an epoch, the update of the epoch's end is made first, so that the metrics of this
+        epoch's checkpoint belong to the weights in it.
         """
         if trainer.state.fn == "fit":
             if trainer.is_last_batch and not trainer.sanity_checking:
@@ -150,34 +151,34 @@ class WeightAveraging(Callback):
             self._show(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the current weights."""
+        """Continue with the current weights."""
         if trainer.state.fn == "fit":
             self._hide(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model; the current weights stay here, for later checkpoints."""
+        """Leave the average in the model. The current weights are kept for later checkpoints."""
         self._show(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A run that ends in the middle of its validation leaves the current weights in the model."""
+        """Restore the current weights if the run ends during a validation."""
         if trainer.state.fn == "fit":
             self._hide(pl_module)
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step and epoch that were considered."""
+        """Return the last step and epoch that `should_update` was called for."""
         return {"latest_update_step": self._latest_step or 0, "latest_update_epoch": self._latest_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back; Lightning keeps the step alone."""
+        """Restore step and epoch. Lightning's checkpoints have the step only."""
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the average in ``"state_dict"`` and the current weights beside it.
+        """Save the average as ``"state_dict"`` and the current weights as ``"current_model_state"``.
 
-        A resumed fit that has nothing left to train hands on what it has loaded.
+        A resumed fit that has nothing left to train saves the average that it has loaded.
         """
         if self._average is None:
             if self._loaded is not None:
@@ -195,24 +196,23 @@ class WeightAveraging(Callback):
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """On resume, give the model its current weights and keep the average for the start of training.
+        """On resume, load the current weights into the model and keep the average for the start of training.
 
-        Outside a fit the average in ``"state_dict"`` is what shall be used, and what is left of an earlier
-        fit no longer belongs to the model.
+        Outside a fit the model uses the average in ``"state_dict"``, and the average of an earlier fit is dropped.
         """
         if trainer.state.fn != "fit":
             self._average, self._shown, self._loaded = None, False, None
             return
         if "current_model_state" not in checkpoint:
             rank_zero_warn(
-                "WeightAveraging: this checkpoint was written without the callback; averaging begins anew "
-                "from its weights."
+                "WeightAveraging: the checkpoint was written without the callback, so averaging restarts from its "
+                "weights."
             )
             return
-        # Copied, since a sharded engine reads a checkpoint straight into the model, whose memory these are.
+        # Copied, because a sharded engine reads a checkpoint into the model's memory, which the load below overwrites.
         average = {name: _copied(value) for name, value in checkpoint["state_dict"].items()}
         self._loaded = {"average": average, "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
-        # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
+        # Both in the dict and in the model: strategies load the model before or after this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
         strict = getattr(pl_module, "strict_loading", True)
         pl_module.load_state_dict(checkpoint["current_model_state"], strict=strict)
@@ -223,7 +223,7 @@ class WeightAveraging(Callback):
         kept = super().__getstate__()
         average = self._average
         if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
-            kept.update(_average=None, _shown=False)  # this rank's parts are nothing where its ranks are not
+            kept.update(_average=None, _shown=False)  # shards are meaningless in a process outside their device mesh
         return kept
 
     def _check(self, pl_module: LightningModule) -> None:
@@ -231,14 +231,14 @@ class WeightAveraging(Callback):
         shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]
         if shapes[0] != shapes[1]:
             raise MisconfigurationException(
-                f"{type(self).__name__}: the module's parameters or buffers have changed since training began "
-                "(ModelPruning does that), so that there is nothing to average them with: leave one of the two out."
+                f"{type(self).__name__}: the module's parameters or buffers have changed since training started, so "
+                "they cannot be averaged. If ModelPruning changed them, remove one of the two callbacks."
             )
 
     def _update(self, pl_module: LightningModule) -> None:
         assert self._average is not None, "an update before on_train_start"
         self._check(pl_module)
-        # The update asks for the counter on the device: a copy would wait until all that is queued there is done.
+        # The update copies the counter to the device, and a copy waits for all queued work. Filling a tensor does not.
         counter: Any = self._average.n_averaged
         counter.to = lambda device: torch.full_like(counter, int(counter), device=device)
         try:
@@ -251,8 +251,14 @@ class WeightAveraging(Callback):
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_average() and not self._shown:
-            if trainer.world_size > 1:
-                self._take_buffers_of_rank_zero(trainer)
+            assert self._average is not None
+            buffers = list(self._average.module.buffers())
+            # Buffers are not reduced and may differ between ranks; all show those of rank 0.
+            if trainer.world_size > 1 and buffers:
+                sent = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
+                with torch.no_grad():
+                    for own, first in zip(buffers, sent, strict=True):
+                        own.copy_(first)
             self._swap(pl_module)
             self._shown = True
 
@@ -263,23 +269,15 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _swap(self, pl_module: LightningModule) -> None:
-        """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
+        """Exchange values and not tensors, because optimizers and gradient buckets refer to the tensors."""
         assert self._average is not None
         for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
             shown.copy_(averaged)
             averaged.copy_(before)
 
-    @torch.no_grad()
-    def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
-        assert self._average is not None
-        buffers = list(self._average.module.buffers())
-        if buffers:
-            for own, first in zip(buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True):
-                own.copy_(first)
-
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """What is kept here, under all names (tied weights have several) that it has in the model."""
+        """Return the average by all names in the model; tied weights have several."""
         assert self._average is not None
         self._check(pl_module)
         module = pl_module
@@ -292,13 +290,13 @@ class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
 
     Args:
-        device: where the average is kept; the model's own device if None.
-        use_buffers: average the buffers too; otherwise they are copied.
-        decay: the share of the old average, between 0 and 1.
-        update_every_n_steps: update after the first and then every n-th optimizer step; 0: not by steps.
-        update_starting_at_step: no update before this step (counted from 0).
-        update_starting_at_epoch: update at the end of each epoch from this one on, too.
-        **kwargs: for ``torch.optim.swa_utils.AveragedModel``.
+        device: device of the average; None for the model's device.
+        use_buffers: average the buffers, too; otherwise they are copied.
+        decay: weight of the old average, between 0 and 1.
+        update_every_n_steps: update after the first and then every n-th optimizer step; 0 for no updates by steps.
+        update_starting_at_step: first step, counted from 0, with an update.
+        update_starting_at_epoch: also update at the end of each epoch from this one on.
+        **kwargs: arguments of ``torch.optim.swa_utils.AveragedModel``.
 
     Raises:
         MisconfigurationException: ``decay`` is not between 0 and 1, or ``update_every_n_steps`` is negative.
@@ -326,7 +324,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Every n-th step from the first allowed one on; the ends of epochs if they were asked for."""
+        """Return True for every n-th step from the first one on, and for epochs from `update_starting_at_epoch` on."""
         if step_idx is not None and self.update_every_n_steps:
             return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
         return (
@@ -337,7 +335,10 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object], None]:
-    """``average * decay + weights * (1 - decay)``, each product rounded, as Lightning has it (torch's lerp is not)."""
+    """Return the update ``average * decay + weights * (1 - decay)``.
+
+    Each product is rounded, as in Lightning; torch's ``lerp`` rounds differently.
+    """
 
     @torch.no_grad()
     def update(averages: list[Tensor], weights: list[Tensor], count: object) -> None:
@@ -345,7 +346,7 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(average * decay + weight * (1 - decay))
             return
-        for first in range(0, len(averages), CHUNK):  # so that few products are there at a time
+        for first in range(0, len(averages), CHUNK):
             part = averages[first : first + CHUNK]
             torch._foreach_mul_(part, decay)
             torch._foreach_add_(part, torch._foreach_mul(weights[first : first + CHUNK], 1 - decay))
@@ -354,9 +355,9 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """``AveragedModel``'s arguments where some tensors are whole and others in shards, or in shards of several kinds.
+    """Return ``AveragedModel``'s arguments for tensors of several kinds: whole, or sharded over different meshes.
 
-    torch's ``_foreach`` functions, by which many are averaged at once, take one kind alone.
+    torch's ``_foreach`` functions, which average many tensors at once, accept only one kind in a call.
     """
     if len({_kind(tensor) for tensor in _tensors(tensors)}) < 2:
         return given

@@ -1,1 +1,1 @@
-"""For who comes from Lightning: scripts that run unchanged, `lockstep migrate`, and LightningCLI."""
+"""For users who come from Lightning: scripts that run unchanged, `lockstep migrate`, and LightningCLI."""

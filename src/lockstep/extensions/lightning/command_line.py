@@ -40,15 +40,15 @@ from lockstep.module import LightningModule
 from lockstep.names.class_paths import known_here
 from lockstep.trainer import Trainer
 
-# -- objects made from what was parsed -----------------------------------------------------------------------
+# -- objects from parsed arguments ---------------------------------------------------------------------------
 
 
 INSTANTIATOR = "lockstep.cli.instantiate_module"
-"""What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
+"""Value of ``_instantiator`` in saved hyperparameters: the function that creates a module from them."""
 
 
 def instantiate_class(args: object, init: dict[str, Any]) -> Any:
-    """Make an object from ``{"class_path": ..., "init_args": ...}``.
+    """Create an object from ``{"class_path": ..., "init_args": ...}``.
 
     Args:
         args: the first positional argument, or a tuple of several.
@@ -60,13 +60,14 @@ def instantiate_class(args: object, init: dict[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
-    """Make a module or data module from hyperparameters that the command line has saved, nested classes too.
+    """Create a module or data module, with nested classes, from hyperparameters that the command line has saved.
+
+    ``MyModel.load_from_checkpoint`` does so by itself, but refuses classes that are not imported. This function imports
+    them.
 
     Args:
-        class_type: the class, or a base of the one that ``_class_path`` names.
-        config: what ``hparams`` of a checkpoint holds.
-
-    ``MyModel.load_from_checkpoint`` does so by itself, and refuses classes that are not imported; this imports them.
+        class_type: the class, or a base of the class in ``_class_path``.
+        config: the ``hparams`` of a checkpoint.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     values = {key: value for key, value in config.items() if key not in ("_class_path", "_instantiator")}
@@ -79,18 +80,18 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """A class, or what a function is annotated to return."""
+    """Return a class, or the annotated return type of a function."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation
 
 
 def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
-    """What ``save_hyperparameters`` is to keep of one class of the config.
+    """Return the hyperparameters of one class of the config that ``save_hyperparameters`` saves.
 
     Args:
         dumped: the config as plain values.
-        links: values that links gave when classes were made, by dotted key.
+        links: values that links passed when classes were created, by dotted key.
         key: "model" or "data".
     """
     found = dict(dumped.get(key) or {})
@@ -108,10 +109,10 @@ def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> 
 
 
 class RecordsHyperparameters:
-    """Makes the objects of one class of the config for jsonargparse, their hyperparameters being what was parsed.
+    """Instantiator for jsonargparse that records the parsed arguments of a class as its hyperparameters.
 
     Args:
-        cli: the LightningCLI, whose config is dumped when the first object is made.
+        cli: the LightningCLI, whose config is dumped when the first object is created.
         key: "model" or "data".
     """
 
@@ -123,6 +124,7 @@ class RecordsHyperparameters:
         self, class_type: type, *args: object, applied_instantiation_links: dict[str, Any], **kwargs: object
     ) -> Any:
         recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        # `save_hyperparameters` in the class's __init__ saves these instead of its arguments.
         token = given_hyperparameters.set(recorded)
         try:
             return class_type(*args, **kwargs)
@@ -130,23 +132,23 @@ class RecordsHyperparameters:
             given_hyperparameters.reset(token)
 
 
-# -- the config beside the logs ------------------------------------------------------------------------------
+# -- the config in the folder of the logs --------------------------------------------------------------------
 
 
 class SaveConfigCallback(Callback):
     """Writes the config into the folder of the logs when a run is set up.
 
     Args:
-        parser: what parsed it.
-        config: what was parsed.
-        config_filename: the file's name.
-        overwrite: replace a file that is there.
-        multifile: several files, as it was given in several.
-        save_to_log_dir: False where a subclass saves it elsewhere, by ``save_config``.
+        parser: parser of the config.
+        config: the parsed config.
+        config_filename: name of the file.
+        overwrite: replace an existing file.
+        multifile: write several files if the config was given in several.
+        save_to_log_dir: False if a subclass saves the config elsewhere, in ``save_config``.
 
     Raises:
         ValueError: nothing would be saved.
-        RuntimeError: (in a run) there is such a file already.
+        RuntimeError: (in a run) the file exists already.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
             raise ValueError(
-                "SaveConfigCallback(save_to_log_dir=False) saves nothing: define `save_config` in a subclass, or give "
+                "SaveConfigCallback(save_to_log_dir=False) saves nothing. Define `save_config` in a subclass, or use "
                 "LightningCLI(save_config_callback=None)."
             )
 
@@ -181,28 +183,29 @@ class SaveConfigCallback(Callback):
                 if folder is not None:
                     self._write(folder)
                 self.save_config(trainer, pl_module, stage)
-            except Exception as error:  # the other ranks wait to hear of it
+            except Exception as error:  # the other ranks wait in the broadcast below
                 problem = error
-        said = trainer.strategy.broadcast(None if problem is None else f"rank 0: {type(problem).__name__}: {problem}")
+        error_text = None if problem is None else f"rank 0: {type(problem).__name__}: {problem}"
+        error_text = trainer.strategy.broadcast(error_text)
         if problem is not None:
             raise problem
-        if said is not None:
-            raise RuntimeError(said)
+        if error_text is not None:
+            raise RuntimeError(error_text)
         self.already_saved = True
 
     def _write(self, folder: str) -> None:
         path = inside(folder, self.config_filename)
         if not self.overwrite and exists(path):
             raise RuntimeError(
-                f"{type(self).__name__}: {path} is there already, of an earlier run. Move it away, or give "
+                f"{type(self).__name__}: {path} exists already, from an earlier run. Move it, or use "
                 'LightningCLI(save_config_kwargs={"overwrite": True}) to replace it, or '
-                "LightningCLI(save_config_callback=None) to save none."
+                "LightningCLI(save_config_callback=None) to save no config."
             )
         make_folder(folder)
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Override it to save the config elsewhere too; called on rank 0 only, so no collectives in it.
+        """Save the config elsewhere, too, in a subclass. Called on rank 0 only, so it must not use collectives.
 
         Example::
 
@@ -215,7 +218,7 @@ class SaveConfigCallback(Callback):
 
 
 def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[str, Any]:
-    """Return saved arguments with those given by hand in their place, one by one within nested classes.
+    """Return saved arguments, overridden one by one by those given on the command line, also in nested classes.
 
     Example:
         >>> merge_given({"lr": 0.1, "width": 4}, jsonargparse.Namespace(lr=0.5))
@@ -238,12 +241,12 @@ def flat_arguments(model: jsonargparse.Namespace) -> dict[str, Any]:
 
 
 def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict[str, Any]) -> str:
-    """Describe which arguments come from a checkpoint, and which were given by hand instead.
+    """Describe which arguments come from a checkpoint, and which from the command line instead.
 
     Args:
-        before: the arguments without the checkpoint.
-        saved: with all of its hyperparameters.
-        chosen: with those that were not given by hand.
+        before: arguments without the checkpoint.
+        saved: arguments with all hyperparameters of the checkpoint.
+        chosen: arguments with the hyperparameters that the command line does not override.
     """
     taken = [f"model.{key}={value!r:.60}" for key, value in chosen.items() if key not in before or before[key] != value]
     by_hand = [
@@ -251,7 +254,7 @@ def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict
         for key, value in chosen.items()
         if key not in saved or saved[key] != value
     ]
-    parts = (("from the checkpoint", taken), ("as given by hand", by_hand))
+    parts = (("from the checkpoint", taken), ("from the command line", by_hand))
     return "; ".join(f"{', '.join(arguments)} {source}" for source, arguments in parts if arguments)
 
 
@@ -259,42 +262,43 @@ def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict
 
 
 class LightningCLI:
-    """Parses the command line, makes model, data module and Trainer, and calls what was asked for.
+    """Parses the command line, creates model, data module and Trainer, and runs the subcommand.
 
-    ``python train.py fit --model.lr 0.1 --trainer.max_epochs 3``; ``--config file.yaml`` (several: the later ones
-    win), ``--print_config``, ``fit --help``. Environment variables are read with
-    ``parser_kwargs={"default_env": True}``: ``PL_FIT__TRAINER__MAX_EPOCHS`` is one, ``PL_CONFIG`` a config.
+    Command lines look like ``python train.py fit --model.lr 0.1 --trainer.max_epochs 3``. There are also
+    ``--config file.yaml`` (of several files, later ones override earlier ones), ``--print_config`` and ``fit --help``.
+    With ``parser_kwargs={"default_env": True}``, environment variables are read: an argument from
+    ``PL_FIT__TRAINER__MAX_EPOCHS``, a config from ``PL_CONFIG``.
 
-    Subclass it to add arguments (:meth:`add_arguments_to_parser`), to make the Trainer, or to run code between the
-    steps: :meth:`before_instantiate_classes`, :meth:`after_instantiate_classes`, and ``before_fit``, ``fit``,
-    ``after_fit`` and the like of other subcommands.
+    Subclass it to add arguments (:meth:`add_arguments_to_parser`), to create the Trainer, or to run code between the
+    steps: :meth:`before_instantiate_classes`, :meth:`after_instantiate_classes`, and ``before_fit``, ``fit`` and
+    ``after_fit``, likewise for the other subcommands.
 
     Args:
-        model_class: a LightningModule class, or a function that returns one; None: any, by ``--model NAME``.
-        datamodule_class: likewise; None: any, by ``--data NAME``, or none.
-        save_config_callback: writes the config beside the logs; None: nothing does.
-        save_config_kwargs: for the callback above.
+        model_class: a LightningModule class, or a function that returns one; None: any, given by ``--model NAME``.
+        datamodule_class: likewise; None: any, given by ``--data NAME``, or none.
+        save_config_callback: writes the config to the folder of the logs; None writes nothing.
+        save_config_kwargs: arguments of this callback.
         trainer_class: Trainer, a subclass, or a function that returns one.
-        trainer_defaults: other defaults of the Trainer's arguments; its ``callbacks`` are always there.
-        seed_everything_default: the seed where none is given; True: the one set before, else 0; False: seed nothing.
-        parser_kwargs: for the parser; or for those of subcommands, by their names.
+        trainer_defaults: defaults of the Trainer's arguments. Its ``callbacks`` are always added.
+        seed_everything_default: default seed. True: the seed set before, else 0; False: no seeding.
+        parser_kwargs: arguments of the parser; under the name of a subcommand, those of its parser.
         parser_class: a subclass of LightningArgumentParser.
-        subclass_mode_model: take any subclass of ``model_class``, by ``class_path`` and ``init_args``.
+        subclass_mode_model: accept any subclass of ``model_class``, by ``class_path`` and ``init_args``.
         subclass_mode_data: the same for ``datamodule_class``.
-        args: words of a command line, or a config, in place of ``sys.argv``.
-        run: False: no subcommands, make the objects only.
-        auto_configure_optimizers: take ``--optimizer`` and ``--lr_scheduler``.
-        load_from_checkpoint_support: ``save_hyperparameters`` keeps what was parsed, so that nested classes can be
-            made again.
+        args: words of a command line, or a config, instead of ``sys.argv``.
+        run: False creates the objects only, without subcommands.
+        auto_configure_optimizers: add the arguments ``--optimizer`` and ``--lr_scheduler``.
+        load_from_checkpoint_support: let ``save_hyperparameters`` save the parsed arguments, so that nested classes
+            can be rebuilt.
 
     Attributes:
         parser: the parser.
-        config: what was parsed; with ``run``, under the name of the subcommand.
-        config_init: the same with objects made of it.
+        config: the parsed config; with ``run``, under the name of the subcommand.
+        config_init: the config with the objects created from it.
         trainer: the Trainer.
         model: the module.
         datamodule: the data module, or None.
-        subcommand: "fit" for one; None without ``run``.
+        subcommand: the subcommand, such as "fit"; None without ``run``.
 
     Example::
 
@@ -339,30 +343,35 @@ class LightningCLI:
         self._instantiators: list[tuple[Any, type, bool]] = []
         self._dumped: dict[str, Any] | None = None
 
-        main, sub = self._setup_parser_kwargs(self.parser_kwargs)
-        self.setup_parser(run, main, sub)
+        names = self.subcommands()
+        main = {key: value for key, value in self.parser_kwargs.items() if key not in names}
+        self.setup_parser(run, main, {key: value for key, value in self.parser_kwargs.items() if key in names})
         self.parse_arguments(self.parser, args)
         self._take_from_checkpoint(args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
-        self._set_seed()
+        seed = self._get(self.config, "seed_everything")
+        if seed is not False:
+            chosen = seed_everything((current_seed() or 0) if seed is True else seed, workers=True)
+            # The saved config contains the seed that was used, not True.
+            (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
         if load_from_checkpoint_support:
-            self._record_hyperparameters()
+            for key, builder, subclasses in (
+                ("model", self._model_class, self.subclass_mode_model),
+                ("data", self._datamodule_class, self.subclass_mode_data),
+            ):
+                self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
         self.before_instantiate_classes()
-        directly(self.instantiate_classes)  # what it raises has a traceback through the parser, which is folded
+        # Errors of the user's classes pass through the parser; `directly` has its frames left out of the traceback.
+        directly(self.instantiate_classes)
         self.after_instantiate_classes()
         if self.subcommand is not None:
             self._run_subcommand(self.subcommand)
 
     # -- the parser ----------------------------------------------------------------------------------------
 
-    def _setup_parser_kwargs(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = self.subcommands()
-        sub = {key: value for key, value in given.items() if key in names}
-        return {key: value for key, value in given.items() if key not in names}, sub
-
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The Trainer's methods that are subcommands, and their arguments that are none of the command line's."""
+        """Return the Trainer's methods that are subcommands, with their arguments that the command line leaves out."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -372,7 +381,7 @@ class LightningCLI:
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser; one for the whole, and one for each subcommand."""
+        """Create a parser. Called for the main parser and for each subcommand."""
         kwargs.setdefault("dump_header", [f"lockstep=={sys.modules['lockstep'].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -383,7 +392,7 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make :attr:`parser` with all arguments, in subcommands or without."""
+        """Create :attr:`parser` with all arguments, with or without subcommands."""
         self.parser = self.init_parser(**main_kwargs)
         if add_subcommands:
             self._add_subcommands(self.parser, **subparser_kwargs)
@@ -424,7 +433,7 @@ class LightningCLI:
             "--seed_everything",
             type=Union[bool, int],  # noqa: UP007
             default=self.seed_everything_default,
-            help="The seed of everything random; true: the one set before, else 0; false: seed nothing.",
+            help="Seed of all random numbers; true: the seed set before, else 0; false: no seeding.",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -436,11 +445,11 @@ class LightningCLI:
             self._datamodule_class,
             "data",
             subclass_mode=self.subclass_mode_data,
-            required=self.datamodule_class is not None,  # the model may have the loaders
+            required=self.datamodule_class is not None,  # the model may define the loaders
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Override it to add arguments or links.
+        """Add arguments or links in a subclass.
 
         Example::
 
@@ -458,11 +467,9 @@ class LightningCLI:
     # -- the config ----------------------------------------------------------------------------------------
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse into :attr:`config`."""
+        """Parse the arguments into :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
-            rank_zero_warn(
-                f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
-            )
+            rank_zero_warn(f"LightningCLI(args={args!r:.100}) is used, so the command line {sys.argv[1:]} is ignored.")
         self.config = self._parsed(parser, args)
 
     @staticmethod
@@ -477,7 +484,7 @@ class LightningCLI:
         return parser.parse_object(given, **options)
 
     def _take_from_checkpoint(self, args: ArgsType) -> None:
-        """Take the model's arguments from the hyperparameters in ``ckpt_path``, except those given by hand."""
+        """Take the model's arguments from the hyperparameters in ``ckpt_path``, unless the command line has them."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):
@@ -491,28 +498,22 @@ class LightningCLI:
             saved = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
             own = [given.pop(key, None) or jsonargparse.Namespace() for key in ("init_args", "dict_kwargs")]
             given["dict_kwargs"] = jsonargparse.Namespace({**vars(own[0]), **dict(vars(own[1]))})
+        # Both are parsed on top of the config, so that its other values are kept.
         before, merged = self.config, merge_given(saved, given)
         try:
             all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)
             self.config = self.parser.parse_object({subcommand: {"model": merged}}, before)
         except SystemExit:
-            sys.stderr.write(f"--ckpt_path {path}: its hyperparameters are no arguments of the model (see above).\n")
+            sys.stderr.write(f"--ckpt_path {path}: its hyperparameters do not fit the model's arguments (see above).\n")
             raise
         sources = (flat_arguments(config[subcommand]["model"]) for config in (before, all_saved, self.config))
         report = arguments_report(*sources)
         if report:
             rank_zero_info(f"LightningCLI, --ckpt_path {path}: {report}")
 
-    def _set_seed(self) -> None:
-        seed = self._get(self.config, "seed_everything")
-        if seed is False:
-            return
-        chosen = seed_everything((current_seed() or 0) if seed is True else seed, workers=True)
-        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
-
     @property
     def config_dump(self) -> dict[str, Any]:
-        """The config of the subcommand as plain values; as it was when the first class was made."""
+        """Config of the subcommand as plain values, from when the first class was created."""
         if self._dumped is None:
             text = self.parser.dump(self.config, skip_link_targets=False, skip_unset=False, format="yaml")
             dumped = yaml.safe_load(text)
@@ -520,7 +521,7 @@ class LightningCLI:
         return self._dumped or {}
 
     def _get(self, config: jsonargparse.Namespace, key: str, default: object = None) -> Any:
-        """A value of the config, which may be inside a subcommand."""
+        """Return a value of the config, from the subcommand if there is one."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
@@ -528,18 +529,11 @@ class LightningCLI:
 
     # -- the objects ---------------------------------------------------------------------------------------
 
-    def _record_hyperparameters(self) -> None:
-        for key, builder, subclasses in (
-            ("model", self._model_class, self.subclass_mode_model),
-            ("data", self._datamodule_class, self.subclass_mode_data),
-        ):
-            self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
-
     def before_instantiate_classes(self) -> None:
-        """Override it to run code before the objects are made."""
+        """Run code before the objects are created, in a subclass."""
 
     def instantiate_classes(self) -> None:
-        """Make data module, model and Trainer."""
+        """Create data module, model and Trainer."""
         self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
@@ -547,18 +541,18 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override it to run code when the objects are made."""
+        """Run code after the objects are created, in a subclass."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer; ``kwargs`` go before what was parsed."""
+        """Create the Trainer. ``kwargs`` override parsed arguments."""
         callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
         return self._instantiate_trainer({**self._get(self.config_init, "trainer", default={}), **kwargs}, callbacks)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
             rank_zero_warn(
-                f"{self.trainer_class.__qualname__} has no argument `callbacks`: those of the command line, that which "
-                "saves the config among them, are left out."
+                f"{self.trainer_class.__qualname__} has no argument `callbacks`, so the callbacks of the command line, "
+                "including the one that saves the config, are left out."
             )
             return self.trainer_class(**config)
         own = [*several(config["callbacks"]), *callbacks, *several(self.trainer_defaults.get("callbacks"))]
@@ -573,12 +567,12 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """What the model's ``configure_optimizers`` returns where the command line gives the optimizer.
+        """Return the result of the model's ``configure_optimizers`` if the command line has the optimizer.
 
         Args:
             lightning_module: the model.
-            optimizer: made of its parameters.
-            lr_scheduler: made of the optimizer, or None.
+            optimizer: optimizer of its parameters.
+            lr_scheduler: scheduler of the optimizer, or None.
         """
         if lr_scheduler is None:
             return optimizer
@@ -588,16 +582,16 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Let ``configure_optimizers`` of the model return the optimizer that the command line gives."""
+        """Replace the model's ``configure_optimizers`` if the command line has an optimizer."""
         parser = self._parser(subcommand)
         optimizers, schedulers = parser.automatic()
         if not self.auto_configure_optimizers or not optimizers:
             return
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise MisconfigurationException(
-                f"{type(self).__name__}: {optimizers + schedulers} are all to go into `configure_optimizers`, which "
-                "takes one optimizer and one scheduler: link them to arguments of the model by `link_to=`, and make "
-                "them in its `configure_optimizers`."
+                f"{type(self).__name__}: `configure_optimizers` takes one optimizer and one scheduler, but the command "
+                f"line has {optimizers + schedulers}. Link them to arguments of the model with `link_to=`, and create "
+                "them in the model's `configure_optimizers`."
             )
         given = parser.class_and_arguments(optimizers[0], self._get(self.config_init, optimizers[0]))
         if not given:
@@ -605,12 +599,12 @@ class LightningCLI:
         if is_overridden("configure_optimizers", self.model, LightningModule):
             rank_zero_warn(
                 f"`{type(self.model).__name__}.configure_optimizers` is replaced by "
-                f"`{type(self).__name__}.configure_optimizers`, since the command line gives the optimizer."
+                f"`{type(self).__name__}.configure_optimizers`, because the command line has the optimizer."
             )
         optimizer, scheduler = instantiate_class(self.model.parameters(), given), None
         if schedulers:
-            asked = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
-            scheduler = instantiate_class(optimizer, asked) if asked else None
+            scheduler_arguments = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
+            scheduler = instantiate_class(optimizer, scheduler_arguments) if scheduler_arguments else None
         factory = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
         update_wrapper(factory, self.configure_optimizers)
         self.model.configure_optimizers = MethodType(factory, self.model)
@@ -618,7 +612,7 @@ class LightningCLI:
     # -- the call ------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """``before_fit``, ``fit`` (a method of this class, else the Trainer's), ``after_fit``."""
+        """Call ``before_fit``, ``fit`` (of this class if it has one, else of the Trainer), and ``after_fit``."""
         before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
         if callable(before):
             before()

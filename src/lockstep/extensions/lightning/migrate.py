@@ -1,9 +1,8 @@
-"""``lockstep migrate``: what a script for Lightning, of 2019 or of today, needs to be one for lockstep.
+"""``lockstep migrate``: changes a script for Lightning, of 2019 or of today, to one for lockstep.
 
-It prints as a diff what has to change in the imports and in the flags of the Trainer (to stdout); and line by line what
-is to be done by hand, and what behaves otherwise for this script (to stderr). Nothing is imported or run of the script,
-and bodies of functions stay as they are: `lockstep run --lightning` runs a script unchanged. Of a config (.yaml, .json)
-the class paths change.
+It prints a diff of imports and Trainer flags to stdout, and to stderr, by line, what to do by hand and what differs for
+this script. It does not import or run the script, and leaves the bodies of functions unchanged. In a config (.yaml,
+.json) it changes class paths. To run a script unchanged, use `lockstep run --lightning`.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ from lockstep.trainer import FLAGS
 
 
 def migrate(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        words: behind ``lockstep migrate``.
+        words: arguments after ``lockstep migrate``.
 
     Raises:
-        MisconfigurationException: a file that is not there, or is no Python, yaml or json.
+        MisconfigurationException: a file does not exist, or is not valid Python, YAML or JSON.
     """
     parser = CommandParser("lockstep migrate", None, __doc__)
     parser.add_argument("files", nargs="+", metavar="script.py", help="a script, a folder of scripts, or a config")
     parser.add_argument("--write", action="store_true", help="make the changes of the diff in the files")
     given = parser.parse_args(words)
     files = [file for path in given.files for file in _files(Path(path))]
-    read = [(file, *_read(file)) for file in files]  # all, before the first is written
+    # All files are read first, so that an invalid one is reported before any file is written.
+    read = [(file, *_read(file)) for file in files]
     for file, text, encoding in read:
         moved, notes = migrated_config(text, str(file)) if _is_config(file) else migrated(text, str(file))
         if given.write and moved != text:
@@ -64,10 +64,10 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise MisconfigurationException(f"there is no script in the folder {path}")
     if not found[0].is_file():
-        raise MisconfigurationException(f"{path} is not there (this is {Path.cwd()})")
+        raise MisconfigurationException(f"{path} does not exist (in {Path.cwd()})")
     if path.suffix == ".ipynb":
         raise MisconfigurationException(
-            f"{path} is a notebook: write it as a script first, by `jupyter nbconvert --to script`"
+            f"{path} is a notebook. Convert it to a script first, with `jupyter nbconvert --to script`"
         )
     return found
 
@@ -77,10 +77,10 @@ def _is_config(file: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Text, its line ends as they are, and encoding.
+    """Return text, with its line ends unchanged, and encoding.
 
     Raises:
-        MisconfigurationException: the file is no Python, yaml or json.
+        MisconfigurationException: the file is not valid Python, YAML or JSON.
     """
     data = file.read_bytes()
     if _is_config(file):
@@ -88,20 +88,20 @@ def _read(file: Path) -> tuple[str, str]:
             text = data.decode()
             migrated_config(text, str(file))
         except ValueError as error:
-            raise MisconfigurationException(f"{file} is no {file.suffix[1:]}: {error}") from None
+            raise MisconfigurationException(f"{file} is not valid {file.suffix[1:]}: {error}") from None
         return text, "utf-8"
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
         ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
-        raise MisconfigurationException(f"{file}:{line} is no Python of today: {said}") from None
+        line, message = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
+        raise MisconfigurationException(f"{file}:{line} is not valid Python 3: {message}") from None
     return text, encoding
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as Python counts them: str.splitlines ends lines at other characters, too."""
+    """Split text into lines as Python counts them; str.splitlines also splits at other characters."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
@@ -117,19 +117,19 @@ class ReportLine:
     line: int
     text: str
     by_hand: bool = True
-    """Whether something is to be done; else something behaves otherwise."""
+    """True for a change to make by hand, False for a difference in behavior."""
     weight: int = 1
-    """0: the script fails there; 1: something is left out without an error; 2: to be looked at."""
+    """Severity: 0: the script fails there; 1: something is silently left out; 2: to check."""
 
 
 def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
     if not changed and not notes:
-        yield f"{name}: nothing is to be done: it names nothing of Lightning"
+        yield f"{name}: nothing to do: it does not use Lightning"
     elif not changed or written:
         yield f"{name}: {'written' if changed else 'no line has to change'}"
-    differs = "what differs for this script (docs/from-lightning.md has more)"
+    differs = "differences for this script (docs/from-lightning.md has more)"
     by_weight = sorted(set(notes), key=lambda note: (note.weight, note))
-    for by_hand, title in ((True, "to be done by hand"), (False, differs)):
+    for by_hand, title in ((True, "to do by hand"), (False, differs)):
         lines = [f"  line {note.line}: {note.text}" for note in by_weight if note.by_hand is by_hand]
         yield from [f"{name}: {title}:", *lines] if lines else []
 
@@ -138,99 +138,98 @@ def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool
 
 
 GONE = "\0"
-"""Stands in the place of an argument that goes; no Python file has this character."""
+"""Placeholder for a removed argument; this character cannot occur in a Python file."""
 CLEARED = re.compile(rf"(?m)^[ \t]*{GONE}[ \t]*,?[ \t]*(#.*)?(\r\n|\n)|{GONE}[ \t]*,[ \t]*|,[ \t]*{GONE}|{GONE}")
-"""An argument that goes: with its line and comment, where it has a line of its own; else with a comma."""
-
-
-def _learn_names(script: _Script) -> None:
-    """Which names of a script stand for what of Lightning: by imports, and by ``name = Trainer(...)``."""
-    for node in script.nodes:
-        if isinstance(node, ast.Import):
-            script.import_(node)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            script.import_from(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made = script.meant(node.value.func)
-            script.names |= {ast.unparse(target): made for target in node.targets if made.endswith(".Trainer")}
+"""A removed argument: with its line and comment if it has its own line, else with a comma."""
 
 
 def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]:
-    """A script for Lightning as one for lockstep, and the report.
+    """Change a script for Lightning to one for lockstep, and return it with the report.
 
     Args:
-        text: of the script.
-        name: of its file, for errors.
+        text: text of the script.
+        name: name of its file, for errors.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the text is not valid Python.
 
     Example:
         >>> migrated("from lightning.pytorch import Trainer\\nTrainer(max_nb_epochs=1)\\n")[0]
         'from lockstep import Trainer\\nTrainer(max_epochs=1)\\n'
     """
     script = _Script(text, name)
-    _learn_names(script)
+    for node in script.nodes:
+        if isinstance(node, ast.Import):
+            script.import_(node)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            script.import_from(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            path = script.meant(node.value.func)
+            script.names |= {ast.unparse(target): path for target in node.targets if path.endswith(".Trainer")}
     if not script.names:
         return text, script.notes
+    # By convention these names hold a Trainer, also where the script does not create it.
     script.names |= dict.fromkeys(("trainer", "self.trainer"), f"{ROOT}.Trainer")
     for node in script.nodes:
         if isinstance(node, ast.Call) and script.meant(node.func).endswith(".Trainer"):
             _flags(script, node)
         elif isinstance(node, ast.Attribute):
-            script.tell(node, ast.unparse(node), script.meant(node) or ROOT)
+            script.report_refused(node, ast.unparse(node), script.meant(node) or ROOT)
         elif isinstance(node, ast.Constant) and home_of(str(node.value)):
             script.notes.append(
-                ReportLine(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?", weight=2)
+                ReportLine(
+                    node.lineno, f"the text {node.value!r:.60} names Lightning: change it to lockstep?", weight=2
+                )
             )
     return script.edited(), [*script.notes, *found_in(script)]
 
 
 class _Script:
-    """The text of a script, edits at the places of its syntax tree, and the names that it has of lockstep."""
+    """Text of a script, edits by positions of its syntax tree, and its names for objects of lockstep."""
 
     def __init__(self, text: str, name: str) -> None:
         self.nodes = list(ast.walk(ast.parse(text, name)))
-        self.names: dict[str, str] = {}  #: a name of the script's to what it is, ``lockstep.Trainer``
+        self.names: dict[str, str] = {}  #: name in the script to path in lockstep, such as ``lockstep.Trainer``
         self.notes: list[ReportLine] = []
-        self._data = text.encode()  # the columns of the tree count bytes
+        self._data = text.encode()  # columns of the syntax tree count bytes
         self._starts = [0, *itertools.accumulate(len(line.encode()) for line in _lines(text))]
-        self.edits: list[tuple[int, int, str]] = []  #: begin, end, and the text in the place
+        self.edits: list[tuple[int, int, str]] = []  #: start, end, and new text
 
     def span(self, node: ast.expr | ast.keyword | ast.alias | ast.stmt) -> tuple[int, int]:
-        """Where a node begins and ends."""
+        """Return start and end of a node."""
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[end_line - 1] + end
 
     def of(self, node: ast.expr | ast.keyword) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         return self._data[slice(*self.span(node))].decode()
 
     def edited(self) -> str:
-        """The text with all edits."""
+        """Return the text with all edits."""
         data = self._data
+        # From the end, so that earlier positions stay valid.
         for start, end, new in sorted(set(self.edits), reverse=True):
             data = data[:start] + new.encode() + data[end:]
         return CLEARED.sub("", data.decode())
 
-    def tell(self, node: ast.stmt | ast.expr, name: str, path: str) -> None:
-        """Report a name that cannot be had from lockstep, and why."""
+    def report_refused(self, node: ast.stmt | ast.expr, name: str, path: str) -> None:
+        """Report a name that lockstep refuses, with the reason."""
         why = refusal(path)
         if why is not None and (isinstance(node, ast.stmt) or refusal(path.rpartition(".")[0]) is None):
             self.notes.append(ReportLine(node.lineno, f"{name}: {why}", weight=0))
 
     def import_(self, node: ast.Import) -> None:
-        """``import lightning.pytorch as pl``. A package that is used by its own name is lockstep by that name."""
+        """Change ``import lightning.pytorch as pl``. Without ``as``, lockstep is imported under the package's name."""
         for alias in node.names:
             home = home_of(alias.name)
             if home is not None:
                 known = alias.asname or alias.name.partition(".")[0]
                 self.names[known] = home if alias.asname else ROOT
                 self.edits.append((*self.span(alias), f"{self.names[known]} as {known}"))
-                self.tell(node, f"import {alias.name}", home)
+                self.report_refused(node, f"import {alias.name}", home)
 
     def import_from(self, node: ast.ImportFrom) -> None:
-        """``from lightning.pytorch import Trainer``: the module changes, and names stay."""
+        """Change ``from lightning.pytorch import Trainer``: the module changes, the names stay."""
         home = home_of(str(node.module))
         found = re.compile(rb"from\s+([\w.]+)").match(self._data, self.span(node)[0])
         if home is None or found is None:
@@ -242,10 +241,13 @@ class _Script:
                 self.names.update({home: home, **{name: f"{home}.{name}" for name in names}})
             else:
                 self.names[alias.asname or alias.name] = f"{home}.{alias.name}"
-            self.tell(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
+            self.report_refused(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
 
     def meant(self, node: ast.expr) -> str:
-        """What an expression is in lockstep: ``pl.callbacks.Timer`` is ``lockstep.callbacks.Timer``; "": unknown."""
+        """Return the path of an expression in lockstep, as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.
+
+        Return "" if it is unknown.
+        """
         if not isinstance(node, ast.Attribute | ast.Name):
             return ""
         known = self.names.get(ast.unparse(node), "")
@@ -255,7 +257,7 @@ class _Script:
         return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
-        """Which of Lightning's classes a class derives from."""
+        """Yield the classes of Lightning that a class derives from."""
         for path in map(self.meant, node.bases):
             kind = "Callback" if path.startswith(f"{ROOT}.callbacks.") else path.rpartition(".")[2]
             if kind in ("LightningModule", "LightningDataModule", "Callback"):
@@ -267,17 +269,17 @@ class _Script:
 
 
 def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
-    """A config of Lightning's command line as one for lockstep, and the report: class paths change, all else stays.
+    """Change the class paths in a config of Lightning's command line, and return it with the report.
 
     Args:
-        text: of the config.
-        name: of its file, which ends in ``.json`` or else is yaml.
+        text: text of the config.
+        name: name of its file. ``.json`` means JSON; any other, YAML.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not valid.
     """
     notes, moved, end = [], "", 0
-    for start, stop, value in _json_texts(text) if name.endswith(".json") else _yaml_texts(text):
+    for start, stop, value in _strings(text, name.endswith(".json")):
         home = class_at_home(value)
         why = None if home is None else refusal(home)
         if why is not None:
@@ -287,14 +289,17 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
     return moved + text[end:], notes
 
 
-def _json_texts(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where the texts of a config begin and end, and what they are."""
-    json.loads(text)
-    for found in re.finditer(r'"((?:[^"\\]|\\.)*)"', text):
-        yield (*found.span(1), found[1])
+def _strings(text: str, is_json: bool) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and value of each string of a config.
 
-
-def _yaml_texts(text: str) -> Iterator[tuple[int, int, str]]:
+    Raises:
+        ValueError: the text is not valid.
+    """
+    if is_json:
+        json.loads(text)  # raises for invalid text, which the pattern below would not notice
+        for found in re.finditer(r'"((?:[^"\\]|\\.)*)"', text):
+            yield (*found.span(1), found[1])
+        return
     try:
         yaml = import_module("yaml")
     except ModuleNotFoundError:
@@ -311,7 +316,7 @@ def _yaml_texts(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 class _Open:
-    """A value that is known when the script runs, by its text."""
+    """A value that is known only when the script runs, by its text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -321,11 +326,11 @@ class _Open:
 
 
 def _flags(script: _Script, call: ast.Call) -> None:
-    """Put today's flags in the place of old ones; tell what cannot be known here."""
+    """Replace old flags by today's, and report what depends on values that are unknown here."""
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
-            ReportLine(call.lineno, "Trainer(**...): old flags among them are translated when it runs.", weight=2)
+            ReportLine(call.lineno, "Trainer(**...): old flags in it are translated when the script runs.", weight=2)
         )
     values: Today = {name: _value(script, keyword.value) for name, keyword in given.items()}
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
@@ -345,88 +350,89 @@ def _value(script: _Script, node: ast.expr) -> object:
 
 
 def _together(values: Today, today: Today) -> list[str]:
-    """The arguments of a call that say together where it runs."""
+    """Return the arguments of a call that determine together where it runs."""
     return [name for name in values if name in TOGETHER or (name == "accelerator" and today[name] is not values[name])]
 
 
 def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
-    """What old flags mean today, and what is told in place of an edit; "" where the script can be edited.
+    """Translate old flags. Also return the text to report instead of an edit; "" if the script can be edited.
 
     Args:
-        old: the values of the old flags.
-        today: today's flags, as they are given or by default.
-        others: the names of the call's other arguments.
+        old: values of the old flags.
+        today: today's flags, given or by default.
+        others: names of the call's other arguments.
     """
-    told, found = "what it means today depends on the value, and a warning tells it when it runs.", Translation()
+    report = "its meaning today depends on the value; a warning reports it when the script runs."
+    found = Translation()
     read = (today[flag] for flag in ("accelerator", "devices", "num_nodes", "strategy") if old.keys() & TOGETHER)
     is_open = _some_open((*old.values(), *read))
     try:
         found = meaning(old, today, FLAGS, here=False)
         if found.callbacks or found.resume is not None:
-            told = f"today {', '.join(found.spelled)}."
+            report = f"today {', '.join(found.spelled)}."
         elif found.flags.keys() & others:
-            told = f"today {', '.join(found.spelled)}, and another was given, too."
+            report = f"today {', '.join(found.spelled)}, but this flag is also set."
         elif not is_open or _some_open(found.flags.values()):
-            told = ""
+            report = ""
     except (TypeError, ValueError) as error:
         if not is_open or REMOVED in str(error):
-            told = str(error).partition("): ")[2] or str(error)
-    return found, told
+            report = str(error).partition("): ")[2] or str(error)
+    return found, report
 
 
 def _some_open(values: Iterable[object]) -> bool:
-    """Whether there is a value that is not known here."""
+    """Return True if a value is known only when the script runs."""
     return any(isinstance(value, _Open) for value in values)
 
 
 def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str], old: Today, today: Today) -> None:
-    """Put today's flags in the place of old ones that mean something together.
+    """Replace old flags that have a meaning together by today's flags.
 
     Args:
-        given: the arguments of the call, by name.
-        names: of those that are replaced.
-        old: the values of the old flags.
-        today: today's flags, as they are given or by default.
+        given: arguments of the call by name.
+        names: names of the arguments to replace.
+        old: values of the old flags.
+        today: today's flags, given or by default.
     """
     places = [given[name] for name in names]
-    found, told = _meaning(old, today, given.keys() - set(names))
-    if told:
+    found, report = _meaning(old, today, given.keys() - set(names))
+    if report:
         what = f"Trainer({', '.join(map(script.of, places)):.90})"
-        script.notes.append(ReportLine(places[0].lineno, f"{what}: {told}", weight=0))
+        script.notes.append(ReportLine(places[0].lineno, f"{what}: {report}", weight=0))
         return
     script.notes += [ReportLine(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
     text = ", ".join(f"{flag}={value!r}" for flag, value in found.flags.items() if value != today[flag])
     script.edits += [(*script.span(place), (place is places[0] and text) or GONE) for place in places]
 
 
-# -- what is found in it, by rows ------------------------------------------------------------------------------
+# -- rows of the report ----------------------------------------------------------------------------------------
 
 
 ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("differences.json").read_text())
-"""What is to be done by hand, and what differs, by what a script has of it; tests/surface/table.py writes the file."""
+"""Changes to make by hand and differences, by what a script uses; tests/surface/table.py writes the file."""
 
 
 def found_in(script: _Script) -> Iterator[ReportLine]:
-    """The rows that apply to what the script uses; what differs, at the line where it is used first."""
-    said: set[str] = set()
-    for line, used in sorted({*_used(script), *_several_trainers(script)}):
+    """Yield the rows for what a script uses. Differences are reported once, at the line of the first use."""
+    reported: set[str] = set()
+    for line, used in sorted({*_used(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
-        new = [text for text in ROWS["differs"].get(used, ()) if text not in said]
-        said.update(new)
+        new = [text for text in ROWS["differs"].get(used, ()) if text not in reported]
+        reported.update(new)
         yield from (ReportLine(line, text, by_hand=False) for text in new)
 
 
-def _flags_used(script: _Script, call: ast.Call) -> Iterator[tuple[int, str]]:
-    meant = (script.meant(call.func) or ast.unparse(call.func)).rpartition(".")[2]
-    for keyword in call.keywords:
-        yield from ((call.lineno, f"flag {meant}({used})") for used in _argument(keyword))
-
-
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
-    """What a script uses, as the keys of the table: ``flag Trainer(devices)``, ``name self.log``, ``name LBFGS``."""
+    """Yield what a script uses, as keys of the table: ``flag Trainer(devices)``, ``name self.log``, ``name LBFGS``."""
+    trainers = []
     for node in script.nodes:
         if isinstance(node, ast.Call):
-            yield from _flags_used(script, node)
+            path = script.meant(node.func)
+            if path.endswith(".Trainer"):
+                trainers.append(node.lineno)
+            function = (path or ast.unparse(node.func)).rpartition(".")[2]
+            for keyword in node.keywords:
+                yield from ((node.lineno, f"flag {function}({used})") for used in _argument(keyword))
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             of = "trainer" if script.meant(node.value).endswith(".Trainer") else owner
@@ -439,18 +445,12 @@ def _used(script: _Script) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Name | ast.arg):
             name = ast.unparse(node).partition(":")[0]
             yield node.lineno, f"name {script.names.get(name, name).rpartition('.')[2]}"
-
-
-def _several_trainers(script: _Script) -> Iterator[tuple[int, str]]:
-    """Each Trainer that a script makes beside its first one, by the key ``several Trainers``."""
-    calls = (node for node in script.nodes if isinstance(node, ast.Call))
-    lines = sorted(call.lineno for call in calls if script.meant(call.func).endswith(".Trainer"))
-    yield from ((line, "several Trainers") for line in lines[1:])
+    yield from ((line, "several Trainers") for line in sorted(trainers)[1:])
 
 
 def _argument(keyword: ast.keyword) -> Iterator[str]:
     node = keyword.value
     value = node.value if isinstance(node, ast.Constant) else type(node).__name__.lower()  # such as dict
-    if value is True or value not in (1, None, "auto"):  # one process is what there is without it
+    if value is True or value not in (1, None, "auto"):  # these mean one process, as without the flag
         yield str(keyword.arg)
     yield from (f"{keyword.arg}=", f"{keyword.arg}={value!s}")

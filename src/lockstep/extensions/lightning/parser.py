@@ -30,13 +30,13 @@ except ModuleNotFoundError as error:
     raise missing_extra(str(error.name or "jsonargparse"), "cli", "lockstep.cli") from None
 
 
-# torch's classes are written in other modules than those that they are imported from
+# torch's classes are defined in other modules than the public ones that configs name.
 jsonargparse.register_unresolvable_import_paths(torch)
 if find_spec("fsspec") is not None:
     jsonargparse.set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
 PARSER_MODE = "lockstep"
-"""The mode of our parsers: yaml, whose classes are looked up here first. Other parsers of the process keep theirs."""
+"""Mode of our parsers: YAML whose class names are looked up in lockstep first. Other parsers are unaffected."""
 
 
 def _load(text: str) -> Any:
@@ -47,13 +47,13 @@ jsonargparse.set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's scheduler together with the name of the metric that it watches, so that a config can say it.
+    """torch's ``ReduceLROnPlateau`` with the name of the monitored metric, so that a config can contain it.
 
     Args:
-        optimizer: whose rate falls.
-        monitor: the name of a logged metric.
-        *args: as of torch's.
-        **kwargs: as of torch's.
+        optimizer: optimizer whose learning rate is reduced.
+        monitor: name of a logged metric.
+        *args: arguments of torch's class.
+        **kwargs: arguments of torch's class.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -67,27 +67,27 @@ LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]  # noqa: UP007
 LRSchedulerType = Union[type[LRScheduler], type[ReduceLROnPlateau]]  # noqa: UP007
 
 ArgsType = Union[list[str], dict[str, Any], jsonargparse.Namespace, None]  # noqa: UP007
-"""What ``LightningCLI(args=...)`` takes: words of a command line, or a config."""
+"""Type of ``LightningCLI(args=...)``: words of a command line, or a config."""
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
-"""For an argument of a module: a call that makes the optimizer of parameters."""
+"""Type of a module's argument that creates an optimizer from parameters."""
 
 LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
-"""For an argument of a module: a call that makes the scheduler of an optimizer."""
+"""Type of a module's argument that creates a scheduler from an optimizer."""
 
 Registered = dict[str, tuple[Any, str]]
-"""By key of the config: the class, or a tuple of base classes, and where its arguments are linked to."""
+"""By key of the config: the class, or a tuple of base classes, and the argument that it is linked to."""
 
 
 class LightningArgumentParser(jsonargparse.ArgumentParser):
     """A parser of command lines, config files and environment variables.
 
     Args:
-        *args: as of `jsonargparse.ArgumentParser`.
-        description: what ``--help`` says first.
-        env_prefix: of environment variables.
+        *args: arguments of `jsonargparse.ArgumentParser`.
+        description: first line of ``--help``.
+        env_prefix: prefix of environment variables.
         default_env: read environment variables.
-        **kwargs: as of `jsonargparse.ArgumentParser`.
+        **kwargs: arguments of `jsonargparse.ArgumentParser`.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         if mode in ("yaml", PARSER_MODE):
             mode = PARSER_MODE
         else:
-            import_all()  # what is read in other modes, such as omegaconf, is not seen here
+            # Configs in other modes, such as omegaconf, are not read by `_load`: their classes must be imported before.
+            import_all()
         kwargs |= {"env_prefix": env_prefix, "default_env": default_env, "parser_mode": mode}
         super().__init__(*args, description=description, **kwargs)
         self.callback_keys: list[str] = []
@@ -112,7 +113,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: jsonargparse.Namespace | None = None, **kwargs: Any
     ) -> jsonargparse.Namespace:
-        """Parse words of a command line; arguments as of `jsonargparse.ArgumentParser.parse_args`."""
+        """Parse a command line. Arguments as for `jsonargparse.ArgumentParser.parse_args`."""
         words = sys.argv[1:] if args is None else args
         try:
             words = [_known_word(word) if isinstance(word, str) else word for word in words]
@@ -127,29 +128,30 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
         Args:
             lightning_class: the class, or a function whose return type is one.
-            nested_key: the group's key in the config.
-            subclass_mode: take any subclass, by ``class_path`` and ``init_args``.
-            required: of ``subclass_mode``: whether one must be given.
+            nested_key: key of the group in the config.
+            subclass_mode: accept any subclass, by ``class_path`` and ``init_args``.
+            required: with ``subclass_mode``, whether a class must be given.
 
         Returns:
-            the keys that were added.
+            The added keys.
 
         Raises:
-            MisconfigurationException: for any other class.
+            MisconfigurationException: the class is none of these.
         """
         if callable(lightning_class) and not isinstance(lightning_class, type):
             lightning_class = jsonargparse.class_from_function(lightning_class)
         kinds = (Trainer, LightningModule, LightningDataModule, Callback)
         if not isinstance(lightning_class, type) or not issubclass(lightning_class, kinds):
             raise MisconfigurationException(
-                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): give a Trainer, LightningModule, "
-                "LightningDataModule or Callback class, or a function that is annotated to return one."
+                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): the class must be a Trainer, "
+                "LightningModule, LightningDataModule or Callback, or a function that is annotated to return one."
             )
         if issubclass(lightning_class, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
             return self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
-        instantiate = not issubclass(lightning_class, Trainer)  # the CLI makes it, with its own callbacks
+        # The CLI creates the Trainer itself, because it adds callbacks.
+        instantiate = not issubclass(lightning_class, Trainer)
         return self.add_class_arguments(
             lightning_class, nested_key, fail_untyped=False, instantiate=instantiate, sub_configs=True
         )
@@ -163,10 +165,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         """Add the arguments of an optimizer as a group.
 
         Args:
-            optimizer_class: the class, or a tuple of classes whose subclasses may be given.
-            nested_key: the group's key in the config.
-            link_to: an argument of the model that gets class and arguments as a dict; "AUTOMATIC": the CLI makes
-                the optimizer and has ``configure_optimizers`` return it.
+            optimizer_class: the class, or a tuple of classes whose subclasses are accepted.
+            nested_key: key of the group in the config.
+            link_to: argument of the model that receives class and arguments as a dict; "AUTOMATIC": the CLI creates
+                the optimizer, and ``configure_optimizers`` returns it.
         """
         self._add(optimizer_class, (Optimizer,), nested_key, {"params"})
         self._optimizers[nested_key] = (optimizer_class, link_to)
@@ -177,7 +179,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler as a group; arguments as of :meth:`add_optimizer_args`."""
+        """Add the arguments of a scheduler as a group. Arguments as for :meth:`add_optimizer_args`."""
         self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
@@ -185,14 +187,14 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         for each in kind if isinstance(kind, tuple) else (kind,):
             if not (isinstance(each, type) and issubclass(each, bases)):
                 names = " or ".join(base.__name__ for base in bases)
-                raise MisconfigurationException(f"The argument group {key!r}: {each!r} is no subclass of {names}.")
+                raise MisconfigurationException(f"Argument group {key!r}: {each!r} is not a subclass of {names}.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip)
         else:
             self.add_class_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True)
 
     def link_registered(self) -> None:
-        """Make the links of optimizers and schedulers that have one."""
+        """Link the optimizers and schedulers that were added with ``link_to``."""
         for key, (kind, link_to) in {**self._optimizers, **self._lr_schedulers}.items():
             if link_to == "AUTOMATIC":
                 continue
@@ -202,20 +204,21 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=_with_class(kind))
 
     def automatic(self) -> tuple[list[str], list[str]]:
-        """The keys of optimizers and of schedulers that the CLI makes."""
+        """Return the keys of the optimizers and of the schedulers that the CLI creates."""
         registers = (self._optimizers, self._lr_schedulers)
         optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
         return optimizers, schedulers
 
     def class_and_arguments(self, key: str, parsed: object) -> Any:
-        """What was parsed for an optimizer or scheduler, with ``class_path`` where the class was fixed."""
+        """Return the parsed value of an optimizer or scheduler, with ``class_path`` added if the class is fixed."""
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
 
 
 def _known_word(word: str) -> str:
-    """A word of a command line as `known_here` has it; help names all classes that there are."""
+    """Resolve class names of lockstep in a word of a command line."""
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    # Help lists the known subclasses, so all of them must be imported.
     if word in ("-h", "--help") or flag.endswith(".help"):
         import_all()
     return f"{flag}{equals}{known_here(value)}"
@@ -230,9 +233,9 @@ def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 
 def first_line(component: object) -> str | None:
-    """The first line of a docstring without its markup, for ``--help``."""
+    """Return the first line of a docstring without its markup, for ``--help``."""
     try:
-        said = docstring_parser.parse(component.__doc__ or "").short_description
+        line = docstring_parser.parse(component.__doc__ or "").short_description
     except docstring_parser.ParseError:
         return None
-    return None if said is None else re.sub(r"(?::\w+:)?`+([^`]*)`+", r"\1", said)
+    return None if line is None else re.sub(r"(?::\w+:)?`+([^`]*)`+", r"\1", line)

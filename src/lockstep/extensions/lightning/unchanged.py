@@ -1,4 +1,4 @@
-"""Lightning's import names, answered by lockstep: a script that imports ``lightning`` runs unchanged.
+"""Lightning's import names, resolved to lockstep, so that a script that imports ``lightning`` runs unchanged.
 
 ::
 
@@ -6,12 +6,11 @@
     python -m lockstep.lightning train.py            # also: -m package.train
     %load_ext lockstep.lightning                     # the first cell of a notebook
 
-From then on, in this process and in every Python process that is started from it, ``lightning``, ``pytorch_lightning``,
-``lightning.fabric``, ``lightning_fabric`` and ``test_tube`` are found by the finder of `lockstep.names.finder`, which
-says what becomes of names that lockstep refuses. The names below are those that third parties read besides, and a
-script of one's own does not need.
+From then on, in this process and in every Python process that it starts, ``lightning``, ``pytorch_lightning``,
+``lightning.fabric``, ``lightning_fabric`` and ``test_tube`` are resolved by `lockstep.names.finder`, which also
+explains names that lockstep refuses. This file adds names that only third-party packages read.
 
-The classes are lockstep's own, so pickles do not depend on the names, and pickles of Lightning's classes find them.
+The classes are lockstep's own. Pickles do not depend on the import names, and pickles of Lightning's classes load.
 """
 
 from __future__ import annotations
@@ -53,29 +52,29 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 
 
 class LightningEnum(str, Enum):
-    """A word that is equal to its text."""
+    """An enum whose members are equal to their text."""
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """How gradients are clipped."""
+    """Methods of gradient clipping."""
 
     VALUE = "value"
     NORM = "norm"
 
 
 class WarningCache(set[str]):
-    """Messages that were given already: each is given once."""
+    """Messages that were issued; each is issued once."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Warn on rank 0."""
         self._once(message, functools.partial(rank_zero_warn, stacklevel=stacklevel, **kwargs))
 
     def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Warn on rank 0 of what goes out of use."""
+        """Issue a deprecation warning on rank 0."""
         self._once(message, functools.partial(rank_zero_deprecation, stacklevel=stacklevel, **kwargs))
 
     def info(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Say so on rank 0."""
+        """Log a message on rank 0."""
         self._once(message, functools.partial(rank_zero_info, **kwargs))
 
     def _once(self, message: str, give: Callable[[str], object]) -> None:
@@ -85,13 +84,13 @@ class WarningCache(set[str]):
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """The arguments of the ``__init__`` that runs in a frame, by name; empty where none runs there."""
+    """Return the arguments of the ``__init__`` that runs in a frame, by name; empty if none runs there."""
     first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
     return arguments_of_init(frame.f_locals.get(first), frame) or {}
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Nothing is left to do: lockstep gives none of these warnings."""
+    """Do nothing: lockstep does not issue these warnings."""
 
 
 def cli_lightning_logo() -> None:
@@ -105,11 +104,11 @@ _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
 
 class _AcceleratorConnector:
-    """The accelerator and devices that a Trainer's flags stand for.
+    """Accelerator and devices selected by the flags of a Trainer.
 
     Args:
-        accelerator, devices: as given to a Trainer.
-        others: its other flags.
+        accelerator, devices: flags of a Trainer.
+        others: its other flags; ignored.
     """
 
     def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **others: object) -> None:
@@ -118,13 +117,13 @@ class _AcceleratorConnector:
 
 
 def _load_from_checkpoint(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Lockstep's ``cls.load_from_checkpoint``, for a module whose class has a method of its own by this name."""
+    """Call lockstep's ``load_from_checkpoint`` for a class that has its own method of this name."""
     method = vars(import_module("lockstep.module").LightningModule)["load_from_checkpoint"]
     return method.__get__(None, cls)(*args, **kwargs)
 
 
 class _Registry:
-    """Takes what packages register at import; lockstep's Trainer takes instances, and names of its own."""
+    """A registry that ignores what packages register at import; lockstep's Trainer accepts instances instead."""
 
     @staticmethod
     def register(*args: object, **kwargs: object) -> None:
@@ -135,17 +134,17 @@ AcceleratorRegistry = StrategyRegistry = _Registry()
 
 
 def get_filesystem(path: _PATH, **kwargs: Any) -> Any:
-    """The file system of a path, by fsspec."""
+    """Return the fsspec file system of a path."""
     return import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
 
 
 def _load(path_or_url: _PATH | IO[bytes], map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """`torch.load`, of a path or an open file."""
+    """Call `torch.load` with a path or an open file."""
     return torch.load(path_or_url, map_location=map_location, weights_only=weights_only)
 
 
 def _get_rank() -> int:
-    """The global rank of this process."""
+    """Return the global rank of this process."""
     return rank_zero_only.rank
 
 
@@ -156,10 +155,10 @@ COMMAND = "lockstep run --lightning"
 
 
 def enter() -> None:
-    """Have Lightning's names answered by lockstep, in this process and in those that it starts.
+    """Resolve Lightning's import names to lockstep, in this process and in those that it starts.
 
     Raises:
-        MisconfigurationException: Lightning itself is imported already.
+        MisconfigurationException: Lightning itself was imported before.
     """
     if LIGHTNING.is_installed:
         return
@@ -167,28 +166,28 @@ def enter() -> None:
     if strangers:
         raise MisconfigurationException(
             f"lockstep.lightning: `{strangers[0]}` is imported already (from "
-            f"{getattr(sys.modules[strangers[0]], '__file__', 'somewhere')}), and its classes cannot be exchanged any "
-            f"more: switch before its first import, by `{COMMAND} script.py`, or in the first cell of a new kernel by "
-            "`%load_ext lockstep.lightning`"
+            f"{getattr(sys.modules[strangers[0]], '__file__', 'an unknown place')}), so its classes cannot be "
+            f"replaced. Switch before its first import, with `{COMMAND} script.py`, or with "
+            "`%load_ext lockstep.lightning` in the first cell of a new kernel"
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         warnings.warn(
-            "lockstep.lightning: Python was started with -E, -I or -S, so that processes that are started from here "
-            "do not have Lightning's names: leave the option out",
+            "lockstep.lightning: Python was started with -E, -I or -S, so processes started from here cannot import "
+            "Lightning's names. Leave the option out",
             stacklevel=2,
         )
     LIGHTNING.install(_put)
 
 
 class _Quiet(logging.Filter):
-    """Leaves out messages of lockstep's below the level that a script has given Lightning's logger."""
+    """Drops lockstep's messages below the level that a script has set for Lightning's logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return all(record.levelno >= logging.getLogger(name).level for name in LIGHTNINGS)
 
 
 def leave() -> None:
-    """Undo `enter`; who has imported names keeps them."""
+    """Undo `enter`. Names that were imported stay usable."""
     LIGHTNING.remove()
 
 
@@ -209,12 +208,12 @@ def _put() -> Callable[[], None]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """``%load_ext lockstep.lightning``."""
+    """Handle ``%load_ext lockstep.lightning``."""
     enter()
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """``%unload_ext lockstep.lightning``."""
+    """Handle ``%unload_ext lockstep.lightning``."""
     leave()
 
 
@@ -225,16 +224,15 @@ USAGE = """\
 usage: python -m lockstep.lightning script.py [arguments]
        python -m lockstep.lightning -m module [arguments]
 
-Runs a script written for Lightning, unchanged: lightning and pytorch_lightning are lockstep there. Several ranks are
-started by the script's own strategy="ddp", by torchrun in front of -m lockstep.lightning, or by
-lockstep run --lightning script.py."""
+Runs a script written for Lightning, unchanged: its lightning and pytorch_lightning are lockstep. Several ranks are
+started by strategy="ddp" in the script, by torchrun -m lockstep.lightning, or by lockstep run --lightning script.py."""
 
 
 def main(words: Sequence[str]) -> None:
     """Run a script or a module as ``__main__``, with Lightning's names.
 
     Args:
-        words: the command, behind ``python -m lockstep.lightning``.
+        words: arguments after ``python -m lockstep.lightning``.
     """
     is_module = list(words[:1]) == ["-m"]
     words = list(words[is_module:])
@@ -242,16 +240,17 @@ def main(words: Sequence[str]) -> None:
         print(USAGE, file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
     if not is_module and not os.path.exists(words[0]):
-        sys.exit(f"lockstep.lightning: {words[0]} is not there (this is {os.getcwd()})")
+        sys.exit(f"lockstep.lightning: {words[0]} does not exist (in {os.getcwd()})")
     try:
         enter()
     except MisconfigurationException as error:
         sys.exit(str(error))
     sys.argv[:] = words
+    # The script must find `__main__` empty, as under `python script.py`.
     names = vars(sys.modules["__main__"])
     for name in [name for name in names if name not in ("__name__", "__builtins__")]:
-        del names[name]  # what is left there is the script's own
-    as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]  # what `python -m` does
+        del names[name]
+    as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]  # the function of `python -m`
     if is_module:
         as_main(words[0])
     else:
@@ -259,7 +258,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _run_script(script: str, names: dict[str, Any], as_main: Callable[..., object]) -> None:
-    """Run a file, or a folder or archive with a ``__main__``, as Python does, in the module ``__main__``."""
+    """Run a file, or a folder with a ``__main__``, as Python does, in the module ``__main__``."""
     folder = script if os.path.isdir(script) else os.path.dirname(os.path.realpath(script))
     if not getattr(sys.flags, "safe_path", False) or folder == script:
         sys.path[0] = folder
@@ -273,4 +272,4 @@ def _run_script(script: str, names: dict[str, Any], as_main: Callable[..., objec
 
 
 if __name__ == "__main__":
-    import_module("lockstep.lightning").main(sys.argv[1:])  # by its name, for `__main__` becomes the script's
+    import_module("lockstep.lightning").main(sys.argv[1:])  # imported, because the script takes over `__main__`

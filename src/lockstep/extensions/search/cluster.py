@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.extensions.search import queue, sbatch, snapshot
-from lockstep.extensions.search.parser import Hyperparameters, described
+from lockstep.extensions.search.parser import Hyperparameters, describe
 from lockstep.extensions.search.sbatch import Batch, Option, ScriptTrials
 from lockstep.extensions.search.search import SCRIPT, SEARCH, SEARCHED, Search, submit_trials
 from lockstep.extensions.search.trial_process import OwnSaving, has_saved, of_hparams, run_trial
@@ -27,48 +27,51 @@ from lockstep.launch.environment import cores, python_path, started_in, visible_
 from lockstep.launch.script import command_line
 
 WRITERS = 8
-"""Threads that write the folders of trials: each waits for the disk."""
+"""Threads that write the folders of trials; each mostly waits for the disk."""
 CODE = "code"
-"""The folder of a search with the copy of its code."""
+"""Folder of a search with the snapshot of its code."""
 
 _calls = itertools.count()
-"""Numbers the searches of this process: a trial's process comes to the same ones, and plays its own."""
+"""Number of the next search in this process. A trial's process counts the same way and runs only its own search."""
 
 
 @dataclass(eq=False, repr=False)
 class SlurmCluster:
-    """Submits the script that it is used in to SLURM, once for each trial of a search.
+    """Submits the script that uses it to SLURM, once for each trial of a search.
 
     The first process of the script draws the trials, writes a folder and a batch script for each, and submits them.
     In each task of such a job the script runs again, with the same arguments; there
     :meth:`optimize_parallel_cluster_gpu` reads the trial's values from its folder and calls the function with them.
 
-    A trial that nears its time limit, is preempted, or loses its node is saved where that can be (in a fit of the
-    Trainer at the next boundary, else by :meth:`set_checkpoint_save_function`), goes back into the queue, and goes on
-    from there. ``lockstep trials LOG_PATH`` shows how the trials stand.
+    A trial that nears its time limit or is preempted is saved and requeued, and resumes there: a fit of the Trainer
+    at its next boundary, other code with :meth:`set_checkpoint_save_function`. A trial whose node is lost resumes from
+    its newest checkpoint. ``lockstep trials LOG_PATH`` shows the state of the trials.
 
     Args:
-        hyperparam_optimizer: what ``HyperOptArgumentParser.parse_args()`` has given; None for one trial without values.
-        log_path: a folder that all nodes see. The search lies in a folder of it, named by ``test_tube_exp_name``, or
-            else by the job.
-        python_cmd: what starts Python in a job, in words; None for the Python of this process. No shell reads it.
-        test_tube_exp_name: the name of the search.
-        enable_log_err, enable_log_out: whether what trials print is kept, in the files ``stderr`` and ``stdout``.
-        per_experiment_nb_nodes, per_experiment_nb_gpus, per_experiment_nb_cpus: of a trial: nodes; GPUs of a node, and
-            as many tasks; CPUs of a task.
+        hyperparam_optimizer: the result of ``HyperOptArgumentParser.parse_args()``; None for one trial without values.
+        log_path: a folder that all nodes see. The search is written to a folder in it, named by
+            ``test_tube_exp_name`` or else by the job.
+        python_cmd: the command that starts Python in a job, split into words without a shell; None for the Python of
+            this process.
+        test_tube_exp_name: name of the search.
+        enable_log_err, enable_log_out: keep the output of the trials in the files ``stderr`` and ``stdout``.
+        per_experiment_nb_nodes: nodes of a trial.
+        per_experiment_nb_gpus: GPUs of each node, which has as many tasks.
+        per_experiment_nb_cpus: CPUs of a task; None for the cluster's default.
         memory_mb_per_node: in MiB; None for the cluster's default.
-        job_time: the time limit of a trial, as sbatch takes it: ``"2:00:00"``, ``"1-12"``, minutes.
-        minutes_to_checkpoint_before_walltime: how long before that limit the trial is saved and requeued; 0: never.
-        gpu_type: as the cluster names it.
-        array: submit one array job in place of a job for each trial.
-        at_most: how many trials of the array run at a time.
-        snapshot: copy the files that git tracks, and let the trials run the copy.
-        dry_run: write everything, and submit nothing.
-        local: play the trials on this machine where there is no SLURM.
-        max_preemptions, max_failures: how often a trial may be started again, after each of the two.
+        job_time: time limit of a trial in a format of sbatch: ``"2:00:00"``, ``"1-12"``, minutes.
+        minutes_to_checkpoint_before_walltime: minutes before that limit at which a trial is saved and requeued; 0
+            disables it.
+        gpu_type: type of GPU, by the cluster's name for it.
+        array: submit one array job instead of a job for each trial.
+        at_most: number of trials of the array that run at a time.
+        snapshot: copy the files that git tracks, and run the trials on the copy.
+        dry_run: write everything and submit nothing.
+        local: run the trials on this machine if SLURM is missing.
+        max_preemptions, max_failures: how often a trial may be started again after each of the two.
 
     Raises:
-        MisconfigurationException: an argument that cannot be.
+        MisconfigurationException: an argument is invalid.
 
     Example::
 
@@ -107,30 +110,30 @@ class SlurmCluster:
         self._email: tuple[str, bool, bool] | None = None
         self._saving = OwnSaving()
 
-    # -- what the batch script has ---------------------------------------------------------------------------
+    # -- contents of the batch script ------------------------------------------------------------------------
 
     def add_slurm_cmd(self, cmd: str, value: object = None, comment: str = "") -> None:
         """Add an option of sbatch.
 
         Args:
-            cmd: its name.
-            value: None for an option without a value.
-            comment: stands above it in the script.
+            cmd: its name, with or without dashes.
+            value: its value; None for an option without one.
+            comment: a comment that is written above it in the script.
         """
         self._options.append(sbatch.option(cmd, value, comment))
 
     def add_command(self, cmd: str) -> None:
-        """Add a line of shell that runs in the job before Python does, as it is."""
+        """Add a line of shell that runs in the job before Python starts. It is written unchanged."""
         self._commands.append(cmd)
 
     def load_modules(self, modules: Iterable[str]) -> None:
-        """Load environment modules in the job, which fails with a module's name where that cannot be loaded."""
+        """Load environment modules in the job. A module that cannot be loaded ends the job with its name."""
         if isinstance(modules, str):
             modules = [modules]
         self._commands += map(sbatch.module_command, modules)
 
     def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
-        """Have SLURM write to somebody when a trial has ended, or failed."""
+        """Let SLURM send mail when a trial ends or fails."""
         self._email = (email, on_done, on_fail)
 
     # -- saving outside of the Trainer -----------------------------------------------------------------------
@@ -138,15 +141,15 @@ class SlurmCluster:
     def set_checkpoint_save_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Have ``fn(**kwargs)`` called on each rank when a trial that does not fit has to make room."""
+        """Set ``fn(**kwargs)`` to save a trial that is stopped outside a fit. It is called on each rank."""
         self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Have ``fn(**kwargs)`` called when a trial begins that an earlier start has saved by the other function.
+        """Set ``fn(**kwargs)`` to load what an earlier start of the trial has saved with the other function.
 
-        That is before ``main`` is called, or at once where ``main`` itself sets it.
+        It is called before ``main``, or at once if ``main`` itself sets it.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -164,17 +167,18 @@ class SlurmCluster:
     ) -> None:
         """Run ``train_function(hparams)``, or ``train_function(hparams, cluster)``, in a job for each trial, on GPUs.
 
-        In the process of a trial this calls the function and comes back when it has ended.
+        In the process of a trial, call the function and return when it has ended.
 
         Args:
-            train_function: of the script; what it returns, a number or a dict of numbers, is the trial's result.
-            nb_trials: how many; None for the whole grid.
-            job_name: of the jobs, and of the search.
-            job_display_name: what squeue shows in its place.
+            train_function: a function of the script. Its return value, a number or a dict of numbers, is the result of
+                the trial.
+            nb_trials: number of trials; None for the whole grid.
+            job_name: name of the jobs and of the search.
+            job_display_name: name that squeue shows instead.
 
         Raises:
-            MisconfigurationException: a setting that cannot be, or no SLURM here.
-            SlurmRefused: sbatch has refused, with its own words and the trials that went in.
+            MisconfigurationException: a setting is invalid, or SLURM is missing.
+            SlurmRefused: sbatch failed. The message has its output and the trials that were submitted before.
         """
         self._optimize(train_function, nb_trials, job_name, job_display_name, self.per_experiment_nb_gpus)
 
@@ -185,7 +189,10 @@ class SlurmCluster:
         job_name: str = "trial",
         job_display_name: str | None = None,
     ) -> None:
-        """The same without GPUs: a task on each node, or as many as ``add_slurm_cmd("ntasks-per-node", n)`` says."""
+        """Run the trials without GPUs: one task on each node, or the ``n`` of ``add_slurm_cmd("ntasks-per-node", n)``.
+
+        Arguments as for :meth:`optimize_parallel_cluster_gpu`.
+        """
         self._optimize(train_function, nb_trials, job_name, job_display_name, 0)
 
     def _optimize(
@@ -196,6 +203,7 @@ class SlurmCluster:
         display_name: str | None,
         gpus: int,
     ) -> None:
+        # Counted also in a trial's process, which passes the earlier calls of the script to reach its own.
         call, here, main = next(_calls), trial_here(), of_hparams(main, lambda: self)
         if here is not None:
             if Search(Path(here.folder).parent).settings().get("call", 0) == call:
@@ -206,52 +214,55 @@ class SlurmCluster:
         if not self.dry_run and not queue.is_there():
             if not self.local:
                 raise MisconfigurationException(
-                    "this machine has no SLURM (sbatch is not on PATH): SlurmCluster(local=True) plays the trials "
-                    "here, SlurmCluster(dry_run=True) writes the scripts and submits nothing"
+                    "there is no SLURM on this machine (sbatch is not on PATH). Use SlurmCluster(local=True) to run "
+                    "the trials here, or SlurmCluster(dry_run=True) to only write the scripts"
                 )
             self._play_here(search, main, nb_trials, gpus)
             return
+        # A dry run leaves no events, and its folders are replaced.
         if any(trial.events() for trial in search.trials()):
             raise MisconfigurationException(
-                f"{str(search.path)!r} holds a search that was submitted: give another job_name or test_tube_exp_name, "
-                f"or remove that folder; `lockstep trials {search.path}` shows it, and --resubmit starts its trials "
-                "again"
+                f"{str(search.path)!r} contains a search that was submitted. Use another job_name or "
+                f"test_tube_exp_name, or remove the folder. `lockstep trials {search.path}` shows the search, and "
+                "--resubmit starts its trials again"
             )
         trials = self._write(search, call, nb_trials, display_name or job_name, gpus)
         if self.dry_run:
             where = search.path / SCRIPT if self.array else search.path / "trial_*" / SCRIPT
-            rank_zero_info(f"dry_run=True: {len(trials)} trial(s) are written and not submitted: {where}")
+            rank_zero_info(f"dry_run=True: {len(trials)} trial(s) written, not submitted: {where}")
             return
         submit_trials(
             search, trials, lambda text: rank_zero_info(f"lockstep: {text}; see: lockstep trials {search.path}")
         )
 
     def _search(self, job_name: str) -> Search:
-        """The folder of the search.
+        """Return the folder of the search.
 
         Raises:
-            MisconfigurationException: a name or a path that cannot be one of a folder.
+            MisconfigurationException: the name or the path is not usable as a folder.
         """
         name = self.test_tube_exp_name or job_name
         flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
         if not re.fullmatch(r"(?!\.{1,2}\Z)[^/\\]+", name) or not name.isprintable():
             raise MisconfigurationException(
-                f"{flag}={name!r:.100} names the folder of the search: give a name without slashes, backslashes and "
-                "control characters"
+                f"{flag}={name!r:.100} cannot name the folder of the search. Use a name without slashes, backslashes "
+                "and control characters"
             )
         if self.log_path is None:
             raise MisconfigurationException(
-                "log_path=None: give a folder that all nodes see, SlurmCluster(log_path=...)"
+                "log_path=None: set SlurmCluster(log_path=...) to a folder that all nodes see"
             )
         path = Path(self.log_path).expanduser().absolute()
+        # sbatch treats backslashes in output paths as escapes.
         if not str(path).isprintable() or "\\" in str(path):
             raise MisconfigurationException(
-                f"log_path={str(path)!r}: SLURM takes no path with a backslash or control characters for a job's output"
+                f"log_path={str(path)!r}: SLURM does not accept backslashes or control characters in the path of a "
+                "job's output. Use another folder"
             )
         return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
-        """Refuse numbers that cannot be."""
+        """Raise for numbers below their minimum, and for numbers that do not go together."""
         least = {
             "nb_trials": (nb_trials, 1),
             "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),
@@ -265,22 +276,22 @@ class SlurmCluster:
         }
         for name, (value, smallest) in least.items():
             if value is not None and (not isinstance(value, int) or value < smallest):
-                raise MisconfigurationException(f"{name}={value!r}: give a whole number from {smallest}")
+                raise MisconfigurationException(f"{name}={value!r}: it must be an integer of at least {smallest}")
         if self.at_most is not None and not self.array:
-            raise MisconfigurationException(f"at_most={self.at_most} limits the trials of an array job: set array=True")
-        if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.drawn_late:
-            raise MisconfigurationException(
-                "nb_trials=None: a strategy that draws its trials late has no end: give one"
-            )
+            raise MisconfigurationException(f"at_most={self.at_most} is for array jobs only. Set array=True as well")
+        if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.draws_late:
+            raise MisconfigurationException("nb_trials=None: strategy='optuna' needs a number of trials. Set nb_trials")
 
     def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
-        """Play the trials on this machine, as many at a time as it has devices for.
+        """Run the trials on this machine, as many at a time as its devices allow.
 
         Raises:
-            MisconfigurationException: it has fewer GPUs than a trial asks for.
-            RuntimeError: all trials have failed.
+            MisconfigurationException: the machine has fewer GPUs than a trial needs.
+            RuntimeError: all trials failed.
         """
-        rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
+        rank_zero_info(
+            f"lockstep: there is no SLURM, so the trials run on this machine; see: lockstep trials {search.path}"
+        )
         options = self.hyperparam_optimizer
         if options is None:
             main(None)
@@ -288,9 +299,10 @@ class SlurmCluster:
             there = visible_devices()
             if len(there) < gpus:
                 raise MisconfigurationException(
-                    f"per_experiment_nb_gpus={gpus}, and this machine has {len(there)}: set a lower number, or call "
-                    "optimize_parallel_cluster_cpu"
+                    f"per_experiment_nb_gpus={gpus}, but this machine has {len(there)} GPU(s). Set a lower number, or "
+                    "call optimize_parallel_cluster_cpu"
                 )
+            # Groups of whole trials only: devices that are left over stay idle.
             groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
             options.optimize_parallel_gpu(main, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
         else:
@@ -300,13 +312,14 @@ class SlurmCluster:
     # -- files -----------------------------------------------------------------------------------------------
 
     def _write(self, search: Search, call: int, nb_trials: int | None, name: str, gpus: int) -> list[TrialFolder]:
-        """Write the folders of all trials, and the scripts.
+        """Write the folders of all trials and their scripts.
 
         Raises:
-            MisconfigurationException: a value or an option that cannot be, or a folder that cannot be written.
+            MisconfigurationException: a value or an option is invalid, or a folder cannot be written.
         """
         batch = self._batch(search, name, gpus, ScriptTrials(str(search.path)))
-        sbatch.text(batch)  # options first
+        # Errors in options are raised before any folder is removed or written.
+        sbatch.text(batch)
         try:
             _clear(search)
             words, folder, variables = self._command(search)
@@ -321,7 +334,7 @@ class SlurmCluster:
                     "max_preemptions": self.max_preemptions,
                     "max_failures": self.max_failures,
                     "command": words,
-                    SEARCHED: None if self.hyperparam_optimizer is None else described(self.hyperparam_optimizer),
+                    SEARCHED: None if self.hyperparam_optimizer is None else describe(self.hyperparam_optimizer),
                 }
             )
             if self.array:
@@ -334,29 +347,29 @@ class SlurmCluster:
                 (path / SCRIPT).write_bytes(text.encode(errors="surrogateescape"))
         except OSError as error:
             raise MisconfigurationException(
-                f"log_path={str(self.log_path)!r}: {error}: give a folder that can be written, and that all nodes see"
+                f"log_path={str(self.log_path)!r} cannot be written ({error}). Use a writable folder that all nodes see"
             ) from error
         return trials
 
     def _drawn(self, search: Search, nb_trials: int | None) -> Iterator[tuple[TrialFolder, dict[str, Any] | None]]:
-        """The trials' folders, with their values where these are known by now."""
+        """Yield each trial's folder with its values; None if the values are drawn when the trial starts."""
         options = self.hyperparam_optimizer
         if options is None:
             yield from ((TrialFolder.of(search.path, number), {}) for number in range(nb_trials or 1))
-        elif options.drawn_late:
+        elif options.draws_late:
             yield from ((TrialFolder.of(search.path, number), None) for number in range(nb_trials or 0))
         else:
             for number, drawn in enumerate(options.trials(nb_trials)):
                 yield TrialFolder.of(search.path, number), drawn.values()
 
     def _command(self, search: Search) -> tuple[list[str], str, dict[str, str]]:
-        """The command of a trial, where it is started, and variables for it."""
+        """Return the command of a trial, its working directory, and its additional environment variables."""
         import __main__
 
         words = command_line(__main__, sys.argv, sys.orig_argv)
         if words is None:
             raise MisconfigurationException(
-                "SlurmCluster submits the script that it is used in, and there is none: save the code as a file"
+                "SlurmCluster submits the running script, but there is none. Save the code as a file"
             )
         python = words[:1] if self.python_cmd is None else shlex.split(self.python_cmd)
         folder = started_in or "/"
@@ -367,7 +380,8 @@ class SlurmCluster:
         return [*python, *copied.words[1:]], copied.folder, variables
 
     def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
-        """What the script of these trials asks for, but for its command."""
+        """Return the resources and options of the script of these trials, with a placeholder for the command."""
+        # %4a is SLURM's pattern for the array's task, with four digits as in the folders' names.
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"
         email, on_done, on_fail = self._email or (None, False, False)
@@ -394,23 +408,26 @@ class SlurmCluster:
         )
 
     def _tasks(self) -> int:
-        """Tasks on a node without GPUs."""
+        """Return the number of tasks on a node without GPUs."""
         given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
         if not re.fullmatch("0*[1-9][0-9]*", str(given)):
-            raise MisconfigurationException(f"add_slurm_cmd('ntasks-per-node', {given!r}): give a number from 1")
+            raise MisconfigurationException(
+                f"add_slurm_cmd('ntasks-per-node', {given!r}): it must be an integer of at least 1"
+            )
         return int(str(given))
 
 
 def _written(drawn: tuple[TrialFolder, Mapping[str, Any] | None]) -> TrialFolder:
     trial, values = drawn
-    trial.path.mkdir(parents=True, exist_ok=True)  # SLURM before 23.02 fails without a word where it is missing
+    # SLURM writes the job's output here. Before 23.02 a job fails without any message if the folder is missing.
+    trial.path.mkdir(parents=True, exist_ok=True)
     if values is not None:
         trial.write_values(values)
     return trial
 
 
 def _clear(search: Search) -> None:
-    """Remove what an earlier dry run has left."""
+    """Remove the files of an earlier dry run."""
     for trial in folders(search.path):
         shutil.rmtree(trial.path)
     for name in (SEARCH, SCRIPT):

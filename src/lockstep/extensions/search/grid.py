@@ -1,4 +1,4 @@
-"""The space of a search: options and ranges, and its points by number, computed when they are asked for."""
+"""The space of a search: options and ranges, and its points by number, computed on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
 LARGEST_PERMUTED = 1 << 62
-"""Up to this many combinations are shuffled; of more, each trial draws its own, and two hardly ever meet."""
+"""Up to this number, combinations are permuted. In larger spaces each trial draws its own; repetitions are unlikely."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Options:
     """A hyperparameter that takes one of some values.
 
     Attributes:
-        values: at least one, of any type.
+        values: the values, at least one, of any type.
     """
 
     values: tuple[Any, ...]
@@ -32,10 +32,11 @@ class Options:
 
     def __getitem__(self, at: int) -> Any:
         value = self.values[at]
-        return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value  # a trial may change its own
+        # A trial may modify its value; the other trials must not see that.
+        return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
     def draw(self, random: Random) -> Any:
-        """One of the values."""
+        """Draw one of the values."""
         return self[random.randrange(len(self))]
 
 
@@ -44,12 +45,12 @@ class Range:
     """A hyperparameter that takes numbers from ``low`` to ``high``, both included.
 
     Attributes:
-        low: the smallest.
-        high: the largest.
+        low: the smallest number.
+        high: the largest number.
         whole: integers only.
-        log: equal steps are equal factors.
-        samples: points of a grid.
-        type: what a number goes through before the trial gets it; None: nothing.
+        log: a logarithmic scale.
+        samples: number of points in a grid.
+        type: converts a number to the value of the trial; None leaves it as it is.
     """
 
     low: float
@@ -63,22 +64,22 @@ class Range:
         return self.samples if self._whole is None else len(self._whole)
 
     def __getitem__(self, at: int) -> Any:
-        """A point of the grid: evenly spaced, the first is ``low`` and the last ``high``."""
+        """Return a point of the grid. Points are evenly spaced from ``low`` to ``high``."""
         return self.given(self._spaced(at) if self._whole is None else self._whole[at])
 
     def draw(self, random: Random) -> Any:
-        """A number of the range, each as likely as the others."""
+        """Draw a number of the range uniformly on its scale."""
         if self.whole and not self.log:
             return self.given(random.randint(int(self.low), int(self.high)))
         return self.given(self._between(random.random()))
 
     def given(self, number: float) -> Any:
-        """A number as the trial gets it."""
+        """Convert a number to the value of the trial."""
         return number if self.type is None else self.type(number)
 
     @cached_property
     def _whole(self) -> tuple[float, ...] | None:
-        """The points of whole numbers, of which several may coincide; None otherwise."""
+        """Distinct points of a grid of integers; None for other ranges."""
         return tuple(sorted(set(map(self._spaced, range(self.samples))))) if self.whole else None
 
     def _spaced(self, at: int) -> float:
@@ -91,7 +92,8 @@ class Range:
             found = self.low * (self.high / self.low) ** share
         else:
             found = self.low + (self.high - self.low) * share
-        found = min(max(found, self.low), self.high)  # the last bit of a power may lie outside
+        # Rounding in the power may exceed the range by the last bit.
+        found = min(max(found, self.low), self.high)
         return math.floor(found + 0.5) if self.whole else found
 
 
@@ -99,12 +101,12 @@ Dimension = Options | Range
 
 
 class Space:
-    """All combinations of some hyperparameters, numbered from 0; the first hyperparameter is the slowest.
+    """All combinations of some hyperparameters, numbered from 0; the first hyperparameter varies slowest.
 
-    Nothing is listed: memory and time do not depend on the number of combinations.
+    Combinations are computed on demand: memory and time do not depend on their number.
 
     Args:
-        dimensions: by name, in the order in which they were added.
+        dimensions: hyperparameters by name, in the order in which they were added.
 
     Example:
         >>> space = Space({"lr": Options((0.1, 0.2)), "layers": Options((1, 2, 3))})
@@ -117,16 +119,16 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Combinations of the grid; 1 without hyperparameters."""
+        """Number of combinations of the grid; 1 without hyperparameters."""
         return math.prod(map(len, self.dimensions.values()))
 
     @property
     def is_listed(self) -> bool:
-        """Whether all hyperparameters are lists of values."""
+        """True if all hyperparameters are lists of values."""
         return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
 
     def at(self, number: int) -> dict[str, Any]:
-        """The combination of a number below `size`."""
+        """Return the combination with this number, which is below `size`."""
         found: list[tuple[str, Any]] = []
         for name, dimension in reversed(self.dimensions.items()):
             number, at = divmod(number, len(dimension))
@@ -134,20 +136,23 @@ class Space:
         return dict(reversed(found))
 
     def drawn(self, seed: int, number: int) -> dict[str, Any]:
-        """The combination that trial `number` of a random search takes: a function of seed and number.
+        """Return the combination of trial `number` of a random search. It depends on `seed` and `number` only.
 
-        Where all hyperparameters are lists, no combination comes twice in the first `size` trials.
+        If all hyperparameters are lists, no combination is repeated in the first `size` trials.
 
         Args:
-            seed: another one gives other trials.
-            number: of the trial, from 0.
+            seed: seed of the search.
+            number: number of the trial, from 0.
         """
-        import torch  # 2 s that a grid does without
+        # Importing torch takes 2 s, and a grid does not need it.
+        import torch
 
         from lockstep.data.order import Shuffled, make_key
 
+        # A permutation of the grid does not repeat combinations, and needs no memory.
         if self.is_listed and self.size < LARGEST_PERMUTED:
             return self.at(int(Shuffled(self.size, make_key("search", seed))(torch.tensor([number]))))
+        # A key for each name: adding an option does not change the values of the others.
         return {
             name: dimension.draw(Random(make_key("search", seed, number, name)))
             for name, dimension in self.dimensions.items()
@@ -159,16 +164,16 @@ STRATEGIES = ("grid_search", "random_search", "optuna")
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What is searched, and how.
+    """Space and strategy of a search.
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        seed: of random draws.
-        mode: "min" or "max": which values of a trial Optuna looks for.
-        sampler: makes Optuna's sampler, called with ``seed=``; None: TPE.
-        pruner: of Optuna's; None: the median pruner.
+        seed: seed of random draws.
+        mode: "min" or "max": whether Optuna minimizes or maximizes the value of a trial.
+        sampler: creates Optuna's sampler, called with ``seed=``; None: ``TPESampler``.
+        pruner: an Optuna pruner; None: ``MedianPruner()``.
         space: the tunable options.
-        types: what the text of an option goes through, by the option's name.
+        types: conversion of each option's text, by the option's name.
     """
 
     strategy: str
@@ -181,47 +186,48 @@ class SearchSettings:
 
 
 def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:
-    """The values of a list, each through the option's type.
+    """Convert the values of a list by the option's type.
 
     Args:
-        option: its name, for errors.
-        values: as they were given. None stays None, as an option that is left out does.
-        type: None: values stay as they are. One that takes text only gets the value as text.
+        option: name of the option, for errors.
+        values: the values. None stays None, as for an option that is not given.
+        type: the option's type; None keeps values as they are. A type that accepts text only receives text.
 
     Raises:
-        MisconfigurationException: there are none, or the type refuses one.
+        MisconfigurationException: the list is empty, or the type rejects a value.
     """
+    # Text and mappings are iterable, but iterating over them is never meant.
     if values is None or isinstance(values, (str, bytes, Mapping)):
         raise MisconfigurationException(
-            f"opt_list({option!r}, options={values!r}): give the values to try as a list: options=[...]"
+            f"opt_list({option!r}, options={values!r}): options must be a list of the values to try"
         )
     found = tuple(through(option, value, type) for value in values)
     if not found:
         raise MisconfigurationException(
-            f"opt_list({option!r}, options=[]): there is no value to try; give at least one, or leave the option to "
+            f"opt_list({option!r}, options=[]): there is no value to try. Add one, or declare the option with "
             "add_argument"
         )
     return Options(found)
 
 
 def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
-    """A value as argparse would give it, had it been typed.
+    """Convert a value as argparse would, had it been typed on the command line.
 
     Raises:
-        MisconfigurationException: the type refuses it.
+        MisconfigurationException: the type rejects it.
     """
     if type is None or value is None:
         return value
     try:
         try:
             return type(value)
-        except (TypeError, AttributeError):  # of a type that takes text only
+        except (TypeError, AttributeError):  # a type that accepts text only
             return type(str(value))
-    except Exception as error:  # of the user's own type, whatever it raises
+    except Exception as error:  # the user's own type may raise anything
         kind = getattr(type, "__name__", repr(type))
         raise MisconfigurationException(
-            f"{option}: its type {kind} refuses the value {value!r:.200} ({error}); give a value that it takes, or "
-            "another type="
+            f"{option}: the value {value!r:.200} cannot be converted by type={kind} ({error}). Change the value or "
+            "type="
         ) from error
 
 
@@ -233,15 +239,15 @@ def range_of(
     log_base: float | None = None,
     type: Callable[[Any], Any] | None = None,
 ) -> Range:
-    """A range, checked.
+    """Create a range from checked arguments.
 
     Args:
-        option: its name, for errors.
+        option: name of the option, for errors.
         low: the smallest number.
-        high: the largest, included.
-        nb_samples: points of a grid.
-        log_base: any base makes the steps equal factors; None: equal differences.
-        type: ``int`` for whole numbers; ``float`` or None; or what makes the trial's value of a number.
+        high: the largest number, included.
+        nb_samples: number of points in a grid.
+        log_base: any base selects a logarithmic scale; None a linear one.
+        type: ``int`` for integers; ``float`` or None; or a function that converts a number to the value of the trial.
 
     Raises:
         MisconfigurationException: an argument is missing or out of its range.
@@ -249,21 +255,21 @@ def range_of(
     log, whole = log_base is not None, type is int
     where = f"opt_range({option!r}, low={low!r}, high={high!r}"
 
-    def check(holds: bool, arguments: str, said: str) -> None:
-        if not holds:
-            raise MisconfigurationException(f"{where}{arguments}): {said}")
+    def check(condition: bool, arguments: str, message: str) -> None:
+        if not condition:
+            raise MisconfigurationException(f"{where}{arguments}): {message}")
 
-    check(_is_finite(low), "", "low is a finite number")
-    check(_is_finite(high), "", "high is a finite number")
+    check(_is_finite(low), "", "low must be a finite number")
+    check(_is_finite(high), "", "high must be a finite number")
     assert low is not None
     assert high is not None
-    check(low <= high, "", "low is the smaller of the two")
-    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "give a number of points from 1")
+    check(low <= high, "", "low must not be larger than high")
+    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "it must be an integer of at least 1")
     if log_base is not None:
-        check(log_base > 0 and log_base != 1, f", {log_base=}", "a base is above 0, and not 1; 10, say")
-        check(low > 0, f", {log_base=}", "on a logarithmic scale low is above 0")
+        check(log_base > 0 and log_base != 1, f", {log_base=}", "the base must be above 0 and not 1, for example 10")
+        check(low > 0, f", {log_base=}", "low must be above 0 on a logarithmic scale")
     if whole:
-        check(low == int(low) and high == int(high), ", type=int", "give whole numbers")
+        check(low == int(low) and high == int(high), ", type=int", "low and high must be integers")
         return Range(int(low), int(high), whole, log, nb_samples)
     made = Range(float(low), float(high), whole, log, nb_samples, None if type is float else type)
     through(option, made.low, made.type)
@@ -275,34 +281,34 @@ def _is_finite(number: object) -> bool:
 
 
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
-    """The numbers of a search's trials.
+    """Return the numbers of a search's trials.
 
-    A grid, and a random search of lists, end with the last combination. Optuna may ask for one again.
+    A grid, and a random search of lists, end after the last combination. Optuna may repeat combinations.
 
     Args:
-        space: what is searched.
+        space: the space of the search.
         strategy: one of `STRATEGIES`.
-        nb_trials: so many, or all combinations if these are fewer; None: all of a grid.
+        nb_trials: number of trials; None for a whole grid.
 
     Raises:
-        MisconfigurationException: a number of trials that is none, or that a grid has more combinations than.
+        MisconfigurationException: ``nb_trials`` is missing or invalid, or smaller than the grid.
     """
     in_grid = strategy == "grid_search"
     if nb_trials is None and in_grid:
         nb_trials = space.size
     if nb_trials is None:
-        raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials: how many trials to draw")
+        raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials, the number of trials")
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
-        raise MisconfigurationException(f"nb_trials={nb_trials!r}: give a number of trials from 1")
+        raise MisconfigurationException(f"nb_trials={nb_trials!r}: it must be an integer of at least 1")
     if in_grid and space.size > nb_trials:
         raise MisconfigurationException(
-            f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({_counts(space)}): give "
-            f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for a part of them"
+            f"nb_trials={nb_trials}, but the grid has {space.size} combinations ({_counts(space)}). Use "
+            f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for some of them"
         )
     if strategy == "random_search" and space.is_listed and space.size < nb_trials:
         warn_once(
-            f"nb_trials={nb_trials}, and the lists have {space.size} combinations: a random search draws none twice, "
-            f"so it has {space.size} trials"
+            f"nb_trials={nb_trials}, but the lists have {space.size} combinations. A random search does not repeat a "
+            f"combination, so it has {space.size} trials"
         )
         nb_trials = space.size
     return range(space.size if in_grid else nb_trials)

@@ -1,7 +1,7 @@
-"""The journal file of a study: Optuna's, with lines that are checked after each write.
+"""Optuna's journal file of a study, with a check of the lines after each write.
 
-A line is an operation, and trials are numbered by the lines before them. So a line that is torn, by a writer that was
-killed or by a network file system, must not stay: it would be read as part of the next one.
+A line is an operation, and trials are numbered by the lines before them. A partial line, left by a killed writer or a
+network file system, must be removed: the next line would be appended to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import log
 
@@ -21,86 +21,89 @@ except ModuleNotFoundError:
     raise missing_extra("optuna", "optuna", "the journal of a search with strategy='optuna'") from None
 
 TRIES = 3
-"""How often a line is written that does not come out as it was written."""
+"""Number of attempts to write a line that reads back differently."""
 
 
 class CorruptJournal(RuntimeError):
-    """The journal of a study has a line that is no whole operation."""
+    """The journal of a study has a line that is not a complete operation."""
 
 
 class StudyJournal(JournalFileBackend):
-    """Optuna's journal file, in which a torn line is found when it is written, or else when it is read.
+    """Optuna's journal file that detects partial lines when they are written, or else when they are read.
 
     Args:
-        path: of the file, which is made.
+        path: path of the file, which is created.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._held = FileLock(path)
-        super().__init__(path, self._held)  # type: ignore[arg-type]  # of locks Optuna has a base, but not for others
+        self._file_lock = FileLock(path)
+        super().__init__(path, self._file_lock)  # type: ignore[arg-type]  # Optuna's base class of locks is private
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add operations, a line each, and read them back.
+        """Append operations, one line each, and read them back.
 
         Raises:
-            CorruptJournal: the file does not hold what was written.
-            OSError: the disk is full, say; nothing of the lines stays.
+            CorruptJournal: the file does not contain what was written.
+            OSError: the lines cannot be written, for example because the disk is full. The file is unchanged.
         """
         data = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
-        with held(self._held):
+        with holding(self._file_lock):
             append(self._path, data)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """The operations from a number on. A last line that has no end yet is left out.
+        """Yield the operations from a number on, without an unfinished last line.
 
         Raises:
-            CorruptJournal: a line is none; the message has its number.
+            CorruptJournal: a line is not an operation; the message has its number.
         """
         try:
-            for told in super().read_logs(log_number_from):
-                if not _is_operation(told):
-                    raise ValueError("it is no operation")
-                yield told
+            for operation in super().read_logs(log_number_from):
+                if not _is_operation(operation):
+                    raise ValueError("it is not an operation")
+                yield operation
         except ValueError as error:
-            number = _operations_before_torn(self._path)
+            number = _count_valid_lines(self._path)
             raise CorruptJournal(
-                f"line {number + 1} of {self._path!r} is torn ({error}), and the study cannot be read from there on. "
-                f"lockstep checks each line that it writes, so the disk, or another program, has changed it: put the "
-                f"file back from a copy, or go on with what comes before, by `head -n {number} FILE > NEW`"
+                f"line {number + 1} of {self._path!r} is damaged ({error}), so the study cannot be read from there on. "
+                "lockstep checks each line that it writes, so the disk or another program has changed it. Restore the "
+                f"file from a copy, or keep the lines before it with `head -n {number} FILE > NEW`"
             ) from error
 
 
-def _is_operation(told: object) -> bool:
-    return isinstance(told, dict) and "op_code" in told
+def _is_operation(operation: object) -> bool:
+    return isinstance(operation, dict) and "op_code" in operation
 
 
-def _operations_before_torn(path: str) -> int:
-    """The lines before the first that is none: optuna 4 reads all of them before it gives the first."""
+def _count_valid_lines(path: str) -> int:
+    """Return the number of lines before the first damaged one.
+
+    Optuna 4 reads all lines before it yields the first, so the yielded ones cannot be counted.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             try:
-                told = json.loads(line)
+                operation = json.loads(line)
             except ValueError:
                 return number
-            if not _is_operation(told):
+            if not _is_operation(operation):
                 return number
     return 0
 
 
 def append(path: str, data: bytes) -> None:
-    """Add whole lines to a file, and read them back; called by who holds the lock.
+    """Append whole lines to a file and read them back. The caller holds the lock.
 
-    What a killed writer has left of a line is cut off first.
+    A partial line of a killed writer is removed first.
 
     Raises:
-        CorruptJournal: they do not come back.
-        OSError: they cannot be written; nothing of them stays.
+        CorruptJournal: the lines read back differently.
+        OSError: the lines cannot be written. The file is unchanged.
     """
     for _ in range(TRIES):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            start = _cut_torn_end(file, path)
+            start = _remove_partial_line(file, path)
             try:
                 _write(file, data)
                 os.fsync(file)
@@ -109,18 +112,19 @@ def append(path: str, data: bytes) -> None:
                 raise
         finally:
             os.close(file)
-        # opened anew: a network file system then asks the server
+        # Opened again, because a network file system then reads from the server and not from its cache.
         with open(path, "rb") as fresh:
             fresh.seek(start)
             if fresh.read(len(data)) == data:
                 return
             beyond = bool(fresh.read(1))
-        if beyond:  # who writes there does not heed the lock; nothing may be cut off any more
+        # Another program appends without the lock: truncating would remove its lines.
+        if beyond:
             break
         os.truncate(path, start)
     raise CorruptJournal(
-        f"{path!r} does not hold the line that was written last, after {TRIES} tries: see whether another program "
-        "writes into it, or keep the search on another file system"
+        f"{path!r} reads back differently after {TRIES} attempts to write its last line. Check whether another program "
+        "writes to it, or keep the search on another file system"
     )
 
 
@@ -129,16 +133,16 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def _cut_torn_end(file: int, path: str) -> int:
-    """Cut off what follows the last line's end; gives the size then."""
+def _remove_partial_line(file: int, path: str) -> int:
+    """Remove a partial last line and return the new size."""
     size = os.fstat(file).st_size
     end = size
     while end and (block := os.pread(file, min(end, 4096), end - min(end, 4096))).rfind(b"\n") < 0:
         end -= len(block)
     if end:
-        begin = end - min(end, 4096)
-        end = begin + os.pread(file, end - begin, begin).rfind(b"\n") + 1
+        start = end - min(end, 4096)
+        end = start + os.pread(file, end - start, start).rfind(b"\n") + 1
     if end < size:
-        log.warning("%s: its last line was torn after %d bytes, by a writer that was killed: cut off", path, size - end)
+        log.warning("%s: removed a partial last line of %d bytes, left by a killed writer", path, size - end)
         os.ftruncate(file, end)
     return end

@@ -1,4 +1,4 @@
-"""The trials of a search on this machine: a process for each, some at a time, with its share of the devices."""
+"""Trials of a search on this machine: one process each, several at a time, with their shares of the devices."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import trial_environment
 
 CALL = "call.pkl"
-"""The function and the options, in the folder of the search, for the trials' processes."""
+"""File in the folder of a search with the pickled function and options, read by the trials' processes."""
 PROGRAM = "lockstep.extensions.search.local_trial"
-"""The module that is a trial's process."""
+"""Module that runs as a trial's process."""
 LOOK = 0.02
-"""Seconds from one look at the processes to the next."""
+"""Seconds between checks of the processes."""
 GRACE = 5.0
-"""Seconds that a trial gets to end when the search is interrupted."""
+"""Seconds that a trial has to end after an interrupt before it is killed."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended.
+    """Result of a trial.
 
     Attributes:
-        number: of the trial.
+        number: number of the trial.
         state: "completed", "pruned" or "failed".
-        hparams: its hyperparameters; None where it ended before they were drawn.
-        value: what the function returned, if that was a number.
-        metrics: the last that the trial has logged, and the numbers of a dict that the function returned.
-        error: of a failed one, in a line.
+        hparams: hyperparameters of the trial; None if it ended before they were drawn.
+        value: return value of the function, if it is a number.
+        metrics: newest metrics that the trial logged, and the numbers of a returned dict.
+        error: reason of a failure, in one line.
     """
 
     number: int
@@ -53,57 +53,73 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trials:
-    """What is to be run.
+    """Trials to run, and how to run them.
 
     Attributes:
-        folder: of the search.
-        searched: what makes it this search, by name, as JSON holds it.
-        values: of each trial, by number, made when the trial is started; None where the trial draws them itself.
-        keeps: whether what the trials print goes into their folders, and not to this process' screen.
-        devices: of each trial that runs at a time, as CUDA_VISIBLE_DEVICES has them; None: that stays as it is.
-        hparams: the hyperparameters of a trial by its number and values.
-        lost: told of a trial whose process ended without a last word.
+        folder: folder of the search.
+        description: description of the search by name, as JSON values, to recognize it.
+        values: number and values of each trial, drawn on demand; None for a trial that draws its own values.
+        keeps_output: write the output of the trials to their folders instead of this process's output.
+        devices: value of CUDA_VISIBLE_DEVICES for each of the trials that run at a time; None leaves it unchanged.
+        hparams: returns the hyperparameters of a trial from its values and number.
+        on_lost: called with the number of a trial whose process ended without reporting its end.
     """
 
     folder: Path
-    searched: Mapping[str, Any]
+    description: Mapping[str, Any]
     values: Iterable[tuple[int, Mapping[str, Any] | None]]
-    keeps: bool
+    keeps_output: bool
     devices: Sequence[str | None]
     hparams: Callable[[Mapping[str, Any], int], Any]
-    lost: Callable[[int], None]
+    on_lost: Callable[[int], None]
 
 
 def run(call: object, trials: Trials) -> list[TrialOutcome]:
-    """Run the trials; gives how each ended, by number.
+    """Run the trials and return their outcomes, sorted by number.
 
-    A trial that fails is told of, and the others go on. Where the folder has trials that completed, these are not run
-    again. A Ctrl-C ends all.
+    A failed trial is logged, and the others continue. Trials that have completed in this folder are not run again.
+    Ctrl-C ends all trials.
 
     Args:
-        call: what each process needs to call the user's function: that, and what it makes the hyperparameters of.
-        trials: which.
+        call: the user's function with everything that a process needs to create its hyperparameters. It is pickled.
+        trials: the trials to run.
 
     Raises:
-        MisconfigurationException: the call cannot travel, or the folder holds another search, or one that runs now.
-        RuntimeError: all have failed.
+        MisconfigurationException: the call cannot be pickled, or the folder contains another search or a running one.
+        RuntimeError: all trials failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(trials.folder):
-        Search(trials.folder).claim(trials.searched)
+    with _exclusively(trials.folder):
+        Search(trials.folder).claim(trials.description)
         _write_call(call, trials.folder)
-        found = _played(trials)
+        outcomes: dict[int, TrialOutcome] = {}
+        free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
+        waiting = _to_run(trials, outcomes)
+        try:
+            while True:
+                while free and (trial := next(waiting, None)) is not None:
+                    devices = free.pop()
+                    running[_Process(trial, trials, devices)] = devices
+                if not running:
+                    break
+                time.sleep(LOOK)
+                for process in [each for each in running if each.code() is not None]:
+                    free.append(running.pop(process))
+                    outcomes[process.trial.number] = process.outcome(trials)
+        finally:
+            _end([*running])
+    found = [outcomes[number] for number in sorted(outcomes)]
     if found and all(each.state == "failed" for each in found):
-        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
+        raise RuntimeError(f"all {len(found)} trial(s) failed. Trial {found[0].number}: {found[0].error}")
     return found
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else runs the search of a folder meanwhile.
+def _exclusively(folder: Path) -> Iterator[None]:
+    """Hold the lock of a search, so that no other process runs it.
 
     Raises:
-        MisconfigurationException: somebody does.
+        MisconfigurationException: another process runs it.
     """
     call = folder / CALL
     call.touch()
@@ -112,13 +128,16 @@ def _alone(folder: Path) -> Iterator[None]:
         holder = lock.take()
     except OSError as error:
         log.warning(
-            "%s: no lock can be made (%s): the same search started twice would run its trials twice", folder, error
+            "%s: the lock cannot be created (%s). The same search must not be started twice, because it would run its "
+            "trials twice",
+            folder,
+            error,
         )
         holder = ""
     if holder:
         raise MisconfigurationException(
-            f"{str(folder)!r} holds a search that runs now, in {holder}: wait for its end, or give another log_path; "
-            f"if there is no such process any more, remove {lock.link}"
+            f"{str(folder)!r} contains a search that is running in {holder}. Wait for its end, or use another "
+            f"log_path. If that process no longer exists, remove {lock.link}"
         )
     try:
         yield
@@ -126,55 +145,36 @@ def _alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _played(trials: Trials) -> list[TrialOutcome]:
-    """Run the trials; gives how each ended, by number."""
-    outcomes: dict[int, TrialOutcome] = {}
-    free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
-    waiting = _to_run(trials, outcomes)
-    try:
-        while True:
-            while free and (trial := next(waiting, None)) is not None:
-                devices = free.pop()
-                running[_Process(trial, trials, devices)] = devices
-            if not running:
-                break
-            time.sleep(LOOK)
-            for process in [each for each in running if each.code() is not None]:
-                free.append(running.pop(process))
-                outcomes[process.trial.number] = process.outcome(trials)
-    finally:
-        _end([*running])
-    return [outcomes[number] for number in sorted(outcomes)]
-
-
 def _write_call(call: object, folder: Path) -> None:
     from lockstep.launch.spawn import pack
 
     try:
         with open(folder / CALL, "wb") as file:
+            # The function may come from modules that only the script's sys.path has.
             pickle.dump(list(sys.path), file)
             pack(call, file)
     except OSError:
         raise
-    except Exception as error:  # whatever an object raises that cannot be pickled
+    except Exception as error:  # an object that cannot be pickled may raise anything
         raise MisconfigurationException(
-            f"the function of the trials cannot be sent to their processes ({type(error).__name__}: {error}): let it "
-            "make what it needs by itself, such as open files, locks and connections, and use none of the script's"
+            f"the function of the trials cannot be pickled for their processes ({type(error).__name__}: {error}). Let "
+            "it create open files, locks and connections itself instead of using those of the script"
         ) from error
 
 
 def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[TrialFolder]:
-    """The trials that have not completed yet, with their values written; of the others, the outcomes."""
+    """Yield the trials that have not completed, with their values written, and record the outcomes of the others."""
     for number, values in trials.values:
         trial = TrialFolder.of(trials.folder, number)
         known = trial.values()
         if known is not None and values is not None and known != values:
             raise MisconfigurationException(
-                f"{trial.path} holds a trial with other values ({known}, and here {values}), of another search: give "
-                "another log_path, the seed that it had, or remove that folder"
+                f"{trial.path} contains a trial of another search, with values {known} instead of {values}. Use "
+                "another log_path or the earlier seed, or remove the folder"
             )
         if values is not None and known is None:
             trial.write_values(values)
+        # Completed trials are not run again; failed ones are.
         last = read_events(trial.events()).last
         if last is not None and last.end == "completed":
             outcomes[number] = _outcome(trial, trials)
@@ -188,53 +188,53 @@ class _Process:
 
     def __init__(self, trial: TrialFolder, trials: Trials, devices: str | None) -> None:
         self.trial = trial
-        environ = trial_environment(str(trial.path), len(trials.devices), devices, trials.keeps)
+        environ = trial_environment(str(trial.path), len(trials.devices), devices, trials.keeps_output)
         command = [sys.executable, "-m", PROGRAM, str(trial.path)]
         with contextlib.ExitStack() as files:
 
             def opened(name: str) -> IO[bytes] | None:
-                return files.enter_context(open(trial.path / name, "ab")) if trials.keeps else None
+                return files.enter_context(open(trial.path / name, "ab")) if trials.keeps_output else None
 
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=opened(STDOUT), stderr=opened(STDERR)
             )
 
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def outcome(self, trials: Trials) -> TrialOutcome:
-        """How the trial ended."""
+        """Return the trial's outcome. A trial that did not report its end is recorded as failed."""
         last, code = read_events(self.trial.events()).last, self._process.returncode
         if last is None or last.end is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            error = f"its process {how}, without a last word of the trial's"
+            error = f"its process {how} without reporting the trial's end"
             self.trial.note("failed", attempt=last.number if last is not None else 0, error=error)
-            trials.lost(self.trial.number)
+            trials.on_lost(self.trial.number)
         return _outcome(self.trial, trials)
 
 
 def _outcome(trial: TrialFolder, trials: Trials) -> TrialOutcome:
-    """What a trial's folder says of its end."""
+    """Read a trial's outcome from its folder."""
     events, values = trial.events(), trial.values()
     last = read_events(events).last
     hparams = None if values is None else trials.hparams(values, trial.number)
     metrics = trial.result().get("metrics", {})
     if last is not None and last.end == "completed":
         return TrialOutcome(trial.number, "pruned" if last.pruned else "completed", hparams, last.value, metrics)
-    # one that never began has a failure of no start
+    # A trial that never started has a failure event, but no attempt.
     error = events[-1].get("error", "") if last is None else last.error
     log.warning("trial %d failed: %s", trial.number, error)
     return TrialOutcome(trial.number, "failed", hparams, None, metrics, error)
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """End processes that still run: politely first."""
+    """End running processes: SIGTERM first, SIGKILL after `GRACE` seconds."""
     for process in processes:
         process.signal(signal.SIGTERM)
     until = time.monotonic() + GRACE
@@ -245,11 +245,11 @@ def _end(processes: Sequence[_Process]) -> None:
         process._process.wait()
 
 
-def dealt(devices: Sequence[str], workers: int) -> list[str | None]:
-    """The devices of each of some workers; several share one where there are more workers than devices.
+def share_devices(devices: Sequence[str], workers: int) -> list[str | None]:
+    """Return the devices of each worker. Workers share devices if there are more workers than devices.
 
     Example:
-        >>> dealt(["0", "1", "2", "3"], 2), dealt(["0", "1"], 3), dealt([], 2)
+        >>> share_devices(["0", "1", "2", "3"], 2), share_devices(["0", "1"], 3), share_devices([], 2)
         (['0,2', '1,3'], ['0', '1', '0'], [None, None])
     """
     if not devices:

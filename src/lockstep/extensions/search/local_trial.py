@@ -1,7 +1,7 @@
-"""The process of a trial on this machine: ``python -m lockstep.extensions.search.local_trial FOLDER``.
+"""Process of a trial on this machine: ``python -m lockstep.extensions.search.local_trial FOLDER``.
 
-It is started by `lockstep.extensions.search.local`. Ranks that a Trainer starts from it by ``strategy="ddp"`` run the
-same command.
+`lockstep.extensions.search.local` starts it. Ranks that its Trainer starts with ``strategy="ddp"`` run the same
+command.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def main(folder: str) -> None:
     """Call the function of the search with the hyperparameters of a trial.
 
     Args:
-        folder: of the trial.
+        folder: folder of the trial.
     """
     with open(Path(folder).parent / CALL, "rb") as file:
         sys.path[:] = pickle.load(file)
         function, options, settings = unpack(file)
     here = trial_here()
     assert here is not None
-    function = of_hparams(function, lambda: ",".join(visible_devices()))  # as test-tube calls it on GPUs
+    # test-tube passes the GPUs as the second argument.
+    function = of_hparams(function, lambda: ",".join(visible_devices()))
     run_trial(function, Hyperparameters.of(options, settings), OwnSaving(), here)
 
 

@@ -1,4 +1,4 @@
-"""A lock for processes of several nodes that outlives nobody: a symbolic link that names who has it."""
+"""A lock for processes of several nodes: a symbolic link that names its holder, and is taken over if that is dead."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from collections.abc import Iterator
 from functools import cache
 
 LONGEST_PAUSE = 0.05
-"""Seconds between two looks at a lock that somebody has."""
+"""Seconds, at most, between two attempts to take a lock."""
 
 
 class FileLock:
-    """A lock for processes of several nodes: a symbolic link beside the file, which names who has it.
+    """A lock for processes of several nodes: a symbolic link next to the file that names its holder.
 
-    Where Optuna's own tools lock the journal, they use the same link. A lock of a process of this host that has died
-    is taken over at once; one of another host when it has not changed for `grace` seconds.
+    Optuna's own tools lock the journal with the same link. The lock of a dead process is taken over at once on the same
+    host. A lock from another host is taken over when it has not changed for `grace` seconds.
 
     Args:
-        path: of the file that exists and is locked. The lock's name is the same with `suffix`.
-        suffix: of the name.
+        path: path of the locked file, which exists.
+        suffix: the link's path is `path` with this suffix.
         grace: seconds.
 
     Attributes:
-        link: the path of the symbolic link.
+        link: path of the symbolic link.
     """
 
     def __init__(self, path: str, suffix: str = ".lock", grace: float = 30.0) -> None:
         self._path, self.link, self.grace = path, path + suffix, grace
 
     def acquire(self) -> bool:
-        """Wait for the lock.
+        """Wait for the lock and take it. Always return True.
 
         Raises:
             OSError: the folder cannot be written.
         """
         pause, seen, since = 0.001, None, time.monotonic()
+        # The grace period restarts when the lock changes hands. Times are of this clock, as hosts' clocks differ.
         while self.take():
-            found = self._look()
-            if found != seen:
-                seen, since = found, time.monotonic()
-            if found is not None and time.monotonic() - since > self.grace:
-                self._break(found)
+            holder = self._holder()
+            if holder != seen:
+                seen, since = holder, time.monotonic()
+            if holder is not None and time.monotonic() - since > self.grace:
+                self._break(holder)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
 
     def take(self) -> str:
-        """Take the lock, unless somebody who may live has it; gives who that is, or nothing where it is taken now.
+        """Take the lock and return "", or return its holder if that may still run.
 
         Raises:
             OSError: the folder cannot be written, or its file system has no symbolic links.
@@ -61,32 +62,36 @@ class FileLock:
                 os.symlink(_identity(), self.link)
                 return ""
             except FileExistsError:
-                found = self._look()
-            if found is not None and not _has_died(found[0]):
-                host, number, _ = f"{found[0]}||".split("|", 2)
+                holder = self._holder()
+            if holder is None:
+                continue
+            host, _, rest = holder[0].partition("|")
+            number, _, start = rest.partition("|")
+            # Processes of other hosts cannot be checked; acquire() gives them `grace` seconds.
+            if host != _host() or not number.isdigit() or _started(int(number)) == start:
                 return f"process {number} of {host.partition('/')[0]}"
-            if found is not None:
-                self._break(found)
+            self._break(holder)
 
     def release(self) -> None:
-        """Give the lock back, unless somebody has taken it over."""
-        found = self._look()
-        if found is not None and found[0] == _identity():
+        """Release the lock, unless another process has taken it over."""
+        holder = self._holder()
+        if holder is not None and holder[0] == _identity():
             os.unlink(self.link)
 
-    def _look(self) -> tuple[str, float] | None:
-        """Who has the lock, and since when; None: nobody."""
+    def _holder(self) -> tuple[str, float] | None:
+        """Return the holder of the lock and the time since when it is held; None if it is free."""
         try:
             return os.readlink(self.link), os.lstat(self.link).st_mtime
         except FileNotFoundError:
             return None
 
     def _break(self, stale: tuple[str, float]) -> None:
-        """Remove a lock that nobody will give back, unless it is another one by now."""
+        """Remove a stale lock, unless it has changed meanwhile."""
         with open(self._path, "rb") as file:
-            with contextlib.suppress(OSError):  # a file system without: then two may look at once
+            # Only one process at a time compares and removes. File systems without flock lose that protection.
+            with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if self._look() == stale:
+            if self._holder() == stale:
                 aside = f"{self.link}-{uuid.uuid4().hex}"
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self.link, aside)
@@ -94,8 +99,8 @@ class FileLock:
 
 
 @contextlib.contextmanager
-def held(lock: FileLock) -> Iterator[None]:
-    """Hold a lock."""
+def holding(lock: FileLock) -> Iterator[None]:
+    """Hold a lock within a with-block."""
     lock.acquire()
     try:
         yield
@@ -104,15 +109,8 @@ def held(lock: FileLock) -> Iterator[None]:
 
 
 def _identity() -> str:
-    """This process, by what no other one has: machine, boot, process namespace, number, start."""
+    """Return an identifier of this process: host, boot, process namespace, pid, start time."""
     return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
-
-
-def _has_died(identity: str) -> bool:
-    """Whether a process of this host is gone; False for processes of other hosts, of which nobody knows."""
-    host, _, rest = identity.partition("|")
-    number, _, start = rest.partition("|")
-    return host == _host() and number.isdigit() and _started(int(number)) != start
 
 
 @cache
@@ -126,10 +124,10 @@ def _host() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process was started, as the system counts; empty where there is none, or it has ended."""
+    """Return the start time of a process in the system's ticks; "" if it does not exist or has ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            told = file.read().rpartition(b")")[2].split()
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return "" if os.path.isdir("/proc/self") else "?"
-    return "" if told[0] in (b"Z", b"X") else told[19].decode()
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -1,4 +1,4 @@
-"""HyperOptArgumentParser: argparse with options that a search tries values of."""
+"""HyperOptArgumentParser: argparse with options that a search varies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.extensions.search.grid import (
     range_of,
     through,
 )
-from lockstep.extensions.search.local import TrialOutcome, Trials, dealt, run
+from lockstep.extensions.search.local import TrialOutcome, Trials, run, share_devices
 from lockstep.extensions.search.trials import End
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from lockstep.extensions.search.study import StudyTrial
 
 _running: StudyTrial | None = None
-"""The trial of a study that this process plays."""
+"""Trial of a study that runs in this process."""
 
 
 def running_trial() -> StudyTrial | None:
-    """The trial of a study that this process has begun, and not ended; None: there is none."""
+    """Return the trial of a study that this process has started and not ended, or None."""
     return _running
 
 
@@ -46,12 +46,12 @@ def running_trial() -> StudyTrial | None:
 
 
 class Hyperparameters(argparse.Namespace):
-    """The options of a command line, and of a trial: what `HyperOptArgumentParser.parse_args` returns.
+    """Options of a command line or of a trial, as returned by `HyperOptArgumentParser.parse_args`.
 
-    ``vars()`` holds the options and nothing else. Copies know the search, too; a pickled one holds the options alone.
+    ``vars()`` contains the options only. Copies keep the search; pickling keeps the options only.
 
     Attributes:
-        trial_number: the number of the trial whose values these are; None before there is a trial.
+        trial_number: number of the trial with these values; None without a trial.
 
     Example:
         >>> parser = HyperOptArgumentParser()
@@ -73,31 +73,31 @@ class Hyperparameters(argparse.Namespace):
         return self._number
 
     @property
-    def drawn_late(self) -> bool:
-        """Whether a trial's values are drawn when it starts, by :meth:`draw`: so with "optuna"."""
+    def draws_late(self) -> bool:
+        """True if the values of a trial are drawn when it starts, by :meth:`draw`, as with "optuna"."""
         return self._search is not None and self._search.strategy == "optuna"
 
     def trials(self, nb_trials: int | None = None) -> Iterator[Hyperparameters]:
-        """The trials in order, each made when it is asked for; the same in every process with the same options.
+        """Return an iterator that creates the trials. They are the same in every process with the same options.
 
         Args:
-            nb_trials: at most so many; None: the whole grid.
+            nb_trials: largest number of trials; None for the whole grid.
 
         Raises:
-            MisconfigurationException: the grid has more combinations, nothing is tunable, or the values are drawn
-                late: those come from :meth:`draw`.
+            MisconfigurationException: the grid has more combinations, no option is tunable, or the values are drawn
+                when a trial starts (:meth:`draw`).
         """
         search = self._known_search("trials")
-        if self.drawn_late:
+        if self.draws_late:
             raise MisconfigurationException(
-                "strategy='optuna' draws the values of a trial when it starts, from the results so far, and trials() "
-                "lists them before: use optimize_parallel(fn, nb_trials) or SlurmCluster, or draw(number, folder)"
+                "trials() cannot list the trials of strategy='optuna', which draws the values of a trial when it "
+                "starts. Use optimize_parallel(fn, nb_trials), SlurmCluster, or draw(number, folder)"
             )
         wanted = numbers(search.space, search.strategy, nb_trials)
         return (self._of(number, search) for number in wanted)
 
     def generate_trials(self, nb_trials: int | None = None) -> list[Hyperparameters]:
-        """The same as a list, by test-tube's name."""
+        """Return the trials as a list (test-tube's name)."""
         return list(self.trials(nb_trials))
 
     def _of(self, number: int, search: SearchSettings) -> Hyperparameters:
@@ -110,33 +110,33 @@ class Hyperparameters(argparse.Namespace):
         found._search, found._number = self._search, number
         return found
 
-    def _known_search(self, asked: str) -> SearchSettings:
+    def _known_search(self, method: str) -> SearchSettings:
         if self._search is None:
             raise MisconfigurationException(
-                f"{asked}: these hyperparameters were pickled, and know no search any more: ask what parse_args() gave"
+                f"{method}: these hyperparameters were pickled, which drops the search. Use the result of parse_args()"
             )
         if not self._search.space.dimensions:
             raise MisconfigurationException(
-                f"{asked}: no option is tunable, so there is one trial only: add options by opt_list(..., options=[...]"
-                ", tunable=True) or opt_range(..., tunable=True)"
+                f"{method}: no option is tunable. Add options with opt_list(..., options=[...], tunable=True) or "
+                "opt_range(..., tunable=True)"
             )
         return self._search
 
-    # -- values as they travel -------------------------------------------------------------------------------
+    # -- values in files -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """All options by name, as JSON holds them: what is no number, text, list or dict of such is its text."""
+        """Return all options by name as JSON values. Other objects are converted to text."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
     def with_values(self, values: Mapping[str, Any], number: int | None = None) -> Hyperparameters:
-        """The same options with the values of a trial, as :meth:`values` gave them.
+        """Return a copy with the values of a trial, as written by :meth:`values`.
 
-        Each value has the type that it had: it is the option of the list, or the value of this command line, that
-        reads like it; or else it goes through the option's type.
+        Each value regains its type: it becomes the entry of the option's list, or the value of this command line, with
+        the same JSON form. Other text is converted by the option's type.
 
         Args:
-            values: of a trial.
-            number: of the trial.
+            values: values of the trial.
+            number: number of the trial.
         """
         return self._with({name: self._restored(name, value) for name, value in values.items()}, number)
 
@@ -155,14 +155,14 @@ class Hyperparameters(argparse.Namespace):
     # -- a study ---------------------------------------------------------------------------------------------
 
     def draw(self, number: int, folder: Path) -> Hyperparameters:
-        """The trial's hyperparameters, drawn by Optuna; asked again, the same number has the same ones.
+        """Return the hyperparameters of a trial, drawn by Optuna. The same number always gets the same values.
 
-        All ranks of a trial may call it: rank 0 draws, the others wait for it. From now on rank 0 tells every few
-        seconds that the trial lives, until :meth:`finish` or the end of the process.
+        All ranks of a trial may call it: rank 0 draws, the others wait for the values. Rank 0 then updates the trial's
+        heartbeat until :meth:`finish` or the end of the process.
 
         Args:
-            number: of the trial, which it keeps when it is started again.
-            folder: of the whole search, which all nodes see; the journal is made in it.
+            number: number of the trial; a restarted trial keeps it.
+            folder: folder of the whole search, visible to all nodes. The journal is created in it.
 
         Raises:
             ModuleNotFoundError: Optuna is not installed.
@@ -178,15 +178,15 @@ class Hyperparameters(argparse.Namespace):
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Tell the study how a trial that :meth:`draw` has begun in this process ended; without a study, nothing.
+        """Report to the study how the trial that :meth:`draw` started in this process ended. Do nothing without one.
 
         Args:
-            number: of the trial.
+            number: number of the trial.
             state: "completed", "pruned", or "failed".
-            value: what the search minimizes or maximizes; None: the last value that `PruneTrial` has reported.
+            value: value that the search minimizes or maximizes; None: the last value reported by `PruneTrial`.
 
         Returns:
-            how it is kept: "pruned", where `PruneTrial` has stopped it; "failed", where there is no value.
+            The recorded state: "pruned" if `PruneTrial` stopped the trial, "failed" if it has no value.
         """
         global _running
         if _running is None:
@@ -203,28 +203,27 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """Run the trials on this machine, each in a process of its own; GPUs, if there are any, are shared out.
+        """Run the trials on this machine, each in its own process. Available GPUs are shared among them.
 
-        The function travels by cloudpickle, so that the script is not run again. A trial that fails does not stop the
-        others.
+        The function is pickled with cloudpickle; the script does not run again. Failed trials do not stop the others.
 
         Args:
-            train_function: called with a trial's hyperparameters; what it returns, a number or a dict of numbers, is
-                the trial's result. One with a second argument gets the trial's GPUs there, as text.
-            nb_trials: at most so many; None: the whole grid.
-            nb_workers: trials at a time.
-            log_path: a folder for this search. What trials print and log is kept in it, and those that have completed
-                there are not run again. None: nothing is kept, and trials print to this screen.
+            train_function: called with the hyperparameters of a trial. Its return value, a number or a dict of numbers,
+                is the result of the trial. A second parameter receives the trial's GPUs as text.
+            nb_trials: largest number of trials; None for the whole grid.
+            nb_workers: number of trials that run at a time.
+            log_path: folder of this search. It keeps the output and logs of trials, and trials that have completed
+                there are not run again. None: nothing is kept, and trials print to the screen.
 
         Returns:
-            how each trial ended, by number.
+            The outcome of each trial, sorted by number.
 
         Raises:
-            MisconfigurationException: a number that cannot be, a function that cannot travel, or a folder with another
-                search: other options, lists or ranges, another strategy or mode; or one that runs now.
+            MisconfigurationException: a number is invalid, the function cannot be pickled, or the folder contains a
+                running search or another one (other options, lists, ranges, strategy or mode).
             RuntimeError: all trials failed.
         """
-        return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)
+        return self._play(train_function, nb_trials, share_devices(visible_devices(), _workers(nb_workers)), log_path)
 
     def optimize_parallel_cpu(
         self,
@@ -233,7 +232,7 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """The same without GPUs, which trials do not see."""
+        """Run the trials without GPUs, which are hidden from them. Arguments as for :meth:`optimize_parallel`."""
         return self._play(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
 
     def optimize_parallel_gpu(
@@ -245,22 +244,22 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int | None = None,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """The same on GPUs: a trial at a time on each entry of ``gpu_ids``.
+        """Run the trials on GPUs, one trial at a time on each entry of ``gpu_ids``.
 
         Args:
             train_function: as for :meth:`optimize_parallel`.
-            gpu_ids: of the trials that run at a time: ``["0", "1"]``, or ``["0,1", "2,3"]`` for two GPUs each; None:
-                each GPU alone.
-            max_nb_trials: at most so many; test-tube's name for `nb_trials`.
-            nb_trials: the same.
-            nb_workers: trials at a time, if fewer than entries.
+            gpu_ids: GPUs of the trials that run at a time: ``["0", "1"]``, or ``["0,1", "2,3"]`` for two GPUs each;
+                None: one entry for each GPU.
+            max_nb_trials: test-tube's name for `nb_trials`.
+            nb_trials: largest number of trials; None for the whole grid.
+            nb_workers: number of trials that run at a time, if smaller than the number of entries.
             log_path: as for :meth:`optimize_parallel`.
         """
         found = visible_devices() if gpu_ids is None else [str(entry).replace(" ", "") for entry in gpu_ids]
         if not found or not all(found):
             raise MisconfigurationException(
-                f"optimize_parallel_gpu(gpu_ids={gpu_ids!r}): there is no GPU to run a trial on; give gpu_ids=['0'], "
-                "say, or use optimize_parallel_cpu"
+                f"optimize_parallel_gpu(gpu_ids={gpu_ids!r}): there is no GPU to run a trial on. Use gpu_ids such as "
+                "['0'], or optimize_parallel_cpu"
             )
         wanted = max_nb_trials if nb_trials is None else nb_trials
         devices = found if nb_workers is None else found[: _workers(nb_workers)]
@@ -275,7 +274,7 @@ class Hyperparameters(argparse.Namespace):
     ) -> list[TrialOutcome]:
         search = self._known_search("optimize_parallel")
         values: Iterable[tuple[int, dict[str, Any] | None]]
-        if self.drawn_late:
+        if self.draws_late:
             values = ((number, None) for number in numbers(search.space, search.strategy, nb_trials))
         else:
             values = ((trial._number or 0, trial.values()) for trial in self.trials(nb_trials))
@@ -285,19 +284,19 @@ class Hyperparameters(argparse.Namespace):
             else:
                 folder = Path(log_path).expanduser().absolute()
 
-            def lost(number: int) -> None:
-                if self.drawn_late:
+            def on_lost(number: int) -> None:
+                if self.draws_late:
                     from lockstep.extensions.search.study import StudyTrial
 
                     StudyTrial(search, number, folder).lose()
 
             keeps = log_path is not None
-            trials = Trials(folder, described(self), values, keeps, list(devices), self.with_values, lost)
+            trials = Trials(folder, describe(self), values, keeps, list(devices), self.with_values, on_lost)
             return run((function, dict(vars(self)), search), trials)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], settings: SearchSettings) -> Hyperparameters:
-        """Hyperparameters with these options, of a search."""
+        """Create hyperparameters of a search from its options."""
         found = cls(**options)
         found._search = settings
         return found
@@ -314,28 +313,28 @@ class Hyperparameters(argparse.Namespace):
         return _unpickled, (dict(vars(self)), self._number)
 
 
-def described(options: Hyperparameters) -> dict[str, Any]:
-    """What a search is, by name, as JSON holds it: strategy, mode, and each option with what it may be."""
-    search = options._known_search("described")
+def describe(options: Hyperparameters) -> dict[str, Any]:
+    """Describe a search by JSON values: strategy, mode, and the possible values of each option."""
+    search = options._known_search("search")
     dimensions = search.space.dimensions
     found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
     for name, value in options.values().items():
         dimension = dimensions.get(name)
-        found[f"option {name!r}"] = value if dimension is None else _tried(dimension, search.strategy)
+        described_value = value
+        if isinstance(dimension, Range):
+            described_value = {name: getattr(dimension, name) for name in ("low", "high", "whole", "log")}
+            # Other strategies draw any number of the range.
+            if search.strategy == "grid_search":
+                described_value["nb_samples"] = dimension.samples
+        elif dimension is not None:
+            described_value = {"options": _plain(dimension.values)}
+        found[f"option {name!r}"] = described_value
     return found
-
-
-def _tried(dimension: Dimension, strategy: str) -> dict[str, Any]:
-    """What a tunable option may be, as JSON holds it."""
-    if not isinstance(dimension, Range):
-        return {"options": _plain(dimension.values)}
-    points = {"nb_samples": dimension.samples} if strategy == "grid_search" else {}
-    return {"low": dimension.low, "high": dimension.high, "whole": dimension.whole, "log": dimension.log, **points}
 
 
 def _workers(number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise MisconfigurationException(f"nb_workers={number!r}: give a number of trials at a time, from 1")
+        raise MisconfigurationException(f"nb_workers={number!r}: it must be an integer of at least 1")
     return number
 
 
@@ -346,11 +345,11 @@ def _unpickled(options: dict[str, Any], number: int | None) -> Hyperparameters:
 
 
 RESERVED = frozenset(name for name in dir(Hyperparameters) if not name.startswith("__"))
-"""Names that no option may have: it would hide what the hyperparameters do."""
+"""Names that options must not have, because they would hide attributes of the hyperparameters."""
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it."""
+    """Convert a value to a JSON value; other objects become text."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
@@ -364,19 +363,19 @@ def _plain(value: Any) -> Any:
 
 
 class HyperOptArgumentParser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` with options that a search tries values of, as test-tube's.
+    """An `argparse.ArgumentParser` with options that a search varies, with test-tube's names.
 
     Args:
-        strategy: "grid_search": every combination, the first option the slowest; "random_search": drawn by ``seed``;
-            "optuna": drawn by Optuna from the results so far (the extra ``optuna``).
-        seed: of random draws. The same seed gives the same trials, in every process.
-        mode: for "optuna", whether the value of a trial is better when it is smaller ("min") or larger ("max").
-        sampler: for "optuna", what makes a sampler, called with ``seed=`` in each trial; None: ``TPESampler``.
+        strategy: "grid_search": all combinations, the first option varies slowest; "random_search": drawn from
+            ``seed``; "optuna": drawn by Optuna from the results so far (extra ``optuna``).
+        seed: seed of random draws. The same seed gives the same trials in every process.
+        mode: for "optuna", whether the value of a trial is minimized ("min") or maximized ("max").
+        sampler: for "optuna", called with ``seed=`` in each trial to create a sampler; None: ``TPESampler``.
         pruner: for "optuna", an Optuna pruner; None: ``MedianPruner()``.
-        kwargs: of `argparse.ArgumentParser`. Tunable options of ``parents`` are tunable here, too.
+        kwargs: arguments of `argparse.ArgumentParser`. Tunable options of ``parents`` stay tunable.
 
     Raises:
-        MisconfigurationException: an argument has no such value.
+        MisconfigurationException: an argument has an invalid value.
 
     Example::
 
@@ -399,18 +398,18 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     ) -> None:
         if strategy not in STRATEGIES:
             raise MisconfigurationException(
-                f"HyperOptArgumentParser(strategy={strategy!r}): give one of {', '.join(map(repr, STRATEGIES))}"
+                f"HyperOptArgumentParser(strategy={strategy!r}): it must be one of {', '.join(map(repr, STRATEGIES))}"
             )
         if strategy == "optuna" and find_spec("optuna") is None:
             raise missing_extra("optuna", "optuna", "strategy='optuna'")
         if mode not in ("min", "max"):
-            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): give 'min' or 'max'")
+            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): it must be 'min' or 'max'")
         if not isinstance(seed, int):
-            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): give an int")
+            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): it must be an int")
         if sampler is not None and not callable(sampler):
             raise MisconfigurationException(
-                f"HyperOptArgumentParser(sampler={sampler!r}): each trial makes its own, with a seed that follows from "
-                "its number: give the class, or a function of `seed`: sampler=lambda seed: TPESampler(seed=seed)"
+                f"HyperOptArgumentParser(sampler={sampler!r}): each trial creates its own sampler with a seed. Pass "
+                "the class, or a function such as sampler=lambda seed: TPESampler(seed=seed)"
             )
         super().__init__(**kwargs)
         self.strategy = strategy
@@ -428,13 +427,13 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     # -- options ---------------------------------------------------------------------------------------------
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """As argparse's; an option that is there already is refused with the way out."""
+        """Add a plain option, as argparse does. The error for an option that exists already explains what to do."""
         try:
             return super().add_argument(*args, **kwargs)
         except argparse.ArgumentError as error:
             raise argparse.ArgumentError(
-                None, f"{error}: leave one of the two out, or give {type(self).__name__}(conflict_handler='resolve'), "
-                "and the later one counts"
+                None, f"{error}. Remove one of the two, or use {type(self).__name__}(conflict_handler='resolve') to "
+                "keep the later one"
             ) from None  # fmt: skip
 
     def opt_list(
@@ -444,13 +443,13 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: names of the option.
-            options: the values, each of which goes through ``type``.
-            tunable: whether the search tries them; otherwise this is a plain option.
-            kwargs: of ``add_argument``: ``default``, ``type``, ``help`` and others.
+            options: the values; each is converted by ``type``.
+            tunable: True if the search varies the option; otherwise it is a plain option.
+            kwargs: arguments of ``add_argument``: ``default``, ``type``, ``help`` and others.
 
         Raises:
-            MisconfigurationException: no values to try, or one that ``type`` refuses.
-            argparse.ArgumentError: there is such an option already.
+            MisconfigurationException: the list is missing or empty, or ``type`` rejects a value.
+            argparse.ArgumentError: the option exists already.
         """
         action = self.add_argument(*args, **kwargs)
         if tunable or options is not None:
@@ -469,20 +468,20 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         tunable: bool = False,
         **kwargs: Any,
     ) -> argparse.Action:
-        """Add an option with a range of numbers to try: ``nb_samples`` evenly spaced ones in a grid, any otherwise.
+        """Add an option with a range of numbers to try. A grid takes ``nb_samples`` evenly spaced numbers.
 
         Args:
             args: names of the option.
-            low: the smallest.
-            high: the largest, included.
-            nb_samples: points of the grid. Integers that fall together count once.
-            log_base: a base, to space and draw them on a logarithmic scale; None: on a linear one.
-            tunable: whether the search tries them; otherwise this is a plain option.
-            kwargs: of ``add_argument``; ``type=int`` makes them integers.
+            low: the smallest number.
+            high: the largest number, included.
+            nb_samples: number of points in a grid. Equal integers count once.
+            log_base: base of a logarithmic scale; None for a linear scale.
+            tunable: True if the search varies the option; otherwise it is a plain option.
+            kwargs: arguments of ``add_argument``. ``type=int`` selects integers.
 
         Raises:
             MisconfigurationException: a number is missing or out of its range.
-            argparse.ArgumentError: there is such an option already.
+            argparse.ArgumentError: the option exists already.
         """
         action = self.add_argument(*args, **kwargs)
         if tunable or low is not None or high is not None:
@@ -498,20 +497,20 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def json_config(self, *args: str, **kwargs: Any) -> argparse.Action:
         """Add an option that names a JSON file, or a YAML file (``.yaml``, ``.yml``), with values of other options.
 
-        What is typed wins over the file, and the file over defaults. Names that are no option are kept, too.
+        The command line overrides the file, and the file overrides defaults. Unknown names are kept.
 
         Args:
             args: names of the option, with leading dashes.
-            kwargs: of ``add_argument``; ``default`` is a path.
+            kwargs: arguments of ``add_argument``; ``default`` is a path.
         """
         if not args or not all(name.startswith(tuple(self.prefix_chars)) for name in args):
-            raise MisconfigurationException(f"json_config{args}: its name begins with dashes, as --config")
+            raise MisconfigurationException(f"json_config{args}: the name must start with dashes, as --config")
         action = self.add_argument(*args, **kwargs)
         self._configs.append(action)
         return action
 
     def add_subparsers(self, **kwargs: Any) -> Any:
-        """As argparse's. Commands have plain options; tunable ones belong to the whole."""
+        """Add subcommands, as argparse does. Subcommands have plain options only."""
         return super().add_subparsers(**{"parser_class": argparse.ArgumentParser, **kwargs})
 
     # -- parsing ---------------------------------------------------------------------------------------------
@@ -519,11 +518,11 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> Hyperparameters:
-        """The options of a command line.
+        """Parse a command line.
 
         Args:
-            args: its words; None: those of this process.
-            namespace: whose options count where nothing is typed.
+            args: its words; None for those of this process.
+            namespace: values of options that are not on the command line.
         """
         found = super().parse_args(args, namespace)
         assert isinstance(found, Hyperparameters)
@@ -532,14 +531,15 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[Hyperparameters, list[str]]:
-        """The same, and the words that are none of this parser's."""
+        """Parse a command line and return the options with the words that are not options of this parser."""
         hidden = [action.dest for action in self._actions if action.dest in RESERVED]
         if hidden:
             raise MisconfigurationException(
-                f"the option {hidden[0]!r} would hide Hyperparameters.{hidden[0]}: give it another name, by dest="
+                f"the option {hidden[0]!r} would hide Hyperparameters.{hidden[0]}. Use another name, with dest="
             )
         options = Hyperparameters(**self._from_files(args))
         vars(options).update(vars(namespace or argparse.Namespace()))
+        # argparse reports required options as missing even if the namespace has their values.
         required = [action for action in self._actions if action.required and action.dest in options]
         for action in required:
             action.required = False
@@ -554,53 +554,49 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def _search(self) -> SearchSettings:
         there = {
             name: dimension for name, (action, dimension) in self._tunable.items() if action in self._actions
-        }  # a later option may have taken the place of one
+        }  # with conflict_handler="resolve" a later option may have replaced one
         types = {action.dest: self._type_of(action) for action in self._actions}
         return SearchSettings(self.strategy, self.seed, self.mode, self.sampler, self.pruner, Space(there), types)
 
     def _type_of(self, action: argparse.Action) -> Callable[[Any], Any] | None:
-        """What a value of an option goes through; for options with several words, each of the words."""
+        """Return the conversion of an option's value. For options with several words it converts each word."""
         kind = None if action.type is None else self._registry_get("type", action.type, action.type)
         if kind is None or action.nargs in (None, "?"):
             return kind
         return lambda words: [kind(word) for word in words]
 
     def _from_files(self, args: Sequence[str] | None) -> dict[str, Any]:
-        """The values in the files that `json_config` options name."""
+        """Read the files that `json_config` options name."""
         found: dict[str, Any] = {}
         configs = [config for config in self._configs if config in self._actions]
         typed = vars(self._words(args)) if configs else {}
-        for config in configs:
-            named = typed.get(config.dest)
-            for path in named if isinstance(named, list) else [named]:
-                if path is not None:
-                    found.update(self._from_file(config, Path(path)))
-        return found
-
-    def _from_file(self, config: argparse.Action, path: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
         by_name = {action.dest: action for action in self._actions}
-        try:
-            for name, value in _read_config(path).items():
-                action = by_name.get(name.replace("-", "_"))
-                if action is None:
-                    found[name] = value
-                else:
-                    found[action.dest] = self._checked(action, value)
-        except (MisconfigurationException, OSError) as error:
-            self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        for config in configs:
+            paths = typed.get(config.dest)
+            try:
+                for path in paths if isinstance(paths, list) else [paths]:
+                    for name, value in _read_config(Path(path)).items() if path is not None else ():
+                        action = by_name.get(name.replace("-", "_"))
+                        if action is None:
+                            found[name] = value
+                        else:
+                            found[action.dest] = self._checked(action, value)
+            except (MisconfigurationException, OSError) as error:
+                self.error(f"argument {'/'.join(config.option_strings)}: {error}")
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """The words that each option of a command line gets; no type and no action of the user's is called."""
+        """Return the words of each option of a command line, without calling the user's types and actions."""
         probe = argparse.ArgumentParser(
             add_help=False,
             prefix_chars=self.prefix_chars,
             fromfile_prefix_chars=self.fromfile_prefix_chars,
             allow_abbrev=self.allow_abbrev,
         )
+        # Errors must show this parser's usage.
         probe.error = self.error  # type: ignore[method-assign]
-        for action in self._actions:  # all of them: a word may be one option's name, and short for another's
+        # All options are needed to resolve abbreviations: a word may be one option's name and another's prefix.
+        for action in self._actions:
             probe._add_action(_Words(action.option_strings, action.dest, action.nargs, action.const, action.default))
         return probe.parse_known_args(args)[0]
 
@@ -613,7 +609,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
 
 class _Words(argparse.Action):
-    """Keeps the words of an option."""
+    """Stores the words of an option unconverted."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
@@ -622,12 +618,12 @@ class _Words(argparse.Action):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The names and values of a JSON or YAML file.
+    """Read names and values from a JSON or YAML file.
 
     Raises:
-        MisconfigurationException: it holds something else.
-        ModuleNotFoundError: it is a YAML file, and PyYAML is not installed.
-        OSError: it cannot be read.
+        MisconfigurationException: the file is invalid or does not contain a mapping.
+        ModuleNotFoundError: the file is YAML, and PyYAML is not installed.
+        OSError: the file cannot be read.
     """
     try:
         found = plain_yaml.read(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
@@ -636,5 +632,5 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MisconfigurationException(f"{str(path)!r} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise MisconfigurationException(f'{str(path)!r} holds no names with values: write {{"lr": 0.1}}, say')
+        raise MisconfigurationException(f'{str(path)!r} must contain names with values, such as {{"lr": 0.1}}')
     return {str(name): value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""PruneTrial: tells the study how a trial gets on, and ends the trial on all ranks when the study gives it up."""
+"""PruneTrial: reports a metric to the study of a search, and stops a pruned trial on all ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
 
 class PruneTrial(Callback):
-    """Reports a logged metric to the study of a search with ``strategy="optuna"``, and stops a trial that it prunes.
+    """Reports a logged metric to the study of a search with ``strategy="optuna"``, and stops pruned trials.
 
-    A report is made after each validation, or at the end of each training epoch where validation runs exactly once an
-    epoch. The value is reduced over the ranks, rank 0 reports it and asks the study's pruner, and all ranks hear the
-    answer: a pruned trial ends on all of them at the same step, as by `trainer.should_stop`. Reports are counted from
-    0, also over a resume, so that trials with other batch sizes compare. A fit that goes on from a checkpoint keeps the
-    reports before it; one that begins anew keeps none of an earlier start. The last value is that of the trial, where
-    its function returns none.
+    It reports after each validation, or at the end of each training epoch if validation runs exactly once an epoch.
+    The value is reduced over the ranks. Rank 0 queries the study's pruner and broadcasts the answer, so that all ranks
+    stop at the same step, as with `trainer.should_stop`. Reports are numbered from 0, also across a resume, which makes
+    trials with different batch sizes comparable. A fit that resumes from a checkpoint inherits the earlier reports; one
+    that restarts does not. If the function of the trial returns no value, the last report is the trial's value.
 
     Outside of a trial it does nothing.
 
     Args:
-        monitor: name of the logged metric. The search's ``mode`` says whether smaller is better.
+        monitor: name of the logged metric. The search's ``mode`` determines whether smaller or larger is better.
 
     Attributes:
-        checks: reports so far.
-        pruned: whether the trial was stopped.
+        checks: number of reports so far.
+        pruned: True if the trial was pruned.
 
     Raises:
         MisconfigurationException: (in a run) ``monitor`` was never logged.
@@ -58,23 +57,26 @@ class PruneTrial(Callback):
         self.monitor = monitor
         self.checks = 0
         self.pruned = False
-        self._trial: StudyTrial | None = running_trial()  # here, as ranks that are spawned have begun none
+        # Taken here, because spawned ranks receive this callback by pickling and have not started the trial.
+        self._trial: StudyTrial | None = running_trial()
         self._at_epoch_end = False
 
     @property
     def state_key(self) -> str:
-        """One state for each ``monitor``."""
+        """A separate state for each ``monitor``."""
         return self._generate_state_key(monitor=self.monitor)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Decide when to report, and find the trial."""
+        """Find the trial, and choose the hook that reports."""
         self._at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         self._trial = self._trial or running_trial()
         if self._trial is None and stage == "fit":
-            rank_zero_info(f"PruneTrial(monitor={self.monitor!r}): no trial of a study runs here, so none is pruned.")
+            rank_zero_info(
+                f"PruneTrial(monitor={self.monitor!r}) has no effect, because no trial of a study runs here."
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the study which reports the fit goes on from: those that its checkpoint knows of."""
+        """Report to the study from which earlier report the fit continues, as recorded in its checkpoint."""
 
         def begin(trial: StudyTrial) -> bool:
             trial.resume(self.checks)
@@ -84,29 +86,29 @@ class PruneTrial(Callback):
             self._on_rank_0(trainer, begin)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget that an earlier fit was stopped."""
+        """Reset the flag of an earlier fit."""
         self.pruned = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report here where validation runs once an epoch; a resume does so for an interrupted epoch."""
+        """Report if validation runs once an epoch. An interrupted epoch is reported after the resume."""
         if self._at_epoch_end and not trainer.fit_loop.is_interrupted:
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report here otherwise."""
+        """Report after a validation of the fit, if validation does not run exactly once an epoch."""
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._report(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of reports."""
+        """Return the number of reports."""
         return {"checks": self.checks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue the numbering of reports."""
         self.checks = state_dict["checks"]
 
     def _report(self, trainer: Trainer) -> None:
-        # on all ranks alike: whether there is a trial, only rank 0 may know
+        # No check for a trial here: only rank 0 may have one, and all ranks must join the collectives below.
         if trainer.fast_dev_run:
             return
         metrics = trainer.reduced_metrics()
@@ -118,13 +120,13 @@ class PruneTrial(Callback):
             trainer.should_stop = True
 
     def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
-        """What the trial answers rank 0, on all ranks; its error on all of them, too. Without a trial, no."""
+        """Call ``ask`` on rank 0 and return its answer, or raise its error, on all ranks. Without a trial: False."""
         answer: bool | str = False
         problem: Exception | None = None
         if trainer.is_global_zero and self._trial is not None:
             try:
                 answer = ask(self._trial)
-            except Exception as error:  # the other ranks wait to hear of it
+            except Exception as error:  # the other ranks wait in the broadcast below
                 problem, answer = error, f"rank 0: {type(error).__name__}: {error}"
         answer = trainer.strategy.broadcast(answer)
         if problem is not None:
@@ -134,20 +136,20 @@ class PruneTrial(Callback):
         return answer
 
     def _ask(self, trainer: Trainer, trial: StudyTrial, metrics: dict[str, Tensor], value: Tensor | None) -> bool:
-        """Report, and ask whether the trial is to be stopped."""
+        """Report a value, and return True if the trial is pruned."""
         if value is not None:
             number = float(torch.as_tensor(value))
             prunes = trial.report(self.checks, number)
             if prunes:
-                rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in check {self.checks}")
+                rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in report {self.checks}")
             return prunes
         message = (
-            f"PruneTrial(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
+            f"PruneTrial(monitor={self.monitor!r}): no metric of this name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or name one of those."
+            "or monitor one of those."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is None:
             raise MisconfigurationException(message)
-        rank_zero_warn(f"{message} {why}: it is not reported.")
+        rank_zero_warn(f"{message} {why}, so nothing is reported.")
         return False

@@ -1,4 +1,4 @@
-"""SLURM's queue: jobs submitted and cancelled, and what SLURM knows of them, with slurmdbd and without."""
+"""SLURM's queue: submission, cancellation and states of jobs, with slurmdbd and without."""
 
 from __future__ import annotations
 
@@ -10,70 +10,71 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 60
-"""How long a command of SLURM's may take."""
+"""Time limit of a SLURM command."""
 MANY = 1000
-"""Jobs that one command is asked about."""
+"""Number of jobs, at most, in the arguments of one command."""
 
 
 class SlurmRefused(RuntimeError):
-    """SLURM did not do what it was asked for; the message has its own words."""
+    """A SLURM command failed; the message has its output."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as SLURM knows it."""
+    """State of a job in SLURM."""
 
     state: str  #: PENDING, RUNNING, COMPLETED, FAILED, PREEMPTED, NODE_FAIL, TIMEOUT, CANCELLED ...
     nodes: str = ""
-    reason: str = ""  #: why it waits, or failed
+    reason: str = ""  #: why it is waiting, or failed
 
 
 def is_there() -> bool:
-    """Whether this machine has SLURM's commands."""
+    """Return True if this machine has SLURM's commands."""
     return shutil.which("sbatch") is not None
 
 
 def submit(*words: str | Path, text: str | None = None) -> str:
-    """Submit a batch script; gives the job's number.
+    """Submit a batch script and return the job's number.
 
     Args:
-        words: options of sbatch, which go before those in the script; then the script's path, and its arguments.
-        text: the script, where it is in no file.
+        words: options of sbatch, which override those in the script, then the script's path and its arguments.
+        text: text of the script, if it is not in a file.
 
     Raises:
-        SlurmRefused: sbatch is missing, or refused, in its own words.
+        SlurmRefused: sbatch is missing or failed.
     """
-    said = _do(["sbatch", "--parsable", *map(str, words)], text)
-    found = re.search(r"^(\d+)(;.*)?$", said, re.MULTILINE)  # behind the semicolon: a cluster's name
+    output = _do(["sbatch", "--parsable", *map(str, words)], text)
+    found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)  # after the semicolon: the name of a cluster
     if found is None:
-        raise SlurmRefused(f"sbatch said {said.strip()!r:.300}, where the number of the job was expected")
+        raise SlurmRefused(f"sbatch printed {output.strip()!r:.300} instead of the number of the job")
     return found[1]
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs; those that have ended stay as they are.
+    """Cancel jobs. Jobs that have ended are unchanged.
 
     Raises:
-        SlurmRefused: in scancel's own words.
+        SlurmRefused: scancel is missing or failed.
     """
     for part in _parts(list(jobs)):
         _do(["scancel", *part])
 
 
 def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
-    """What SLURM knows of jobs; those that it has forgotten are left out.
+    """Query the states of jobs. Jobs that SLURM no longer has are left out.
 
-    The controller remembers jobs for some minutes after their end (MinJobAge); after that slurmdbd is asked, where
-    there is one, or else the file of jobcomp/filetxt.
+    The controller drops jobs some minutes after their end (MinJobAge). Dropped jobs are looked up with sacct
+    (slurmdbd), or else in the file of jobcomp/filetxt.
 
     Args:
-        jobs: numbers, ``120``, or ``120_7`` for an array's task.
+        jobs: numbers such as ``120``, or ``120_7`` for a task of an array.
 
     Raises:
-        SlurmRefused: there is no squeue, or it has failed, in its own words.
+        SlurmRefused: squeue is missing or failed.
     """
     wanted = set(jobs)
     found: dict[str, QueuedJob] = {}
+    # Array tasks are queried by their array, which squeue --array lists by task.
     for part in _parts(sorted({job.partition("_")[0] for job in wanted})):
         found.update(_in_queue(part))
     missing = wanted - found.keys()
@@ -86,18 +87,19 @@ def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
 def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
     words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r", f"--jobs={','.join(numbers)}"]
     try:
-        said = _do(words)
+        output = _do(words)
     except SlurmRefused as refused:
-        if "Invalid job id" in str(refused):  # the only one that was asked for is forgotten
+        # squeue fails like this if it was queried for one job and the controller has dropped it.
+        if "Invalid job id" in str(refused):
             return
         raise
-    for line in said.splitlines():
+    for line in output.splitlines():
         name, state, nodes, reason = [*line.strip().split("|"), "", "", "", ""][:4]
         yield name, QueuedJob(state, nodes, "" if reason == "None" else reason)
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Of jobs that the controller has forgotten."""
+    """Look up jobs that the controller has dropped."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):
@@ -112,7 +114,7 @@ def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
 
 
 def _in_jobcomp(numbers: set[str]) -> dict[str, QueuedJob]:
-    """Of the file of jobcomp/filetxt, which has a line for each start of a job that has ended."""
+    """Look up jobs in the file of jobcomp/filetxt, which has a line for each ended start of a job."""
     try:
         config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", _do(["scontrol", "show", "config"]), re.MULTILINE))
         if config.get("JobCompType") != "jobcomp/filetxt":
@@ -122,11 +124,11 @@ def _in_jobcomp(numbers: set[str]) -> dict[str, QueuedJob]:
         return {}
     found = {}
     for line in text.splitlines():
-        told = dict(re.findall(r"(\w+)=(\S*)", line))
-        array, task = told.get("ArrayJobId"), told.get("ArrayTaskId")
-        if (array or told.get("JobId")) in numbers:
-            name = f"{array}_{task}" if array and task else told["JobId"]
-            found[name] = QueuedJob(told.get("JobState", ""), told.get("NodeList", ""))
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
+        if (array or fields.get("JobId")) in numbers:
+            name = f"{array}_{task}" if array and task else fields["JobId"]
+            found[name] = QueuedJob(fields.get("JobState", ""), fields.get("NodeList", ""))
     return found
 
 
@@ -135,19 +137,21 @@ def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _do(words: Sequence[str], text: str | None = None) -> str:
-    """What a command of SLURM's prints."""
+    """Run a command of SLURM and return its output."""
     try:
-        # in a session of its own: a Ctrl-C here must not cut it between the controller's answer and ours
+        # In its own session: Ctrl-C must not end sbatch between the controller's answer and the reading of its output.
         done = subprocess.run(
             words, input=text, capture_output=True, text=True, errors="replace", timeout=SECONDS, start_new_session=True
         )
     except FileNotFoundError:
-        raise SlurmRefused(f"{words[0]} is not on PATH: this machine has no SLURM, or its folder is missing") from None
+        raise SlurmRefused(
+            f"{words[0]} is not on PATH. Use a machine with SLURM, or add SLURM's folder to PATH"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmRefused(f"{words[0]} gave no answer within {SECONDS} seconds") from None
+        raise SlurmRefused(f"{words[0]} did not answer within {SECONDS} seconds") from None
     except OSError as error:
         raise SlurmRefused(f"{words[0]}: {error}") from None
     if done.returncode:
-        said = "; ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
-        raise SlurmRefused(said or f"{words[0]} ended with {done.returncode} and said nothing")
+        output = "; ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
+        raise SlurmRefused(output or f"{words[0]} ended with exit code {done.returncode} without output")
     return done.stdout

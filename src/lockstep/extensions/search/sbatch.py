@@ -1,4 +1,4 @@
-"""The text of a batch script for ``sbatch``: a pure function of what the job needs."""
+"""Text of a batch script for ``sbatch``: a pure function of the job's settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.launch.script import arguments
 
 @dataclass(frozen=True)
 class Option:
-    """An option of ``sbatch`` that the user has added."""
+    """An option of ``sbatch`` added by the user."""
 
     name: str  #: without leading dashes
     value: str | None = None  #: None for an option without a value
@@ -25,33 +25,35 @@ class Option:
 
 @dataclass(frozen=True)
 class ScriptTrials:
-    """The trials that a script runs: one of a search, or all of them as one array job."""
+    """Trials that a script runs: one of a search, or all of them as an array job."""
 
     search: str  #: the folder of the search
-    number: int | None = None  #: None: the array's, and SLURM_ARRAY_TASK_ID says which
-    count: int = 1  #: of the array, whose trials are numbered from 0
-    at_most: int | None = None  #: trials of the array that run at a time
+    number: int | None = None  #: None for an array job, where SLURM_ARRAY_TASK_ID is the number
+    count: int = 1  #: number of trials of the array, from trial 0
+    at_most: int | None = None  #: number of trials of the array that run at a time
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch script asks for, and what it starts.
+    """Settings of a batch script: resources, options and command.
 
     Attributes:
-        name: of the job.
-        command: of each task, in words.
-        folder: where the tasks are started.
-        output, error: files for what the tasks print; ``%`` begins a pattern of SLURM's. None: SLURM's default.
-        nodes, tasks_per_node: how many.
-        gpus_per_node: 0 for none.
-        gpu_type: as the cluster names it.
-        cpus_per_task, memory_mb, time: limits; None: the cluster's default.
-        signal_minutes: how long before the time limit the tasks are signalled; 0: they are not.
-        email, on_done, on_fail: whom SLURM writes to, and when.
-        options: of the user's.
-        commands: lines of shell that run before the tasks are started, as they are.
-        variables: of the environment.
-        trials: which trials of a search the script runs.
+        name: name of the job.
+        command: words of the command of each task.
+        folder: working directory of the tasks.
+        output, error: files for the output of the tasks; ``%`` starts a pattern of SLURM. None: SLURM's default.
+        nodes: number of nodes.
+        tasks_per_node: number of tasks on each node.
+        gpus_per_node: number of GPUs on each node; 0 for none.
+        gpu_type: type of GPU, by the cluster's name for it.
+        cpus_per_task, memory_mb, time: limits; None for the cluster's default.
+        signal_minutes: minutes before the time limit at which the tasks receive SIGUSR1; 0 for no signal.
+        email: address for SLURM's mail; None for no mail.
+        on_done, on_fail: send mail when the job ends, when it fails.
+        options: options added by the user.
+        commands: shell lines that run before the tasks start, unchanged.
+        variables: additional environment variables.
+        trials: trials of a search that the script runs; None without a search.
     """
 
     name: str
@@ -91,20 +93,20 @@ FROM = {
     "output": "log_path (lockstep submit: --output)",
     "error": "log_path",
 }
-"""Options that the script has by itself, and what sets them."""
+"""Options that every script has, and the arguments that set them."""
 
 SHORT = {
     "A": "account", "a": "array", "c": "cpus-per-task", "C": "constraint", "D": "chdir", "e": "error", "J": "job-name",
     "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist",
     "x": "exclude", "G": "gpus",
 }  # fmt: skip
-"""Names of sbatch's options by their letters."""
+"""Long names of sbatch's options by their letters."""
 CONTROL = r"[\x00-\x1f\x7f]"
-"""Characters that end a line, or steer a terminal."""
+"""Control characters, which end a line or control a terminal."""
 
 
 def option(cmd: str, value: object = None, comment: str = "") -> Option:
-    """An option as users write it: with or without dashes, by its name or letter; True is an option without a value.
+    """Create an option from a name or letter, with or without dashes. The value True means an option without a value.
 
     Raises:
         MisconfigurationException: the value is False.
@@ -115,13 +117,14 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
     """
     name = cmd.lstrip("-")
     if value is False:
-        raise MisconfigurationException(f"{cmd}=False: sbatch has no options that are off: leave it out")
-    bare = value is None or value is True or value == ""  # 1 is a value, though it equals True
+        raise MisconfigurationException(f"{cmd}=False: options of sbatch cannot be turned off. Leave it out")
+    # Compared by identity, because 1 equals True but is a value.
+    bare = value is None or value is True or value == ""
     return Option(SHORT.get(name, name), None if bare else str(value), comment)
 
 
 def minutes_of(time: str | int | None) -> float | None:
-    """A time limit as sbatch takes it, in minutes; None where it has none of sbatch's forms.
+    """Convert a time limit of sbatch to minutes; None if it has none of sbatch's formats.
 
     Example:
         >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
@@ -131,18 +134,19 @@ def minutes_of(time: str | int | None) -> float | None:
     if found is None:
         return None
     parts = [float(part) for part in found[2].split(":")]
-    if found[1] is None and len(parts) < 3:  # without days, one number is minutes, and two are minutes and seconds
+    # Without days, one number is minutes, and two are minutes and seconds. With days the first number is hours.
+    if found[1] is None and len(parts) < 3:
         parts = [0.0, *parts]
     hours, minutes, seconds = [*parts, 0.0, 0.0][:3]
     return 1440 * float(found[1] or 0) + 60 * hours + minutes + seconds / 60
 
 
 def text(batch: Batch) -> str:
-    """The script.
+    """Return the text of the script.
 
     Raises:
-        MisconfigurationException: an option that is no option, says something else than the script does by itself,
-            or has a value that a batch script cannot hold; a time limit that is up before the job can be saved.
+        MisconfigurationException: an option has an invalid name or value or contradicts the script, or the time limit
+            is not longer than ``signal_minutes``.
 
     Example:
         >>> print(text(Batch("mine", ["python", "train.py", "--name", "a b"], "/home/me")), end="")
@@ -160,8 +164,8 @@ def text(batch: Batch) -> str:
     minutes = minutes_of(batch.time)
     if minutes is not None and minutes <= batch.signal_minutes:
         raise MisconfigurationException(
-            f"{FROM['time']} {batch.time} is no longer than {FROM['signal']} {batch.signal_minutes}, in minutes: the "
-            "job would be requeued as soon as it begins; give a longer one, or 0 for the other"
+            f"{FROM['time']} {batch.time} is not longer than {FROM['signal']} {batch.signal_minutes}, in minutes, so "
+            "the job would be requeued as soon as it starts. Increase the first, or set the second to 0"
         )
     lines = ["#!/bin/bash", *_options(batch), ""]
     if batch.trials is not None:
@@ -176,41 +180,35 @@ def text(batch: Batch) -> str:
 
 
 def module_command(module: str) -> str:
-    """The line of shell that loads an environment module, and fails with its name where that cannot be.
+    """Return the shell line that loads an environment module, or ends the job with the module's name.
 
     Example:
         >>> print(module_command("cuda/12"))
         module load cuda/12 || { echo 'lockstep: the module cuda/12 could not be loaded' >&2; exit 1; }
     """
-    said = quoted(f"lockstep: the module {module} could not be loaded")
-    return f"module load {quoted(module)} || {{ echo {said} >&2; exit 1; }}"
+    message = quoted(f"lockstep: the module {module} could not be loaded")
+    return f"module load {quoted(module)} || {{ echo {message} >&2; exit 1; }}"
 
 
 def _options(batch: Batch) -> list[str]:
-    """The lines for sbatch: the script's own, and those of the user's in the place of those that say the same."""
+    """Return the lines for sbatch. The user's options replace equal ones of the script, to keep their comments."""
     own = _own_options(batch)
     for option in batch.options:
         _check(option, own, batch)
     lines = {name: Option(name, value) for name, value in own.items()} | {each.name: each for each in batch.options}
+    # The script requeues by default, and the two options contradict each other.
     if "no-requeue" in lines:
         del lines["requeue"]
     return [line for option in lines.values() for line in _lines(option)]
 
 
-def _mail(batch: Batch) -> dict[str, str]:
-    """To whom SLURM writes, and of what."""
-    if batch.email is None:
-        return {}
-    kinds = [kind for kind, asked in (("END", batch.on_done), ("FAIL", batch.on_fail)) if asked]
-    return {"mail-user": batch.email, "mail-type": ",".join(kinds or ["NONE"])}
-
-
 def _own_options(batch: Batch) -> dict[str, str | None]:
-    """What the script asks for by itself."""
+    """Return the options that the settings imply, by name."""
     trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
     array = None
     if trials is not None and trials.number is None:
         array = f"0-{trials.count - 1}" + ("" if trials.at_most is None else f"%{trials.at_most}")
+    events = [event for event, is_wanted in (("END", batch.on_done), ("FAIL", batch.on_fail)) if is_wanted]
     found: dict[str, object] = {
         "job-name": batch.name,
         "array": array,
@@ -223,45 +221,44 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
         "mem": batch.memory_mb,
         "time": batch.time,
         "signal": f"USR1@{60 * batch.signal_minutes}" if batch.signal_minutes else None,
-        **_mail(batch),
-        "open-mode": "append",  # or a second start truncates what the first one has printed
+        "mail-user": batch.email,
+        "mail-type": None if batch.email is None else ",".join(events or ["NONE"]),
+        "open-mode": "append",  # by default a requeued job truncates the output of the earlier start
     }
     return {name: str(value) for name, value in found.items() if value is not None} | {"requeue": None}
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
-    """Refuse an option that the script contradicts."""
-    told = f"sbatch's option --{option.name}{'' if option.value is None else f'={option.value}'}"
+    """Raise for an option that contradicts the script."""
+    given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
-        raise MisconfigurationException(f"{told} is none: write its long name, such as 'partition'")
+        raise MisconfigurationException(f"{given} does not exist. Use its long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
         way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
-        raise MisconfigurationException(f"{told}, but the script says --{option.name}={own[option.name]}: {way}")
+        raise MisconfigurationException(f"{given} contradicts --{option.name}={own[option.name]} of the script: {way}")
     tasks = batch.nodes * batch.tasks_per_node
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
-            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, "
-            "or set the nodes and the tasks of a node"
+            f"{given}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks} tasks. Leave it "
+            "out, or set the numbers of nodes and tasks per node"
         )
 
 
 def _lines(option: Option) -> list[str]:
-    comment = " ".join(option.comment.split())
-    value = "" if option.value is None else f"={_option_value(option)}"
-    return [*([f"# {comment}"] if comment else []), f"#SBATCH --{option.name}{value}"]
-
-
-def _option_value(option: Option) -> str:
-    """A value as sbatch reads it from its lines: in double quotes, with backslashes before ``"`` and ``\\``."""
-    value = option.value or ""
-    if not value.isprintable():
-        raise MisconfigurationException(
-            f"--{option.name}={value!r:.100} cannot stand in a batch script, where an option is a line: leave out "
-            "newlines and other control characters"
-        )
-    if re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Return the lines of an option: its comment, if any, and the option."""
+    comment, line = " ".join(option.comment.split()), f"#SBATCH --{option.name}"
+    if option.value is not None:
+        value = option.value
+        if not value.isprintable():
+            raise MisconfigurationException(
+                f"--{option.name}={value!r:.100} cannot be written to a batch script, where an option is one line. "
+                "Remove newlines and other control characters"
+            )
+        # sbatch reads quotes and backslashes in its lines as a shell does, but knows no other quoting.
+        if not re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        line = f"{line}={value}"
+    return [f"# {comment}", line] if comment else [line]
 
 
 def _trial(trials: ScriptTrials) -> list[str]:
@@ -269,24 +266,24 @@ def _trial(trials: ScriptTrials) -> list[str]:
         first = f'printf -v {TRIAL} "%s/trial_%04d" {quoted(trials.search)} "$SLURM_ARRAY_TASK_ID"'
     else:
         first = f"{TRIAL}={quoted(f'{trials.search}/trial_{trials.number:04}')}"
-    # the first word behind the script says how often the trial was started before it was submitted anew
+    # The first argument of the script is the number of starts before this submission.
     return [first, f'{STARTS}="${{1:-0}}"', f'{ROOT}="${TRIAL}"', f"export {TRIAL} {STARTS} {ROOT}"]
 
 
 def quoted(word: str) -> str:
-    """A word for bash, which reads it back unchanged; control characters by their numbers, so that it is one line.
+    """Quote a word for bash. Control characters become octal escapes, so that the word stays on one line.
 
     Raises:
-        MisconfigurationException: it holds a NUL, which no word of a command can.
+        MisconfigurationException: it contains a NUL, which no argument of a command can contain.
 
     Example:
         >>> print(quoted("a $b"), quoted("two\\nlines"))
         'a $b' $'two\\012lines'
     """
     if "\0" in word:
-        raise MisconfigurationException(f"{word!r:.100} holds a NUL, which no word of a command can hold")
+        raise MisconfigurationException(f"{word!r:.100} contains a NUL, which arguments of commands cannot contain")
     if not re.search(CONTROL, word):
         return shlex.quote(word)
-    # three octal digits always: a hexadecimal escape would swallow letters behind it
+    # Always three octal digits: a hexadecimal escape would include hexadecimal letters that follow it.
     escaped = re.sub(CONTROL, lambda found: f"\\{ord(found[0]):03o}", re.sub(r"[\\']", r"\\\g<0>", word))
     return f"$'{escaped}'"

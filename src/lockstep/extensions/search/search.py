@@ -1,4 +1,4 @@
-"""The folder of a search: its trials, how each of them stands, and their submission to SLURM."""
+"""Folder of a search: its trials, the state of each, and their submission to SLURM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.ground.errors import MisconfigurationException
 SEARCH = "search.json"
 SCRIPT = "job.sh"
 SEARCHED = "searched"
-"""Among the settings: what is searched, and how."""
+"""Key of the settings with the description of the search."""
 
 UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
 PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
 CANCELLED, UNKNOWN = "cancelled", "unknown"
 FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
-"""States that nothing changes by itself."""
+"""States that do not change without a command."""
 
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -34,17 +34,17 @@ _OF_JOBS = {
     **dict.fromkeys(_RUNS, (RUNNING, "")),
     **{state: (PREEMPTED, state.lower()) for state in _LOST},
     "CANCELLED": (CANCELLED, ""),
-    "TIMEOUT": (FAILED, "its time was up before it was saved"),
-    "DEADLINE": (FAILED, "its time was up before it was saved"),
-    "OUT_OF_MEMORY": (FAILED, "out of memory, says SLURM"),
-    "COMPLETED": (FAILED, "its process ended without a last word of the trial's"),
+    "TIMEOUT": (FAILED, "its time limit was reached before it was saved"),
+    "DEADLINE": (FAILED, "its deadline was reached before it was saved"),
+    "OUT_OF_MEMORY": (FAILED, "out of memory, as reported by SLURM"),
+    "COMPLETED": (FAILED, "its process ended without reporting the trial's end"),
 }
-"""By the state of a job in SLURM: that of its trial, which has said no last word, and why."""
+"""State and reason of a trial that has not reported its end, by the state of its job in SLURM."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How often a trial may be started again, counted apart: after preemptions, and after failures."""
+    """Numbers of restarts allowed for a trial, counted separately after preemptions and after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -52,11 +52,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Status:
-    """How a trial stands.
+    """State of a trial.
 
     Attributes:
-        error: why it failed, or waits.
-        node: where it ran last.
+        error: reason why it failed or is waiting.
+        node: node of its last start.
     """
 
     trial: TrialFolder
@@ -69,7 +69,7 @@ class Status:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest values that it has logged."""
+        """Newest metrics that the trial has logged."""
         found: Mapping[str, Any] = self.result.get("metrics", {})
         return found
 
@@ -78,44 +78,44 @@ class Search:
     """The folder of a search.
 
     Args:
-        path: ``log_path`` and the search's name.
+        path: path of the folder: ``log_path`` and the name of the search.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        """Keep what the search was begun with."""
+        """Write the settings of the search."""
         with storage.replacing(self.path / SEARCH) as file:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
-    def claim(self, searched: Mapping[str, Any]) -> None:
-        """Keep what is searched; where the folder has a search already, see that it is this one.
+    def claim(self, description: Mapping[str, Any]) -> None:
+        """Write the description of the search, or compare it with the one in the folder.
 
         Args:
-            searched: what makes it this search, by name, as JSON holds it.
+            description: description of the search by name, as JSON values.
 
         Raises:
-            MisconfigurationException: it is another one.
+            MisconfigurationException: the folder contains another search.
         """
         settings = self.settings()
         kept = settings.get(SEARCHED)
         if kept is None:
-            self.write({**settings, SEARCHED: dict(searched)})
+            self.write({**settings, SEARCHED: dict(description)})
             return
         different = [
-            f"{name} is {_shown(kept, name)} there, and {_shown(searched, name)} here"
-            for name in {**kept, **searched}
-            if _shown(kept, name) != _shown(searched, name)
+            f"{name} is {_as_text(kept, name)} there, and {_as_text(description, name)} here"
+            for name in {**kept, **description}
+            if _as_text(kept, name) != _as_text(description, name)
         ]
         if different:
             raise MisconfigurationException(
-                f"{str(self.path)!r} holds another search: {'; '.join(different)}: give another log_path, what it was "
-                "begun with, or remove that folder"
+                f"{str(self.path)!r} contains another search: {'; '.join(different)}. Use another log_path or the "
+                "earlier settings, or remove the folder"
             )
 
     def settings(self) -> dict[str, Any]:
-        """What it was begun with; empty where that is not known."""
+        """Read the settings of the search; empty if they are missing or unreadable."""
         try:
             found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
         except (OSError, ValueError):
@@ -124,32 +124,32 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """How often its trials may be started again."""
+        """Number of restarts allowed for its trials."""
         settings, standard = self.settings(), Limits()
         most = settings.get("max_preemptions", standard.preemptions)
         return Limits(most, settings.get("max_failures", standard.failures))
 
     def trials(self) -> list[TrialFolder]:
-        """Its trials, by number."""
+        """Return its trials, sorted by number."""
         return folders(self.path)
 
 
-def _shown(searched: Mapping[str, Any], name: str) -> str:
-    return json.dumps(searched[name]) if name in searched else "unknown"
+def _as_text(description: Mapping[str, Any], name: str) -> str:
+    return json.dumps(description[name]) if name in description else "unknown"
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
-    """The searches at a path: the folder of one, or a ``log_path`` with several in it."""
+    """Return the searches at a path: the folder of one, or a ``log_path`` with several."""
     if folders(path):
         return [Search(path)]
     return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
 
 
-# -- how trials stand ----------------------------------------------------------------------------------------
+# -- states of trials ----------------------------------------------------------------------------------------
 
 
 def look(search: Search) -> tuple[list[Status], str]:
-    """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
+    """Return the states of a search's trials, and why SLURM did not answer ("" if it did)."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     jobs: dict[str, QueuedJob] = {}
@@ -158,42 +158,43 @@ def look(search: Search) -> tuple[list[Status], str]:
         jobs = queue.look(history.job for history in histories if history.job and not _is_over(history))
     except SlurmRefused as refused:
         trouble = str(refused)
-    pairs = zip(trials, histories, strict=True)
-    return [_status(trial, history, jobs.get(history.job), not trouble) for trial, history in pairs], trouble
+    statuses = []
+    for trial, history in zip(trials, histories, strict=True):
+        job = jobs.get(history.job)
+        state, error = state_of(history, job, has_answered=not trouble)
+        node = "" if history.current is None else history.current.host
+        if not node and job is not None:
+            node = job.nodes
+        if state == FAILED and not error:
+            error = trial.last_line()
+            if not error and history.last is None:
+                error = f"it never started: check that {node or 'its node'} sees {trial.path}"
+        statuses.append(Status(trial, state, error, node, history, trial.values() or {}, trial.result()))
+    return statuses, trouble
 
 
 def _is_over(history: TrialHistory) -> bool:
-    """Whether SLURM has nothing to add."""
+    """Return True if the state does not depend on SLURM."""
     return history.current is not None and history.current.end == "completed"
 
 
-def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, asked: bool) -> Status:
-    state, error = state_of(history, job, asked)
-    node = "" if history.current is None else history.current.host
-    if not node and job is not None:
-        node = job.nodes
-    if state == FAILED and not error:
-        error = trial.last_line()
-        if not error and history.last is None:
-            error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
-    return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
+def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = True) -> tuple[str, str]:
+    """Return the state of a trial, and the reason why it failed or is waiting.
 
-
-def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:
-    """The state of a trial, and why it failed or waits.
-
-    Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
-    node that was lost, is a preemption.
+    A trial is "completed" only if it has reported so itself. A failure counts as a preemption if SLURM restarts the job
+    or has lost its node.
 
     Args:
-        history: what its events say.
-        job: what SLURM says of its newest job; None: it does not know it.
-        asked: whether SLURM could be asked.
+        history: history of the trial, read from its events.
+        job: state of its newest job in SLURM; None if SLURM does not have it.
+        has_answered: True if SLURM has answered.
     """
+    # A completed trial stays completed, whatever SLURM reports: its job may fail or be requeued afterwards.
     last = history.current
     if last is not None and last.end == "completed":
         return (PRUNED if last.pruned else COMPLETED), ""
-    state, why = _by_job(job, began=last is not None)
+    state, why = _by_job(job, has_started=last is not None)
+    # Before the trial's own failure: SLURM restarts the job, or its node was lost and the failure is a consequence.
     if state in (PENDING, PREEMPTED):
         return state, why
     if last is not None and last.end == "failed":
@@ -204,20 +205,21 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
         return CANCELLED, ""
     if last is not None and last.job is None:  # a process on this machine
         return RUNNING, ""
+    # After the local case, because trials on this machine have no job either.
     if not history.job:
         return UNSUBMITTED, ""
-    return (state, why) if asked else (UNKNOWN, "")
+    return (state, why) if has_answered else (UNKNOWN, "")
 
 
-def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
-    """The state of a trial that has said no last word, by that of its job."""
+def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
+    """Return the state of a trial that has not reported its end, by the state of its job."""
     if job is None:
-        return FAILED, "SLURM no longer knows its job, and it has said no last word"
+        return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
     if state == PENDING:
         return PENDING, job.reason
-    if not why and state == FAILED and began:
-        return FAILED, f"its job ended as {job.state}, without a last word of the trial's"
+    if not why and state == FAILED and has_started:
+        return FAILED, f"its job ended as {job.state} without reporting the trial's end"
     return state, why
 
 
@@ -225,37 +227,37 @@ def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
 
 
 def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
-    """Submit trials whose folders and scripts are there: each as a job, or all as one array job.
+    """Submit trials whose folders and scripts exist: each as a job, or all as one array job.
 
     Args:
-        search: theirs.
-        trials: in this order.
-        submitted: told what has been submitted, in words, when it is over.
+        search: search of the trials.
+        trials: the trials, in the order of submission.
+        submitted: called at the end with a text about the submitted trials.
 
     Raises:
-        SlurmRefused: in sbatch's own words, with the trials that went in and those that did not.
+        SlurmRefused: sbatch failed. The message has its output, the submitted trials and the remaining ones.
     """
-    gone: dict[int, str] = {}
+    jobs_by_trial: dict[int, str] = {}
     try:
-        for trial, job in _going_in(search, trials):
+        for trial, job in _submit_each(search, trials):
             trial.note("submitted", job=job)
-            gone[trial.number] = job
+            jobs_by_trial[trial.number] = job
     except SlurmRefused as refused:
-        raise SlurmRefused(f"{refused}\n{_half(search, trials, gone)}") from None
+        raise SlurmRefused(f"{refused}\n{_partial_submission_text(search, trials, jobs_by_trial)}") from None
     except BaseException:  # Ctrl-C
-        submitted(_half(search, trials, gone))
+        submitted(_partial_submission_text(search, trials, jobs_by_trial))
         raise
-    submitted(_told(gone))
+    submitted(_submission_text(jobs_by_trial))
 
 
-def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
-    """Submits; gives each trial with its job as soon as it is in the queue."""
+def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
+    """Submit the trials, and yield each with its job as soon as it is in the queue."""
     settings = search.settings()
     if settings.get("array"):
         limit = settings.get("at_most")
         numbers = ranges([trial.number for trial in trials]).replace(" ", "")
         array = f"--array={numbers}{f'%{limit}' if limit else ''}"
-        # one number for all of them: what counts is that it is above those of all earlier starts
+        # An array job has one argument for all trials; it only has to exceed the numbers of all earlier starts.
         starts = max(map(_starts, trials), default=0)
         job = queue.submit(array, search.path / SCRIPT, str(starts))
         yield from ((trial, f"{job}_{trial.number}") for trial in trials)
@@ -265,31 +267,31 @@ def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[T
 
 
 def _starts(trial: TrialFolder) -> int:
-    """A number above those of all starts that the trial has had."""
+    """Return the number of the trial's next start."""
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
-def _told(gone: Mapping[int, str]) -> str:
-    if not gone:
+def _submission_text(jobs_by_trial: Mapping[int, str]) -> str:
+    if not jobs_by_trial:
         return "submitted no trial"
-    jobs = list(gone.values())
-    told = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
-    return f"submitted trial(s) {ranges([*gone])} as {told}"
+    jobs = list(jobs_by_trial.values())
+    text = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
+    return f"submitted trial(s) {ranges([*jobs_by_trial])} as {text}"
 
 
-def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]) -> str:
-    rest = ranges([trial.number for trial in trials if trial.number not in gone])
+def _partial_submission_text(search: Search, trials: Sequence[TrialFolder], jobs_by_trial: Mapping[int, str]) -> str:
+    rest = ranges([trial.number for trial in trials if trial.number not in jobs_by_trial])
     return (
-        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Later: "
+        f"{_submission_text(jobs_by_trial)}; not submitted: trial(s) {rest or 'none'}. Submit them later with "
         f"lockstep trials {search.path} --resubmit unsubmitted"
     )
 
 
 def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
-    """Cancel the jobs of trials that wait or run; gives those trials.
+    """Cancel the jobs of pending and running trials, and return these trials.
 
     Raises:
-        SlurmRefused: in scancel's own words.
+        SlurmRefused: scancel failed; the message has its output.
     """
     chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.job]
     queue.cancel(status.history.job for status in chosen)
@@ -299,18 +301,19 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 
 def exhausted(status: Status, limits: Limits) -> str:
-    """Why a trial is not to be started again; empty if it may be."""
+    """Return the limit that forbids another start of a trial, or "" if none does."""
     history = status.history
+    # A preemption counts when another start follows it; the current one has none yet.
     lost = history.preemptions + (status.state == PREEMPTED)
     if status.state == FAILED and history.failures >= limits.failures:
-        return f"trial {status.trial.number} has failed {history.failures} time(s), max_failures is {limits.failures}"
+        return f"trial {status.trial.number} failed {history.failures} time(s), max_failures is {limits.failures}"
     if lost > limits.preemptions:
         return f"trial {status.trial.number} was preempted {lost} time(s), max_preemptions is {limits.preemptions}"
     return ""
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers in few words.
+    """Return numbers as text, with ranges for consecutive ones.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])

@@ -1,4 +1,4 @@
-"""A copy of the code that git tracks, so that trials that wait in the queue run what was submitted."""
+"""A copy of the code that git tracks, so that waiting trials run the code that was submitted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Copied:
     """A command that runs copied code.
 
     Attributes:
-        words: of the command.
-        folder: where it is started.
-        python_path: for PYTHONPATH; None: as it is.
+        words: words of the command.
+        folder: its working directory.
+        python_path: value for PYTHONPATH; None leaves it unchanged.
     """
 
     words: list[str]
@@ -27,39 +27,27 @@ class Copied:
     python_path: str | None
 
 
-def _place_of_program(words: Sequence[str]) -> int:
-    """The place of the script, or of ``-m``, in a command of Python's."""
+def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
+    """Copy the files that git tracks, in their current state, and change a command to run the copy.
+
+    A script keeps its working directory, where its data are. A module (``-m``) is imported from the working directory,
+    so it runs in the copy of that. Entries of PYTHONPATH in the work tree point to the copy.
+
+    Args:
+        target: folder of the copy; it is replaced.
+        words: words of a Python command: ``[python, options, script or -m module, arguments]``.
+        folder: its working directory.
+        python_path: the current PYTHONPATH.
+
+    Raises:
+        MisconfigurationException: git is missing, the script is not in a work tree, or git does not track it.
+    """
+    # Options of Python precede the script or -m; -X and -W have a value.
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         at += 2 if words[at] in ("-X", "-W") else 1
     if at == len(words):
-        raise MisconfigurationException(f"snapshot=True: there is no script in {' '.join(words)!r}")
-    return at
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file or link, if it is there: what git tracks may have been removed."""
-    if source.is_symlink() or source.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
-    """Copy the files that git tracks, as they are now, and let a command run them there.
-
-    A script stays in its working folder, where its data are; a module (``-m``), which is looked for in the working
-    folder, runs in the copy of that. Entries of PYTHONPATH within the work tree are those of the copy.
-
-    Args:
-        target: the folder of the copy, which is replaced.
-        words: of a command of Python's: ``[python, options, script or -m module, arguments]``.
-        folder: its working folder.
-        python_path: PYTHONPATH as it is.
-
-    Raises:
-        MisconfigurationException: git is missing, the script is in no work tree, or git does not track it.
-    """
-    at = _place_of_program(words)
+        raise MisconfigurationException(f"snapshot=True: there is no script to copy in {' '.join(words)!r}")
     is_module = words[at] == "-m"
     script = os.path.realpath(folder if is_module else os.path.join(folder, words[at]))
     top = Path(_git(script if is_module else os.path.dirname(script), "rev-parse", "--show-toplevel").strip())
@@ -67,12 +55,16 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     names = [name for name in _git(str(top), "ls-files", "-z", "--recurse-submodules").split("\0") if name]
     if not is_module and os.path.relpath(script, top) not in names:
         raise MisconfigurationException(
-            f"snapshot=True: git does not track {script!r}, so that it would not be copied: git add it, or leave "
-            "snapshot out"
+            f"snapshot=True copies the files that git tracks, but git does not track {script!r}. Run git add for it, "
+            "or leave snapshot out"
         )
     shutil.rmtree(target, ignore_errors=True)
     for name in names:
-        _copy_file(top / name, target / name)
+        source, copied = top / name, target / name
+        # Git also lists tracked files that were removed from the work tree.
+        if source.is_symlink() or source.is_file():
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copied, follow_symlinks=False)
     moved = [_moved(entry, top, target, folder) for entry in python_path.split(os.pathsep) if entry]
     where = _moved(folder, top, target, folder) if is_module else folder
     new = list(words) if is_module else [*words[:at], _moved(script, top, target, folder), *words[at + 1 :]]
@@ -80,7 +72,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
 
 
 def _moved(path: str, top: Path, target: Path, folder: str) -> str:
-    """A path within the work tree as one within the copy; any other as it is, from the root."""
+    """Map a path in the work tree to the copy; make other paths absolute."""
     real = os.path.realpath(os.path.join(folder, path))
     if real != str(top) and not real.startswith(f"{top}{os.sep}"):
         return os.path.join(folder, path)
@@ -91,9 +83,12 @@ def _git(folder: str, *words: str) -> str:
     try:
         done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, errors="surrogateescape")
     except FileNotFoundError:
-        raise MisconfigurationException("snapshot=True copies what git tracks, and git is not on PATH") from None
+        raise MisconfigurationException(
+            "snapshot=True copies the files that git tracks, but git is not on PATH. Install git, or leave snapshot out"
+        ) from None
     if done.returncode:
         raise MisconfigurationException(
-            f"snapshot=True copies what git tracks: git {words[0]} in {folder!r}: {done.stderr.strip()}"
+            f"snapshot=True copies the files that git tracks, but git {words[0]} failed in {folder!r}: "
+            f"{done.stderr.strip()}"
         )
     return done.stdout

@@ -1,4 +1,4 @@
-"""A study of Optuna's over a journal file that all nodes see: trials drawn by number, and told how they ended."""
+"""Optuna study in a journal file that all nodes see: draws the values of trials and records their reports and ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.data.order import make_key
 from lockstep.extensions.search.grid import Dimension, Options, SearchSettings
 from lockstep.extensions.search.journal import StudyJournal
-from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.extensions.search.trials import JOURNAL, End, TrialFolder
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
@@ -26,19 +26,19 @@ except ModuleNotFoundError:
     raise missing_extra("optuna", "optuna", "strategy='optuna'") from None
 
 NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
-"""What is kept of a trial in the study: its number, the check at which it was pruned, why it was taken for dead."""
+"""User attributes of an entry: number of the trial, report at which it was pruned, why it was considered dead."""
 BEAT = "heartbeat"
-"""The file in a trial's folder that is touched as long as the trial lives."""
+"""File in a trial's folder that a running trial touches."""
 DRAWS = ".draw.lock"
-"""The lock of who begins or ends a trial: behind the journal's name."""
+"""Suffix of the journal's path for the lock held while a trial starts, reports or ends."""
 PERIOD = 10.0
-"""Seconds from one heartbeat to the next."""
+"""Seconds between heartbeats."""
 DEAD = 120.0
-"""Seconds without a heartbeat after which a trial is taken for dead."""
+"""Seconds without a heartbeat after which a trial is considered dead."""
 LONGEST_DRAW = 120.0
-"""Seconds after which another host may draw, though this one has not said that it is done."""
+"""Seconds after which another host may take over the lock of a draw."""
 PATIENCE = 600.0
-"""Seconds that a rank waits for what rank 0 draws."""
+"""Seconds that a rank waits for the values that rank 0 draws."""
 
 _ENDS: dict[TrialState, End] = {
     TrialState.COMPLETE: "completed",
@@ -52,74 +52,76 @@ _STATES = {end: state for state, end in _ENDS.items()}
 class StudyTrial:
     """A trial of a study, by its number in the search. It can be pickled.
 
-    Each start of a trial that has reported is an entry of its own, with the trial's number and values; the one before
-    it has failed. A fit that goes on from a checkpoint takes over the reports before it (:meth:`resume`). A trial that
-    was taken for dead, and is not, gets another entry with its values and reports.
+    If a trial has reported and starts again, the new start is another entry of the study with the same number and
+    values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports
+    (:meth:`resume`). A trial that was considered dead, but only paused, gets another entry with its values and reports.
 
     Args:
-        settings: of the search.
-        number: of the trial.
-        folder: of the search, which all nodes see.
+        settings: settings of the search.
+        number: number of the trial.
+        folder: folder of the search, visible to all nodes.
     """
 
     def __init__(self, settings: SearchSettings, number: int, folder: Path) -> None:
         self.settings, self.number, self.folder = settings, number, folder.absolute()
         self._opened: optuna.Study | None = None
-        self._heart: _Heart | None = None
+        self._heartbeat: _Heartbeat | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a process that reads it opens the journal itself, and this one's heart beats here
-        return {**vars(self), "_opened": None, "_heart": None}
+        # The process that unpickles it opens the journal itself. The heartbeat stays with the process that started it.
+        return {**vars(self), "_opened": None, "_heartbeat": None}
 
-    # -- its values ------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """The trial's values; drawn, unless it has some. From now on it lives.
+        """Return the trial's values, drawn if it has none, and start its heartbeat.
 
         Raises:
-            MisconfigurationException: the study was begun with other options, or in another mode.
+            MisconfigurationException: the study has other options or another mode.
         """
         with self._drawing():
+            # First, so that an earlier start of this trial is not marked as dead here.
             _beat(self._beat)
             _fail_dead(self._study, self.folder)
-            params = self._sample(self._begun())
-        self._heart = _Heart(self._beat)
+            params = self._sample(self._start_entry())
+        self._heartbeat = _Heartbeat(self._beat)
         return self._values(params)
 
     def wait(self) -> dict[str, Any]:
-        """The values that rank 0 draws.
+        """Wait for the values that rank 0 draws, and return them.
 
         Raises:
-            TimeoutError: it has not drawn them.
+            TimeoutError: they were not drawn within `PATIENCE` seconds.
         """
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             if (self.folder / JOURNAL).exists():
-                with contextlib.suppress(KeyError):  # nobody has made the study yet
+                with contextlib.suppress(KeyError):  # the study is not created yet
                     found = self._entry()
                     if found is not None and found.params.keys() >= self.settings.space.dimensions.keys():
                         return self._values(found.params)
             time.sleep(0.1)
         raise TimeoutError(
-            f"trial {self.number}: rank 0 has drawn no values within {PATIENCE:.0f} s: do all nodes see {self.folder}?"
+            f"trial {self.number}: rank 0 has drawn no values within {PATIENCE:.0f} s. Check that all nodes see "
+            f"{self.folder}"
         )
 
-    def _begun(self) -> FrozenTrial:
-        """The trial's entry in the study, running or ended."""
+    def _start_entry(self) -> FrozenTrial:
+        """Return the trial's entry in the study, which is running or ended; create it if needed."""
         if self._entry() is None:
-            asked = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
-            if asked:  # values that somebody has enqueued in the study
-                self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
+            enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
+            if enqueued:  # values that a user has enqueued in the study
+                self._storage.set_trial_user_attr(enqueued[0]._trial_id, NUMBER, self.number)
             else:
                 self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
         found = self._known_entry()
         if found.state == TrialState.WAITING:
             self._storage.set_trial_state_values(found._trial_id, TrialState.RUNNING)
         has_run = found.state == TrialState.RUNNING and found.intermediate_values
-        return self._anew(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
+        return self._add_entry(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
-        """What Optuna has for each hyperparameter; a trial that died while it drew goes on where it was."""
+        """Return Optuna's parameters of an entry, and draw those that are missing after an interrupted draw."""
         space = self.settings.space.dimensions
         if entry.params.keys() >= space.keys():
             return entry.params
@@ -128,34 +130,40 @@ class StudyTrial:
             return {name: _suggest(trial, name, dimension) for name, dimension in space.items()}
         except ValueError as error:
             raise MisconfigurationException(
-                f"{self.folder}: its study was begun with other options ({error}): give the search another name, or "
-                "the options that it had"
+                f"the study in {self.folder} has other options ({error}). Use another name for the search, or the "
+                "earlier options"
             ) from error
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _given(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()}
+        values = {}
+        for name, dimension in self.settings.space.dimensions.items():
+            if isinstance(dimension, Options):
+                values[name] = dimension[_labels(dimension).index(params[name])]
+            else:
+                values[name] = dimension.given(params[name])
+        return values
 
-    # -- on its way ------------------------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Tell the study that a fit begins: of earlier reports, those before its first check are its own.
+        """Prepare the trial's entry for a fit that starts, with the earlier reports that the fit continues.
 
         Args:
-            checks: reports that the fit's checkpoint knows of; 0 without one.
+            checks: number of reports in the fit's checkpoint; 0 without one.
         """
         with self._drawing():
-            entry = self._alive()
-            goes_on = entry.last_step is not None and entry.last_step + 1 == checks
-            if entry.state != TrialState.RUNNING or goes_on:
+            entry = self._running_entry()
+            continues = entry.last_step is not None and entry.last_step + 1 == checks
+            if entry.state != TrialState.RUNNING or continues:
                 return
             earlier = [each for each in self._entries() if checks - 1 in each.intermediate_values]
-            if entry.intermediate_values:  # of a fit before, in this process
-                entry = self._anew(entry, keeps=False)
+            if entry.intermediate_values:  # from an earlier fit in this process
+                entry = self._add_entry(entry, keeps=False)
             if earlier:
                 self._take_over(entry, earlier[-1], checks)
 
     def _take_over(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
-        """Have an entry begin with the first reports of an earlier one."""
+        """Copy the first ``checks`` reports of an earlier entry."""
         for step, value in earlier.intermediate_values.items():
             if step < checks:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
@@ -163,15 +171,15 @@ class StudyTrial:
             self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
 
     def report(self, step: int, value: float) -> bool:
-        """Tell the study a value of the trial, and ask whether the trial is to be stopped.
+        """Report a value to the study, and return True if its pruner stops the trial.
 
         Args:
-            step: number of the check; a value that this fit has told for it before stays.
-            value: that the search minimizes or maximizes.
+            step: number of the report. A value that this fit has reported for it before is kept.
+            value: value that the search minimizes or maximizes.
         """
         with self._drawing():
-            entry = self._alive()
-            if entry.state != TrialState.RUNNING:  # it has ended already, and stays as it is
+            entry = self._running_entry()
+            if entry.state != TrialState.RUNNING:  # entries that have ended are not changed
                 return entry.state == TrialState.PRUNED
             if step not in entry.intermediate_values:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
@@ -182,18 +190,18 @@ class StudyTrial:
         return prunes
 
     def finish(self, number: int, state: End, value: float | None) -> End:
-        """Tell the study how the trial ended; a trial that has ended already stays as it is.
+        """Report to the study how the trial ended. A trial that has ended already is unchanged.
 
         Args:
-            number: of the trial.
+            number: number of the trial.
             state: how it ended.
-            value: of a completed one; None: the last that was reported.
+            value: value of a completed trial; None: the last report.
 
         Returns:
-            how the study keeps it.
+            The state in the study.
         """
         if number != self.number:
-            raise ValueError(f"trial {number} was not begun in this process; trial {self.number} was")
+            raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
         self.rest()
         with self._drawing():
             entry = self._entry()
@@ -207,25 +215,29 @@ class StudyTrial:
                 value = _last(entry) if value is None else float(value)
                 if value is None or math.isnan(value):
                     log.warning(
-                        "trial %d has ended with the value %s, and counts as failed: return a number from the function,"
-                        " or give the Trainer PruneTrial(monitor=...), which reports one",
+                        "trial %d ended with the value %s, so it counts as failed. Return a number from the function, "
+                        "or add the callback PruneTrial(monitor=...), which reports one",
                         number, value,
                     )  # fmt: skip
                     state = "failed"
-            told = value if state == "completed" else None
-            self._study.tell(self._alive().number, told, state=_STATES[state])
+            final_value = value if state == "completed" else None
+            self._study.tell(self._running_entry().number, final_value, state=_STATES[state])
             _fail_dead(self._study, self.folder)
         return state
 
-    def _alive(self) -> FrozenTrial:
-        """The trial's entry; where that was taken for dead, another one with its values and reports, which runs."""
+    def _running_entry(self) -> FrozenTrial:
+        """Return the trial's entry. If that has failed, replace it by a running one with its values and reports."""
         entry = self._known_entry()
-        return self._anew(entry, keeps=True) if entry.state == TrialState.FAIL else entry
+        return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
-    def _anew(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
-        """Another entry of the trial in the place of this one, which runs: with its values, and maybe its reports."""
+    def _add_entry(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
+        """Add a running entry with the values of an entry, and with its reports if ``keeps``, and return it.
+
+        An entry that is still running becomes FAIL.
+        """
         if entry.state == TrialState.RUNNING:
             self._study.tell(entry.number, state=TrialState.FAIL)
+        # A fit that starts from scratch is not pruned by the report of an earlier one.
         dropped = (LOST,) if keeps else (LOST, PRUNED_AT)
         self._study.add_trial(
             optuna.create_trial(
@@ -239,17 +251,17 @@ class StudyTrial:
         return self._known_entry()
 
     def lose(self) -> None:
-        """Tell the study that the trial's process has ended without a word; a trial that has ended stays as it is."""
+        """Mark the trial as failed, if it is running in the study but its process has ended."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
                 self._study.tell(entry.number, state=TrialState.FAIL)
 
     def rest(self) -> None:
-        """Give no more signs of life."""
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart = None
+        """Stop the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
     # -- the study -------------------------------------------------------------------------------------------
 
@@ -259,11 +271,11 @@ class StudyTrial:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Nobody else begins or ends a trial meanwhile."""
+        """Hold the lock that keeps other processes from starting, reporting or ending a trial."""
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL
         journal.touch()
-        with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+        with holding(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
             if self._opened is None:
                 self._opened = self._open(makes=True)
             yield
@@ -279,20 +291,19 @@ class StudyTrial:
         return self._study._storage
 
     def _open(self, makes: bool) -> optuna.Study:
-        """The study in the journal.
+        """Open the study in the journal.
 
         Raises:
-            KeyError: there is none.
-            MisconfigurationException: it looks for other values.
+            KeyError: the study does not exist and ``makes`` is False.
+            MisconfigurationException: the study has another mode.
         """
         settings, name = self.settings, self.folder.name
         direction = _DIRECTIONS[settings.mode]
+        # Each trial has its own seed, so that trials that start together do not draw the same values.
         seed = make_key("study", settings.seed, self.number) % (1 << 32)
         sampler = (settings.sampler or optuna.samplers.TPESampler)(seed=seed)
         if isinstance(sampler, optuna.samplers.GridSampler):
-            raise MisconfigurationException(
-                "sampler=GridSampler: it cannot be asked for one trial: use strategy='grid_search'"
-            )
+            raise MisconfigurationException("sampler=GridSampler cannot draw single trials. Use strategy='grid_search'")
         pruner: Any = settings.pruner or optuna.pruners.MedianPruner()
         storage = optuna.storages.JournalStorage(StudyJournal(str(self.folder / JOURNAL)))
         try:
@@ -305,8 +316,8 @@ class StudyTrial:
             )
         if study.direction != direction:
             raise MisconfigurationException(
-                f"mode={settings.mode!r}, and the study in {self.folder} is to {study.direction.name.lower()} its "
-                "value: give the search another name, or the mode that it had"
+                f"mode={settings.mode!r}, but the study in {self.folder} is set to {study.direction.name.lower()}. Use "
+                "another name for the search, or the earlier mode"
             )
         return study
 
@@ -314,11 +325,11 @@ class StudyTrial:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _entries(self) -> list[FrozenTrial]:
-        """The entries of the trial, the newest last."""
+        """Return the entries of the trial, the newest last."""
         return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
 
     def _entry(self) -> FrozenTrial | None:
-        """The newest entry of the trial."""
+        """Return the newest entry of the trial, or None."""
         mine = self._entries()
         return mine[-1] if mine else None
 
@@ -329,29 +340,29 @@ class StudyTrial:
 
 
 def start(settings: SearchSettings, number: int, folder: Path) -> tuple[StudyTrial, dict[str, Any]]:
-    """Begin a trial in this process, or go on with it; gives it with its values.
+    """Start or continue a trial in this process, and return it with its values.
 
     Args:
-        settings: of the search.
-        number: of the trial.
-        folder: of the search, which all nodes see.
+        settings: settings of the search.
+        number: number of the trial.
+        folder: folder of the search, visible to all nodes.
     """
     trial = StudyTrial(settings, number, folder)
     return trial, trial.draw() if rank_zero_only.rank == 0 else trial.wait()
 
 
 def fail_dead(folder: Path) -> list[int]:
-    """Tell the study of a search of the trials whose node has died; gives their numbers.
+    """Mark the trials without a heartbeat as failed, and return their numbers.
 
-    Trials do so when they begin and end. This is for when none does any more.
+    Trials do so when they start and end. This function serves when no other trial starts or ends.
 
     Args:
-        folder: of the search. Without a study in it there is nothing to tell.
+        folder: folder of the search. Nothing happens if it has no study.
     """
     journal = folder / JOURNAL
     if not journal.exists():
         return []
-    with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+    with holding(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
         try:
             storage = optuna.storages.JournalStorage(StudyJournal(str(journal)))
             study = optuna.load_study(study_name=folder.absolute().name, storage=storage)
@@ -361,14 +372,15 @@ def fail_dead(folder: Path) -> list[int]:
 
 
 def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
-    """The same, for who has the lock."""
+    """Mark the trials without a heartbeat as failed. The caller holds the lock."""
+    # Heartbeats are times of the file system, whose clock may differ from this node's.
     clock = folder / BEAT
     clock.touch()
-    now = clock.stat().st_mtime  # the file system's clock, which all heartbeats have
+    now = clock.stat().st_mtime
     dead = []
     for entry in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         number = entry.user_attrs.get(NUMBER)
-        if not isinstance(number, int):  # somebody else's own trial
+        if not isinstance(number, int):  # a trial that the user's own code runs in the study
             continue
         trial = TrialFolder.of(folder, number)
         try:
@@ -376,25 +388,25 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
         except FileNotFoundError:
             silent = math.inf
         if silent > DEAD:
-            why = f"no sign of life for {silent:.0f} s"
+            why = f"no heartbeat for {silent:.0f} s"
             study._storage.set_trial_user_attr(entry._trial_id, LOST, why)
             study.tell(entry.number, state=TrialState.FAIL)
-            log.warning("trial %d: %s: it counts as failed until it is started again", number, why)
+            log.warning("trial %d: %s, so it counts as failed until it starts again", number, why)
             dead.append(number)
     return dead
 
 
 def _last(entry: FrozenTrial) -> float | None:
-    """The value that was reported last."""
+    """Return the last reported value, or None."""
     step = entry.last_step
     return None if step is None else entry.intermediate_values[step]
 
 
-# -- hyperparameters as Optuna has them -----------------------------------------------------------------------
+# -- hyperparameters in Optuna --------------------------------------------------------------------------------
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    """What Optuna draws for a hyperparameter."""
+    """Draw a hyperparameter."""
     if isinstance(dimension, Options):
         return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:
@@ -403,19 +415,12 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """The values as Optuna can hold and tell apart: themselves, or else their numbers and texts."""
+    """Return labels that Optuna can store and distinguish: the values, or else their numbers and texts."""
     values = list(options.values)
     scalars = all(value is None or type(value) in (bool, int, float, str) for value in values)
     if scalars and all(values.index(value) == at for at, value in enumerate(values)):
         return values
     return [f"{at}: {value}" for at, value in enumerate(values)]
-
-
-def _given(dimension: Dimension, param: Any) -> Any:
-    """The trial's value for what Optuna has drawn."""
-    if isinstance(dimension, Options):
-        return dimension[_labels(dimension).index(param)]
-    return dimension.given(param)
 
 
 # -- the heartbeat --------------------------------------------------------------------------------------------
@@ -426,8 +431,8 @@ def _beat(path: Path) -> None:
     path.touch()
 
 
-class _Heart:
-    """A thread that touches a file, until it is stopped or the process ends."""
+class _Heartbeat:
+    """A thread that touches a file until it is stopped or the process ends."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ends = path, threading.Event()
@@ -435,11 +440,11 @@ class _Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """The trial has ended."""
+        """Stop the thread and wait for it."""
         self._ends.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ends.wait(PERIOD):
-            with contextlib.suppress(OSError):  # the next one may succeed
+            with contextlib.suppress(OSError):  # such as a file server that restarts; the next one may succeed
                 _beat(self._path)

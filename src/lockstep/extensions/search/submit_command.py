@@ -1,4 +1,4 @@
-"""``lockstep submit``: a script to SLURM, as one job that is saved and requeued when its time is up."""
+"""``lockstep submit``: submits a script to SLURM as a job that is saved and requeued at its time limit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ USAGE = "lockstep submit [options] script.py [options] [arguments of the script]
 ABOUT = """\
 Submit a script to SLURM: srun starts it once for each task, and its Trainer finds the ranks there.
 
-A job that nears its time limit, is preempted, or loses a node is saved by the Trainer, goes back into the queue, and
-goes on from there. Options may stand before the script and directly behind it; what follows from the first word that
-is none of them, or from --, is the script's own.
+The Trainer saves a job that nears its time limit or is preempted. The job is requeued, also when a node is lost, and
+resumes from its checkpoint. Options can be given before the script and directly after it. From the first word that is
+not an option of this command, or from --, all words are arguments of the script.
 """
 EXAMPLES = """\
 examples:
@@ -29,13 +29,13 @@ examples:
 
 
 def submit(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        words: behind ``lockstep submit``.
+        words: arguments after ``lockstep submit``.
 
     Raises:
-        MisconfigurationException: with the option, its value, and the way out.
+        MisconfigurationException: an option is invalid.
     """
     options, script = split(list(words), _parser())
     check_script("lockstep submit", options.module, script)
@@ -57,45 +57,40 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
     add("--print", action="store_true", help="show the batch script, and submit nothing")
-    add("--nodes", type=number_from(1), default=1, metavar="N", help="how many nodes (default: 1)")
-    add("--gpus-per-node", type=number_from(0), default=0, metavar="N", help="GPUs of a node, and as many tasks "
+    add("--nodes", type=number_from(1), default=1, metavar="N", help="number of nodes (default: 1)")
+    add("--gpus-per-node", type=number_from(0), default=0, metavar="N", help="GPUs of a node, which has as many tasks "
         "(default: none)")  # fmt: skip
-    add("--gpu-type", metavar="NAME", help="as the cluster names it")
+    add("--gpu-type", metavar="NAME", help="type of GPU, by the cluster's name for it")
     add("--tasks-per-node", type=number_from(1), metavar="N", help="tasks on a node (default: its GPUs, or one)")
     add("--cpus-per-task", type=number_from(1), metavar="N", help="CPUs of a task")
     add("--mem", type=number_from(1), metavar="MIB", help="memory of a node in MiB")
     add("--time", metavar="LIMIT", help="the time limit: 2:00:00, 1-12, or minutes")
     add("--save-before", type=number_from(0), default=5, metavar="MIN", help="minutes before that limit at which the "
-        "run is saved and requeued; 0: it is not (default: 5)")  # fmt: skip
-    add("--partition", metavar="NAME", help="of the cluster")
-    add("--job-name", metavar="NAME", help="what squeue shows (default: the script's name)")
-    add("--output", metavar="FILE", help="for what the job prints (default: slurm-%%j.out)")
+        "run is saved and requeued; 0 disables it (default: 5)")  # fmt: skip
+    add("--partition", metavar="NAME", help="partition of the cluster")
+    add("--job-name", metavar="NAME", help="name that squeue shows (default: the script's name)")
+    add("--output", metavar="FILE", help="file for the output of the job (default: slurm-%%j.out)")
     add("--module", dest="modules", action="append", default=[], metavar="NAME", help="load an environment module; "
         "may be given several times")  # fmt: skip
     add("--command", dest="commands", action="append", default=[], metavar="LINE", help="a line of shell that runs "
         "before the script; may be given several times")  # fmt: skip
     add("--sbatch", action="append", default=[], metavar="NAME[=VALUE]", help="any other option of sbatch; may be "
         "given several times")  # fmt: skip
-    add("--python", default=sys.executable, metavar="PROGRAM", help="what starts Python in the job (default: this one)")
+    add("--python", default=sys.executable, metavar="PROGRAM", help="Python that the job runs (default: this one)")
     return parser
-
-
-def _further_options(options: argparse.Namespace) -> list[sbatch.Option]:
-    """The options of sbatch that are handed on as they are, and the partition."""
-    parts = [each.partition("=") for each in options.sbatch]
-    more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
-    if options.partition is not None:
-        more.append(sbatch.option("partition", options.partition))
-    return more
 
 
 def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
     tasks = options.tasks_per_node or options.gpus_per_node or 1
     if options.gpus_per_node and tasks != options.gpus_per_node:
         raise MisconfigurationException(
-            f"--tasks-per-node {tasks}, but --gpus-per-node {options.gpus_per_node}: a task drives "
-            "one GPU; leave --tasks-per-node out"
+            f"--tasks-per-node {tasks} does not go with --gpus-per-node {options.gpus_per_node}, because each task "
+            "uses one GPU. Leave --tasks-per-node out"
         )
+    parts = [each.partition("=") for each in options.sbatch]
+    more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
+    if options.partition is not None:
+        more.append(sbatch.option("partition", options.partition))
     name = options.module or os.path.basename(os.path.normpath(script[0])).removesuffix(".py")
     return Batch(
         name=options.job_name or name,
@@ -110,6 +105,6 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
         memory_mb=options.mem,
         time=options.time,
         signal_minutes=options.save_before,
-        options=_further_options(options),
+        options=more,
         commands=[*map(sbatch.module_command, options.modules), *options.commands],
     )

@@ -1,4 +1,4 @@
-"""The trials of a search as a table: as text, as CSV, as JSON; and the best of them by a metric."""
+"""Trials of a search as a table (text, CSV or JSON), with the best one by a metric."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.text_table import padded
 
 WIDEST = 24
-"""Letters that a cell shows of a value."""
+"""Number of characters, at most, in a cell."""
 MOST_METRICS = 6
-"""Metrics that the table shows unless it is told to show all."""
+"""Number of metrics, at most, that the table shows by default."""
 LARGEST = ("acc", "auc", "f1", "score", "precision", "recall", "reward", "iou", "bleu", "r2", "map", "psnr", "ssim")
-"""What is in the names of metrics of which the largest is the best."""
+"""Parts of the names of metrics whose largest value is the best."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """By which metric trials are compared, and whether the largest is the best."""
+    """Metric that compares trials, and whether its largest value is the best."""
 
     metric: str
     largest: bool
 
     def of(self, status: Status) -> float | None:
-        """The metric of a trial; None where it has none, or one that is no number."""
+        """Return the metric of a trial; None if it is missing or not a number."""
         value = status.metrics.get(self.metric)
         return None if not isinstance(value, (int, float)) or math.isnan(value) else float(value)
 
     def key(self, status: Status) -> float:
-        """For sorting, the best first."""
+        """Return a sort key that orders the best trial first."""
         value = self.of(status)
         if value is None:
             return math.inf
         return -value if self.largest else value
 
     def lines(self, statuses: Iterable[Status]) -> list[str]:
-        """The line that tells which trial is the best, of those that have come to their end, if there are any."""
+        """Return a line that names the best of the trials that have ended, or no line without such trials."""
         ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
         if not ended:
             return []
@@ -53,15 +53,15 @@ class Order:
 
 
 def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | None) -> Order | None:
-    """How trials are compared.
+    """Choose the metric that compares trials; None if there is no obvious one.
 
     Args:
-        statuses: of the trials.
-        metric: as asked for; None: ``val_loss``, or ``value``, or another one of validation, or the only one.
-        largest: as asked for; None: as the metric's name tells.
+        statuses: states of the trials.
+        metric: requested metric; None: ``val_loss``, ``value``, another validation metric, or the only one.
+        largest: whether the largest value is the best; None: determined by the name of the metric.
 
     Raises:
-        MisconfigurationException: no trial has logged that metric.
+        MisconfigurationException: no trial has logged the requested metric.
     """
     names = names_in(status.metrics for status in statuses)
     if metric is None:
@@ -71,17 +71,17 @@ def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | Non
         metric = usual[0]
     elif metric not in names:
         there = ", ".join(names) or "nothing yet"
-        raise MisconfigurationException(f"--sort {metric}: no trial has logged that; there is: {there}")
+        raise MisconfigurationException(f"--sort {metric}: no trial has logged this metric. Logged: {there}")
     return Order(metric, any(part in metric.lower() for part in LARGEST) if largest is None else largest)
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of all, in the order in which they come."""
+    """Return the names of all rows, in the order of their first occurrence."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of what is not the same in all rows; all names where there is one row."""
+    """Return the names whose values differ between rows; all names if there is only one row."""
     names = names_in(rows)
     if len(rows) < 2:
         return names
@@ -89,7 +89,7 @@ def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def seconds(status: Status) -> float:
-    """Time that a trial has run for, over all its starts, as far as that is known."""
+    """Return the seconds that a trial has run, over all its starts, as far as they are recorded."""
     last = status.history.last
     if last is None:
         return 0.0
@@ -105,13 +105,13 @@ def seconds(status: Status) -> float:
 
 
 def text(name: str, statuses: Sequence[Status], order: Order | None, everything: bool = False) -> str:
-    """The table for a screen: a line for each trial, and which one is the best.
+    """Return the table as text: a line for each trial, and a line that names the best one.
 
     Args:
-        name: of the search.
-        statuses: in the order in which they are shown.
-        order: by which the best is chosen.
-        everything: all metrics, and hyperparameters in which trials do not differ.
+        name: name of the search.
+        statuses: states of the trials, in the order of the table.
+        order: order that determines the best trial; None for none.
+        everything: show all metrics, and hyperparameters that are the same in all trials.
     """
     counts = Counter(status.state for status in statuses)
     heading = f"{name}: {len(statuses)} trial(s): {', '.join(f'{count} {state}' for state, count in counts.items())}"
@@ -120,7 +120,10 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
     if order is not None:
         metrics.sort(key=lambda name: name != order.metric)
     shown = metrics if everything else metrics[:MOST_METRICS]
-    lines = [heading, *_aligned(statuses, _columns(statuses, values, shown))]
+    heads, cells, left_aligned = zip(*_columns(statuses, values, shown), strict=True)
+    rows = [[*map(_cell, heads)], *([cell(status) for cell in cells] for status in statuses)]
+    right = [number for number, is_left in enumerate(left_aligned) if not is_left]
+    lines = [heading, *("  ".join(row).rstrip() for row in padded(rows, right))]
     if len(shown) < len(metrics):
         lines.append(f"and {len(metrics) - len(shown)} more metric(s) (--all)")
     if order is not None:
@@ -129,7 +132,7 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
 
 
 Column = tuple[str, Callable[[Status], str], bool]
-"""Its head, the cell of a trial, and whether cells begin on the left."""
+"""Heading, function that returns the cell of a trial, and whether cells are left-aligned."""
 
 
 def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterable[str]) -> Iterator[Column]:
@@ -146,16 +149,8 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
         yield "why", lambda status: _printable(status.error), True
 
 
-def _aligned(statuses: Sequence[Status], columns: Iterable[Column]) -> Iterator[str]:
-    """The lines of a table, its heads first."""
-    heads, cells, begin_left = zip(*columns, strict=True)
-    rows = [[*map(_cell, heads)], *([cell(status) for cell in cells] for status in statuses)]
-    right = [number for number, left in enumerate(begin_left) if not left]
-    return ("  ".join(row).rstrip() for row in padded(rows, right))
-
-
 def _of(found: Mapping[str, Any], name: str) -> str:
-    """The cell of a value; empty where there is none of the name."""
+    """Return the cell of a value, or "" if it is missing."""
     return _cell(found[name]) if name in found else ""
 
 
@@ -167,7 +162,7 @@ def _cell(value: object) -> str:
 
 
 def _printable(shown: str) -> str:
-    """Text that cannot steer a terminal."""
+    """Escape characters that could control a terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)
 
 
@@ -175,7 +170,7 @@ def _printable(shown: str) -> str:
 
 
 def as_dict(search: str, status: Status) -> dict[str, Any]:
-    """A trial as plain values; a number that JSON does not know (NaN, infinity) as text."""
+    """Return a trial as JSON values. NaN and infinity become text, because JSON does not have them."""
     return {
         "search": search,
         "trial": status.trial.number,
@@ -194,7 +189,7 @@ def as_dict(search: str, status: Status) -> dict[str, Any]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Trials as CSV, a column for each hyperparameter (``values.lr``) and each metric (``metrics.loss``)."""
+    """Return trials as CSV, with columns for hyperparameters (``values.lr``) and metrics (``metrics.loss``)."""
     flat = [dict(_flat(row)) for row in rows]
     names = names_in(flat)
     names.sort(key=lambda name: name.startswith(("values.", "metrics.")))
@@ -206,7 +201,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The cells of a row, by their columns."""
+    """Yield column and value of each cell of a row."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             for inner, each in value.items():

@@ -1,4 +1,4 @@
-"""A trial's process: the user's function is called with the trial's values, and its end is noted."""
+"""A trial's process: calls the user's function with the trial's values, and records how it ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LONGEST_ERROR = 1000
 
 @dataclass
 class OwnSaving:
-    """The user's own functions that save and load; None: there is none."""
+    """The user's own functions that save and load a trial, or None."""
 
     save: Callable[[], object] | None = None
     load: Callable[[], object] | None = None
 
     def call_load(self) -> None:
-        """Call the function that loads, if there is one, for the first time."""
+        """Call the function that loads, if it is set and was not called yet."""
         load, self.load = self.load, None
         if load is not None:
             load()
@@ -40,27 +40,28 @@ class OwnSaving:
 def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
     """Call ``main(hparams)`` as the trial ``here``.
 
-    Rank 0 notes the start and the end; any rank notes its failure. What ``main`` returns is the trial's result: a
-    number, or a dict of numbers.
+    Rank 0 records the start and the end; each rank records its own failure. The return value of ``main``, a number or a
+    dict of numbers, is the result of the trial.
 
     Raises:
-        Superseded: the trial has been started anew elsewhere.
-        MisconfigurationException: the trial was preempted more often than it may be.
-        BaseException: what ``main`` raised.
+        Superseded: the trial was started again elsewhere.
+        MisconfigurationException: the trial was preempted more often than allowed.
+        BaseException: any exception of ``main``.
     """
     start = _Start(options, saving, here)
     earlier = read_events(start.trial.events()).attempts
     if any(each.end == "completed" and each.number < here.attempt for each in earlier):
-        return  # its job was requeued behind its last word
+        return  # the job was requeued after the trial had completed
     try:
         start.begin()
         with start.acts_on_signals():
             if has_saved(here):
                 saving.call_load()
-            metrics, value = measured(main(start.hparams))
-    except Superseded:  # the newer start speaks for itself
+            metrics, value = metrics_of(main(start.hparams))
+    except Superseded:  # not a failure: the newer start records the trial's end
         raise
     except BaseException as error:
+        # sys.exit() and sys.exit(0) are a normal end of a script.
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             start.fail(error)
             raise
@@ -69,17 +70,17 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
 
 
 def has_saved(here: Trial) -> bool:
-    """Whether an earlier start of the trial was saved by the user's own function."""
-    return here.attempt > 0 and any(told.get("event") == "saved" for told in TrialFolder(here.folder).events())
+    """Return True if an earlier start of the trial was saved by the user's own function."""
+    return here.attempt > 0 and any(event.get("event") == "saved" for event in TrialFolder(here.folder).events())
 
 
 class _Start:
     """One start of a trial, in the process of one of its ranks.
 
     Args:
-        options: of the script; the trial's values go in their place.
+        options: options of the script, replaced by the trial's values.
         saving: the user's own functions.
-        here: which trial this process is a part of.
+        here: the trial that this process is part of.
     """
 
     def __init__(self, options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
@@ -89,54 +90,58 @@ class _Start:
         self._busy = self._saved = False
 
     def note(self, event: str, **details: object) -> None:
-        """Note an event. On rank 0."""
+        """Record an event, on rank 0 only."""
         if self.leads:
             self.trial.note(event, attempt=self.here.attempt, **details)
 
     def begin(self) -> None:
-        """Note the start, on rank 0, and find the trial's values."""
+        """Record the start on rank 0, and read or draw the trial's values.
+
+        Raises:
+            Superseded: there is a newer start.
+            MisconfigurationException: the trial was preempted too often.
+        """
         if self.leads:
-            self._note_start()
+            newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
+            if newest > self.here.attempt:
+                raise Superseded(
+                    f"the trial in {self.trial.path} was started again as attempt {newest}, so this attempt, "
+                    f"{self.here.attempt}, ends"
+                )
+            self.note("started", job=self.here.job)
+            # Counted after this start is recorded, because a preemption is a start that another one follows.
+            preemptions = read_events(self.trial.events()).preemptions
+            most = Search(self.trial.path.parent).limits.preemptions
+            if preemptions > most:
+                raise MisconfigurationException(
+                    f"the trial was preempted {preemptions} times, but max_preemptions is {most}. Increase it in "
+                    "SlurmCluster, or find out why the trial does not complete"
+                )
         self.hparams = self._values()
 
-    def _note_start(self) -> None:
-        """Note the start, unless there is a newer one or there have been too many."""
-        newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
-        if newest > self.here.attempt:
-            raise Superseded(
-                f"the trial in {self.trial.path} has been started anew: attempt {newest}; here it is "
-                f"{self.here.attempt}"
-            )
-        self.note("started", job=self.here.job)
-        preemptions = read_events(self.trial.events()).preemptions
-        most = Search(self.trial.path.parent).limits.preemptions
-        if preemptions > most:
-            raise MisconfigurationException(
-                f"the trial was preempted {preemptions} times, max_preemptions is {most}: give SlurmCluster a higher "
-                "one, or see why it never comes to its end"
-            )
-
     def _values(self) -> Hyperparameters | None:
-        """The options with the trial's values: of its file, or of the study, where they are drawn late."""
+        """Return the options with the trial's values, read from its file or drawn by the study."""
         if self._options is None:
             return None
-        if self._options.drawn_late:
+        if self._options.draws_late:
             drawn = self._options.draw(self.trial.number, self.trial.path.parent)
             if self.leads:
                 self.trial.write_values(drawn.values())
             return drawn
         values = self.trial.values()
         if values is None:
-            raise MisconfigurationException(f"{self.trial.path} has no values.json: does this node see the folder?")
+            raise MisconfigurationException(
+                f"{self.trial.path} has no values.json. Check that this node sees the folder"
+            )
         return self._options.with_values(values, self.trial.number)
 
     def fail(self, error: BaseException) -> None:
-        """Note why this rank has failed; rank 0 tells the study."""
-        self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=last_words(error))
+        """Record why this rank failed. Rank 0 also reports it to the study."""
+        self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=error_line(error))
         self._finish("failed")
 
     def complete(self, metrics: Mapping[str, float], value: float | None) -> None:
-        """The trial's last word, to the study and to its folder. On rank 0."""
+        """Record the result and the end, in the study and in the trial's folder. On rank 0 only."""
         if metrics and self.leads:
             self.trial.log(metrics, attempt=self.here.attempt)
         if self._finish("completed", value) == "pruned":
@@ -144,7 +149,7 @@ class _Start:
         self.note("completed", value=value)
 
     def _finish(self, state: End, value: float | None = None) -> End:
-        """Tell the study; gives how it keeps the trial. On rank 0."""
+        """Report the end to the study on rank 0, and return the state that the study records."""
         if self.hparams is None or not self.leads:
             return state
         return self.hparams.finish(self.trial.number, state, value)
@@ -153,16 +158,16 @@ class _Start:
 
     @contextmanager
     def acts_on_signals(self) -> Iterator[None]:
-        """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
+        """Handle the signals of a time limit or preemption within a with-block. A fit handles them itself.
 
-        Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job
-        put back into the queue. Else they change nothing: the trial has nothing that it could go on from.
+        SIGUSR1 and SIGUSR2 requeue the job if the user's own function saves, or if an earlier fit has left a
+        checkpoint. Otherwise they have no effect, because the trial could only start from scratch.
         """
         job = None if self.here.job is None else job_here(self.here.folder)
         if job is None:
             yield
             return
-        with handling((SIGUSR1, SIGUSR2, SIGTERM), partial(self._act, job), replaceable=True):
+        with handling((SIGUSR1, SIGUSR2, SIGTERM), partial(self._act, job), is_replaceable=True):
             yield
 
     def _act(self, job: Job, number: int) -> None:
@@ -172,8 +177,10 @@ class _Start:
             self._busy = True
             if not self._saved:
                 self._save()
-                await_end()  # had it ended by itself, its job would be complete, or failed
+                # SLURM ends the job. If the process ended first, the job would count as completed or failed.
+                await_end()
             end_at_once()
+        # Without a checkpoint, a requeued trial would start from scratch, and reach its limit again.
         if self.saving.save is None and not job.check().get("saved"):
             return
         self._busy = True
@@ -184,7 +191,7 @@ class _Start:
                 refused = job.requeue()
                 if not refused:
                     await_end()
-            log.warning("lockstep: the trial is saved, and goes on, for its job was not requeued: %s", refused)
+            log.warning("lockstep: the trial is saved, but continues, because its job was not requeued: %s", refused)
             self._saved = False
         self._busy = False
 
@@ -198,7 +205,7 @@ class _Start:
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
-    """Whether a function wants the cluster, too, as its second argument.
+    """Return True if a function takes the cluster as its second argument.
 
     Example:
         >>> takes_cluster(lambda hparams: 0), takes_cluster(lambda hparams, cluster: 0)
@@ -215,15 +222,15 @@ def takes_cluster(main: Callable[..., Any]) -> bool:
 
 
 def of_hparams(main: Callable[..., object], second: Callable[[], object]) -> Callable[[Any], object]:
-    """A function of the hyperparameters alone: one that wants a second argument gets what ``second`` gives."""
+    """Wrap a function to take the hyperparameters only. A second parameter receives the result of ``second()``."""
     return (lambda hparams: main(hparams, second())) if takes_cluster(main) else main
 
 
-def measured(returned: object) -> tuple[dict[str, float], float | None]:
-    """What a function that returned this has measured: metrics by name, and its value if it is a number.
+def metrics_of(returned: object) -> tuple[dict[str, float], float | None]:
+    """Convert the return value of a trial's function to metrics by name, and its value if it is a number.
 
     Example:
-        >>> measured(0.5), measured({"loss": 1, "name": "x"}), measured(None)
+        >>> metrics_of(0.5), metrics_of({"loss": 1, "name": "x"}), metrics_of(None)
         (({'value': 0.5}, 0.5), ({'loss': 1.0}, None), ({}, None))
     """
     if isinstance(returned, Mapping):
@@ -235,19 +242,19 @@ def measured(returned: object) -> tuple[dict[str, float], float | None]:
 
 def _number(value: object) -> float | None:
     item = getattr(value, "item", None)
-    if callable(item):  # a tensor, or a number of NumPy's
+    if callable(item):  # a tensor or a NumPy number
         try:
             value = item()
-        except (TypeError, ValueError, RuntimeError):  # of several elements
+        except (TypeError, ValueError, RuntimeError):  # several elements
             return None
     return float(value) if isinstance(value, Real) else None
 
 
-def last_words(error: BaseException) -> str:
-    """An exception as the last line of its traceback says it.
+def error_line(error: BaseException) -> str:
+    """Return an exception as in the last line of its traceback.
 
     Example:
-        >>> last_words(ValueError("no such thing"))
+        >>> error_line(ValueError("no such thing"))
         'ValueError: no such thing'
     """
     lines = "".join(traceback.format_exception_only(type(error), error)).split("\n")

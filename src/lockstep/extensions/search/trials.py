@@ -1,4 +1,4 @@
-"""A trial's folder on disk: its values, what has happened to it, and what it has measured."""
+"""A trial's folder on disk: its values, events and metrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ RESULT = "result.json"
 METRICS = "metrics.jsonl"
 STDOUT, STDERR = "stdout", "stderr"
 JOURNAL = "study.journal"
-"""Of a search by Optuna, in the folder of the search."""
+"""Journal of the Optuna study, in the folder of the search."""
 
 End = Literal["completed", "pruned", "failed"]
-"""How a trial can end."""
+"""State in which a trial can end."""
 
 _NAME = re.compile(r"trial_(\d{4,})")
 
@@ -32,20 +32,20 @@ _NAME = re.compile(r"trial_(\d{4,})")
 class TrialFolder:
     """The folder of one trial, ``<search>/trial_0007``.
 
-    It holds
+    It contains
 
-    - ``values.json``: the hyperparameters, exactly; written whole or not at all,
+    - ``values.json``: the exact hyperparameters, written atomically,
     - ``events.jsonl``: a line for each event: submitted, started, saved, pruned, failed, completed, cancelled,
-    - ``metrics.jsonl`` and ``result.json``: what the trial has logged, line by line, and the newest of it,
-    - ``stdout`` and ``stderr``: what its processes have printed.
+    - ``metrics.jsonl`` and ``result.json``: all logged metrics, line by line, and the newest ones,
+    - ``stdout`` and ``stderr``: the output of its processes.
 
     Nothing is kept in memory: each method reads or writes the files, which several processes and nodes share.
 
     Args:
-        path: of the folder; it need not exist yet.
+        path: path of the folder, which need not exist yet.
 
     Raises:
-        ValueError: the name is not ``trial_`` and a number of four digits at least.
+        ValueError: the name is not ``trial_`` with a number of at least four digits.
 
     Example:
         >>> import tempfile
@@ -59,12 +59,12 @@ class TrialFolder:
         self.path = Path(path)
         found = _NAME.fullmatch(self.path.name)
         if found is None:
-            raise ValueError(f"{os.fspath(path)!r} is no folder of a trial: its name is not trial_ and four digits")
+            raise ValueError(f"{os.fspath(path)!r} is not a trial's folder, whose name is trial_ and four digits")
         self.number = int(found[1])
 
     @classmethod
     def of(cls, search: str | os.PathLike[str], number: int) -> TrialFolder:
-        """The folder of a search's trial by its number, from 0."""
+        """Return the folder of a trial by its number, from 0."""
         return cls(Path(search) / f"trial_{number:04}")
 
     def __repr__(self) -> str:
@@ -73,10 +73,10 @@ class TrialFolder:
     # -- values --------------------------------------------------------------------------------------------
 
     def write_values(self, values: Mapping[str, Any]) -> None:
-        """Write the hyperparameters, and make the folder.
+        """Write the hyperparameters, and create the folder.
 
         Raises:
-            MisconfigurationException: a value that JSON cannot hold.
+            MisconfigurationException: a value cannot be converted to JSON.
             OSError: the folder cannot be written.
         """
         text = encoded(values)
@@ -84,50 +84,50 @@ class TrialFolder:
             file.write(text)
 
     def values(self) -> dict[str, Any] | None:
-        """The hyperparameters; None where none have been written."""
+        """Return the hyperparameters; None if they have not been written."""
         return _read_json(self.path / VALUES)
 
     # -- events --------------------------------------------------------------------------------------------
 
     def note(self, event: str, **details: object) -> None:
-        """Add an event, with the time and this host: one write of one line, so that writers do not mix.
+        """Append an event with the time and this host.
 
         Args:
             event: its name.
-            details: what else is to be known: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
+            details: further fields: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
         """
-        told = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
-        _append(self.path / EVENTS, told)
+        entry = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
+        _append(self.path / EVENTS, entry)
 
     def events(self) -> list[dict[str, Any]]:
-        """All events in the order in which they were written; lines that a crash has cut are left out."""
+        """Return all events in the order of writing, without lines cut by a crash."""
         return list(_lines(self.path / EVENTS))
 
     # -- metrics -------------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], **progress: int) -> None:
-        """Keep what the trial has measured so far: a line of the curves, and the newest values.
+        """Append metrics to the curves, and update the newest values.
 
         Args:
-            metrics: by name; what the newest line lacks is kept of earlier ones.
-            progress: where that was: ``epoch``, ``step``, ``attempt``.
+            metrics: metrics by name. The newest values keep earlier metrics that are missing here.
+            progress: progress of the trial: ``epoch``, ``step``, ``attempt``.
         """
-        told = {"time": time.time(), **progress, "metrics": dict(metrics)}
-        _append(self.path / METRICS, told)
+        entry = {"time": time.time(), **progress, "metrics": dict(metrics)}
+        _append(self.path / METRICS, entry)
         earlier = self.result().get("metrics", {})
         with storage.replacing(self.path / RESULT) as file:
-            file.write(encoded({**told, "metrics": {**earlier, **metrics}}))
+            file.write(encoded({**entry, "metrics": {**earlier, **metrics}}))
 
     def result(self) -> dict[str, Any]:
-        """The newest values (``metrics``) and where that was (``epoch``, ``step``, ``time``); empty before any."""
+        """Return the newest values (``metrics``) with ``epoch``, ``step`` and ``time``; empty before the first."""
         return _read_json(self.path / RESULT) or {}
 
     def curves(self) -> list[dict[str, Any]]:
-        """What was logged, line by line, in order."""
+        """Return all logged lines in order."""
         return list(_lines(self.path / METRICS))
 
     def last_line(self) -> str:
-        """The last line that the trial's processes have printed to stderr, or else to stdout; SLURM's own after all."""
+        """Return the last line of stderr, or else of stdout. Lines of SLURM count only if there are no others."""
         lines = [line.strip() for name in (STDOUT, STDERR) for line in _tail(self.path / name).splitlines()]
         lines = [line for line in lines if line]
         own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
@@ -135,24 +135,24 @@ class TrialFolder:
 
 
 def encoded(values: Mapping[str, Any]) -> bytes:
-    """Values as JSON in ASCII, from which they can be read back exactly, any text included.
+    """Encode values as JSON in ASCII, from which they can be read back exactly.
 
     Raises:
-        MisconfigurationException: there is a value that JSON cannot hold.
+        MisconfigurationException: a value cannot be converted to JSON.
     """
     for name, value in values.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(
-                f"{name}={value!r:.100} cannot be written to a trial's {VALUES} ({error}): use numbers, text, True, "
+                f"{name}={value!r:.100} cannot be written to a trial's {VALUES} ({error}). Use numbers, text, True, "
                 "False, None, and lists and dicts of them"
             ) from None
     return (json.dumps(dict(values)) + "\n").encode()
 
 
 def folders(search: str | os.PathLike[str]) -> list[TrialFolder]:
-    """The trials of a search, by number; none where there is no such folder."""
+    """Return the trials of a search, sorted by number; none if the folder does not exist."""
     try:
         names = os.listdir(search)
     except (FileNotFoundError, NotADirectoryError):
@@ -160,33 +160,33 @@ def folders(search: str | os.PathLike[str]) -> list[TrialFolder]:
     return sorted((TrialFolder(Path(search) / name) for name in names if _NAME.fullmatch(name)), key=lambda t: t.number)
 
 
-# -- what the events say -------------------------------------------------------------------------------------
+# -- history, read from the events ---------------------------------------------------------------------------
 
 
 @dataclass
 class Attempt:
-    """One start of a trial, and what it has said of itself."""
+    """One start of a trial, with the events that it reported."""
 
     number: int
     job: str | None
     host: str
-    began: float
-    last: float  #: time of its last sign of life
+    started: float
+    last: float  #: time of its newest event
     pruned: bool = False
-    end: str | None = None  #: its last word: "completed" or "failed"
+    end: str | None = None  #: reported end: "completed" or "failed"
     error: str = ""
     value: float | None = None
 
 
 @dataclass
 class TrialHistory:
-    """What a trial's events say, in order.
+    """History of a trial, read from its events.
 
     Attributes:
-        jobs: the jobs that it was submitted as; the last one counts.
+        jobs: jobs that it was submitted as, the newest last.
         attempts: its starts.
-        submitted: when it was submitted last.
-        cancelled: whether somebody has cancelled it after its last start or submission.
+        submitted: time of its last submission.
+        cancelled: True if it was cancelled after its last start or submission.
     """
 
     jobs: list[str] = field(default_factory=list)
@@ -196,7 +196,7 @@ class TrialHistory:
 
     @property
     def job(self) -> str:
-        """The newest job; "" where there is none."""
+        """The newest job; "" if there is none."""
         return self.jobs[-1] if self.jobs else ""
 
     @property
@@ -205,23 +205,23 @@ class TrialHistory:
         return self.attempts[-1] if self.attempts else None
 
     @property
-    def waits(self) -> bool:
-        """Whether it was submitted anew after its last start."""
-        return bool(self.job) and (self.last is None or self.submitted > self.last.began)
+    def is_waiting(self) -> bool:
+        """True if it was submitted after its last start."""
+        return bool(self.job) and (self.last is None or self.submitted > self.last.started)
 
     @property
     def current(self) -> Attempt | None:
-        """The newest start, unless it was submitted anew after it."""
-        return None if self.waits else self.last
+        """The newest start; None if the trial was submitted again after it."""
+        return None if self.is_waiting else self.last
 
     @property
     def failures(self) -> int:
-        """Starts that an exception has ended, but for those that SLURM itself followed by another one."""
+        """Number of starts that an exception ended, except those that SLURM itself restarted."""
         return self.restarts - self.preemptions + (self.last is not None and self.last.end == "failed")
 
     @property
     def preemptions(self) -> int:
-        """Starts after which there was another one, though none of them had failed by itself."""
+        """Number of restarts that were not resubmissions after a failure."""
         return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in self._pairs)
 
     @property
@@ -230,44 +230,44 @@ class TrialHistory:
 
     @property
     def restarts(self) -> int:
-        """Starts after the first."""
+        """Number of starts after the first."""
         return max(0, len(self.attempts) - 1)
 
     @property
     def seconds(self) -> float:
-        """Time in which it was seen alive, over all starts."""
-        return sum(max(0.0, attempt.last - attempt.began) for attempt in self.attempts)
+        """Seconds between the first and the last event of each start, summed over all starts."""
+        return sum(max(0.0, attempt.last - attempt.started) for attempt in self.attempts)
 
 
 def read_events(events: list[dict[str, Any]]) -> TrialHistory:
-    """The history of a trial.
+    """Read the history of a trial from its events.
 
-    Ranks each tell of their failure. Of one start, a failure counts before anything else, and of failures the first
-    that does not only say that another rank has failed.
+    Each rank reports its own failure. If a start has failed on any rank, it counts as failed. Its error is the first
+    one that does not merely report the failure of another rank.
     """
     history, by_number = TrialHistory(), dict[int, Attempt]()
-    for told in events:
-        kind, moment, number = told.get("event"), float(told.get("time", 0.0)), int(told.get("attempt") or 0)
+    for entry in events:
+        kind, moment, number = entry.get("event"), float(entry.get("time", 0.0)), int(entry.get("attempt") or 0)
         if kind == "submitted":
-            history.jobs.append(str(told.get("job")))
+            history.jobs.append(str(entry.get("job")))
             history.submitted, history.cancelled = moment, False
         elif kind == "cancelled":
             history.cancelled = True
         elif kind == "started":
-            attempt = Attempt(number, told.get("job"), str(told.get("host", "")), moment, moment)
+            attempt = Attempt(number, entry.get("job"), str(entry.get("host", "")), moment, moment)
             by_number[number] = attempt
             history.attempts.append(attempt)
             history.cancelled = False
         elif number in by_number:
             attempt = by_number[number]
             attempt.last = max(attempt.last, moment)
-            _take_in(attempt, str(kind), told)
+            _apply_event(attempt, str(kind), entry)
     history.attempts.sort(key=lambda attempt: attempt.number)
     return history
 
 
-def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
-    error = str(told.get("error", ""))
+def _apply_event(attempt: Attempt, kind: str, entry: Mapping[str, Any]) -> None:
+    error = str(entry.get("error", ""))
     if kind == "pruned":
         attempt.pruned = True
     elif kind == "failed":
@@ -275,20 +275,21 @@ def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
             attempt.error = error
         attempt.end = "failed"
     elif kind == "completed" and attempt.end is None:
-        attempt.end, attempt.value = kind, told.get("value")
+        attempt.end, attempt.value = kind, entry.get("value")
 
 
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _append(path: Path, told: Mapping[str, Any]) -> None:
-    line = json.dumps(told).encode() + b"\n"
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    line = json.dumps(entry).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash has cut the line before
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash has cut the previous line
             line = b"\n" + line
+        # One write for the whole line, so that lines of several processes do not mix.
         os.write(descriptor, line)
     finally:
         os.close(descriptor)
@@ -301,11 +302,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in text.splitlines():
         try:
-            told = json.loads(line)
+            entry = json.loads(line)
         except ValueError:  # cut by a crash, or the null bytes of a network file system
             continue
-        if isinstance(told, dict):
-            yield told
+        if isinstance(entry, dict):
+            yield entry
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

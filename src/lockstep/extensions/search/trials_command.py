@@ -1,4 +1,4 @@
-"""``lockstep trials``: the trials of a search as a table that follows the queue; submitted anew, cancelled."""
+"""``lockstep trials``: shows the trials of a search as a table, resubmits and cancels them."""
 
 from __future__ import annotations
 
@@ -20,46 +20,53 @@ from lockstep.extensions.search.trials import JOURNAL
 from lockstep.ground.errors import MisconfigurationException
 
 ABOUT = """\
-Show the trials of a search: state, hyperparameters, last metrics, node, restarts, seconds; the best one is named.
+Show the trials of a search: state, hyperparameters, newest metrics, node, restarts and seconds, and the best trial.
 """
 EXAMPLES = """\
 examples:
   lockstep trials searches/digits                                     the table
   lockstep trials searches/digits --sort val_accuracy --csv           for a notebook
-  lockstep trials searches/digits --resubmit failed                   trials that failed, from their last checkpoints
+  lockstep trials searches/digits --resubmit failed                   failed trials, from their newest checkpoints
   lockstep trials searches/digits --watch --resubmit preempted        where the cluster cancels what it preempts
 """
 KINDS = (searches.FAILED, searches.PREEMPTED, searches.UNSUBMITTED, searches.CANCELLED)
-"""States whose trials can be submitted anew."""
+"""States whose trials can be resubmitted."""
 CLEAR = "\033[H\033[2J"
 
 
 def trials(words: Sequence[str]) -> int:
-    """The command; gives its exit code.
+    """Run the command and return its exit code.
 
     Args:
-        words: behind ``lockstep trials``.
+        words: arguments after ``lockstep trials``.
 
     Raises:
-        MisconfigurationException: for what cannot be done, with the way out.
+        MisconfigurationException: there are no trials at the path, or an option does not fit them.
     """
     given = _parser().parse_args(words)
     found = searches.found_at(given.path)
     if not found:
         raise MisconfigurationException(
-            f"{given.path}: there are no trials (folders trial_0000 ...): give the log_path of a SlurmCluster, or the "
+            f"{given.path}: there are no trials (folders trial_0000 ...). Use the log_path of a SlurmCluster, or the "
             "folder of a search in it"
         )
     if (given.resubmit or given.cancel) and len(found) > 1:
         names = ", ".join(str(search.path) for search in found)
-        raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
+        raise MisconfigurationException(f"{given.path} contains several searches. Use one of them: {names}")
     try:
         if given.cancel:
-            _cancel(found[0], given.cancel)
+            statuses, _ = _look(found[0])
+            if given.cancel != "all":
+                flag = f"--cancel {given.cancel}"
+                statuses = _numbered(statuses, given.cancel, flag, "all, or numbers of trials")
+            cancelled = searches.cancel_trials(statuses)
+            numbers = searches.ranges([trial.number for trial in cancelled])
+            none = "none, because no trial is pending or running"
+            print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if cancelled else none}", file=sys.stderr)
         if given.watch is not None:
             return _watch(found, given)
         if given.resubmit:
-            _resubmit(found[0], given, said=set())
+            _resubmit(found[0], given, reported=set())
         elif not given.cancel:
             _show(found, given)
         return 0
@@ -78,28 +85,29 @@ def _parser() -> CommandParser:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--max", dest="largest", action="store_const", const=True, help="the largest is the best")
     group.add_argument("--min", dest="largest", action="store_const", const=False, help="the smallest is the best "
-                       "(default: as the metric's name tells)")  # fmt: skip
+                       "(default: determined by the metric's name)")  # fmt: skip
     add("--all", action="store_true", help="all metrics, and hyperparameters that are the same in all trials")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--csv", action="store_true", help="print CSV")
     group.add_argument("--json", action="store_true", help="print JSON")
-    add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="show it again, every 5 seconds by "
-        "default, until nothing changes any more")  # fmt: skip
-    add("--resubmit", metavar="|".join((*KINDS[:3], "TRIAL")), help="submit trials anew, which go on from their "
-        "newest checkpoints: all of a state, or by number (3 or 3,5)")  # fmt: skip
-    add("--cancel", nargs="?", const="all", metavar="TRIAL", help="cancel all trials that wait or run, or some (3,5)")
-    add("--max-preemptions", type=int, metavar="N", help="resubmit no trial that was preempted more often (default: as "
-        "the search says)")  # fmt: skip
-    add("--max-failures", type=int, metavar="N", help="resubmit no trial that has failed so often (default: as the "
-        "search says)")  # fmt: skip
+    add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="show the table again, every 5 seconds by "
+        "default, until all trials have ended")  # fmt: skip
+    add("--resubmit", metavar="|".join((*KINDS[:3], "TRIAL")), help="submit trials again, from their newest "
+        "checkpoints: all of a state, or by number (3 or 3,5)")  # fmt: skip
+    add("--cancel", nargs="?", const="all", metavar="TRIAL", help="cancel all pending and running trials, or some: 3,5")
+    add("--max-preemptions", type=int, metavar="N", help="do not resubmit trials that were preempted more often "
+        "(default: of the search)")  # fmt: skip
+    add("--max-failures", type=int, metavar="N", help="do not resubmit trials that failed so often (default: of the "
+        "search)")  # fmt: skip
     return parser
 
 
 def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
-    """Show the table until all trials are at their end, and submit anew what was asked for, meanwhile."""
-    said: set[str] = set()
+    """Show the table until all trials have ended, and resubmit the selected trials meanwhile."""
+    reported: set[str] = set()
     while True:
-        again = given.resubmit and _resubmit(found[0], given, said)
+        # Before the table, which then shows the resubmitted trials as pending.
+        again = given.resubmit and _resubmit(found[0], given, reported)
         if sys.stdout.isatty():
             print(CLEAR, end="")
         statuses = _show(found, given)
@@ -109,17 +117,18 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
 
 
 def _look(search: Search) -> tuple[list[Status], str]:
-    """How the trials stand. A study is told of those whose node has died: no other trial may come that would do it."""
+    """Return the states of the trials, and why SLURM did not answer ("" if it did)."""
+    # Dead trials of a study are marked here, because there may be no other trial left that would do so.
     if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
         from lockstep.extensions.search.study import fail_dead
 
-        with contextlib.suppress(PermissionError):  # who may only read sees the table all the same
+        with contextlib.suppress(PermissionError):  # the table needs read access only
             fail_dead(search.path)
     return searches.look(search)
 
 
 def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
-    """Print the tables; gives all trials."""
+    """Print the tables and return the states of all trials."""
     shown: list[Status] = []
     rows = []
     for search in found:
@@ -133,55 +142,56 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
         else:
             print(table.text(search.path.name, statuses, order, given.all))
         if trouble:
-            print(f"lockstep trials: SLURM could not be asked: {trouble}", file=sys.stderr)
+            print(f"lockstep trials: SLURM did not answer: {trouble}", file=sys.stderr)
     if given.json:
         print(json.dumps(rows, indent=2))
     elif given.csv:
         print(table.as_csv(rows), end="")
+    # --watch may write to a pipe, whose reader waits for each table.
     sys.stdout.flush()
     return shown
 
 
-# -- anew, and away ------------------------------------------------------------------------------------------
+# -- resubmit and cancel -------------------------------------------------------------------------------------
 
 
-def _resubmit(search: Search, given: argparse.Namespace, said: set[str]) -> int:
-    """Submit trials anew; gives how many.
+def _resubmit(search: Search, given: argparse.Namespace, reported: set[str]) -> int:
+    """Resubmit trials and return their number.
 
     Args:
-        search: theirs.
-        given: what was typed.
-        said: what has been said in earlier rounds, and is not said again.
+        search: search of the trials.
+        given: options of the command line.
+        reported: messages of earlier rounds, which are not repeated.
 
     Raises:
-        SlurmRefused: SLURM could not be asked how they stand, and a trial may still run; or sbatch has refused.
+        SlurmRefused: SLURM did not answer, so that a trial may still run; or sbatch failed.
     """
     statuses, trouble = _look(search)
     if trouble:
-        raise SlurmRefused(f"SLURM could not be asked how the trials stand, so none is submitted anew: {trouble}")
+        raise SlurmRefused(f"SLURM did not report the states of the trials, so none is resubmitted: {trouble}")
     chosen = _chosen(statuses, given.resubmit)
     typed = {"preemptions": given.max_preemptions, "failures": given.max_failures}
     limits = replace(search.limits, **{name: most for name, most in typed.items() if most is not None})
     again = []
     for status in chosen:
         why = searches.exhausted(status, limits) if given.resubmit in KINDS else ""
-        if why and why not in said:
-            print(f"lockstep trials: not submitted anew: {why}", file=sys.stderr)
-            said.add(why)
+        if why and why not in reported:
+            print(f"lockstep trials: not resubmitted: {why}", file=sys.stderr)
+            reported.add(why)
         elif not why:
             again.append(status.trial)
     if again:
         searches.submit_trials(search, again, lambda text: print(f"lockstep trials: {text}", file=sys.stderr))
     elif given.watch is None:
-        print(f"lockstep trials: nothing to submit: no trial for --resubmit {given.resubmit}", file=sys.stderr)
+        print(f"lockstep trials: nothing to resubmit: no trial matches --resubmit {given.resubmit}", file=sys.stderr)
     return len(again)
 
 
 def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
-    """The trials that are to be submitted anew.
+    """Return the trials to resubmit.
 
     Raises:
-        MisconfigurationException: no such state or trial, or one that waits, runs, or is completed.
+        MisconfigurationException: the state or trial does not exist, or the trial is pending, running or completed.
     """
     if what in KINDS:
         return [status for status in statuses if status.state == what]
@@ -189,18 +199,10 @@ def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
     for status in chosen:
         if status.state not in KINDS:
             raise MisconfigurationException(
-                f"--resubmit {what}: trial {status.trial.number} is {status.state}: only trials that are "
-                f"{', '.join(KINDS)} can be submitted anew"
+                f"--resubmit {what}: trial {status.trial.number} is {status.state}. Only {', '.join(KINDS)} trials can "
+                "be resubmitted"
             )
     return chosen
-
-
-def _cancel(search: Search, what: str) -> None:
-    statuses, _ = _look(search)
-    chosen = statuses if what == "all" else _numbered(statuses, what, f"--cancel {what}", "all, or numbers of trials")
-    gone = searches.cancel_trials(chosen)
-    numbers = searches.ranges([trial.number for trial in gone])
-    print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if gone else 'none waits or runs'}", file=sys.stderr)
 
 
 def _numbered(statuses: Sequence[Status], what: str, flag: str, way: str) -> list[Status]:
@@ -208,6 +210,6 @@ def _numbered(statuses: Sequence[Status], what: str, flag: str, way: str) -> lis
     unknown = [word for word in what.split(",") if word.strip() not in by_number]
     if unknown:
         raise MisconfigurationException(
-            f"{flag}: there is no trial {unknown[0]!r}, the search has {len(statuses)}: give {way}"
+            f"{flag}: there is no trial {unknown[0]!r}; the search has {len(statuses)}. Use {way}"
         )
     return [by_number[word.strip()] for word in what.split(",")]

@@ -297,9 +297,9 @@ def test_nothing_that_fits_is_an_error() -> None:
 
 
 def test_a_loader_given_as_an_object_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"a loader that is given to trainer\.fit"):
+    with pytest.raises(MisconfigurationException, match=r"a loader that is passed to trainer\.fit"):
         Tuner(quiet()).scale_batch_size(Net(), numbers(4))
-    with pytest.raises(MisconfigurationException, match=r"a loader that is given to trainer\.validate"):
+    with pytest.raises(MisconfigurationException, match=r"a loader that is passed to trainer\.validate"):
         Tuner(quiet()).scale_batch_size(Net(), dataloaders=numbers(4), method="validate")
 
 
@@ -320,7 +320,7 @@ def test_several_loaders_of_an_evaluation_are_refused() -> None:
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             pass
 
-    with pytest.raises(MisconfigurationException, match="takes one loader; there are 2"):
+    with pytest.raises(MisconfigurationException, match="needs one loader, but there are 2"):
         Tuner(quiet()).scale_batch_size(Takes(), datamodule=Two(), method="validate")
 
 

@@ -138,7 +138,7 @@ def test_a_batch_that_was_none_was_a_step_of_the_search() -> None:
 
 def test_too_few_results_suggest_nothing() -> None:
     module = Slope(lr=0.25)
-    with pytest.warns(UserWarning, match="too few to suggest"):
+    with pytest.warns(UserWarning, match="too few results to suggest"):
         finder = find(module, numbers(8), num_training=5)
     assert (finder.suggestion(5), module.lr) == (None, 0.25)
 

@@ -99,4 +99,4 @@ def refused(strategy: Any) -> str:
 def test_ranks_whose_steps_cannot_be_undone_are_refused(ranks: RankPool) -> None:
     assert "FSDPStrategy on 2 ranks cannot" in ranks(2).run(refused, "fsdp", timeout=60)[0]
     assert "without shard_optimizer" in ranks(2).run(refused, DDPStrategy(shard_optimizer=True), timeout=60)[0]
-    assert "give the callback LearningRateFinder()" in refused("ddp_spawn")
+    assert "Use the callback LearningRateFinder()" in refused("ddp_spawn")

@@ -439,7 +439,7 @@ def test_without_options_the_scripts_trainer_starts_its_own_number_of_ranks(
     [
         ([], 2, "usage: python -m lockstep.lightning script.py"),
         (["--help"], 0, "usage: python -m lockstep.lightning script.py"),
-        (["nothing.py"], 1, "lockstep.lightning: nothing.py is not there (this is "),
+        (["nothing.py"], 1, "lockstep.lightning: nothing.py does not exist (in "),
     ],
 )
 def test_words_that_name_no_script(

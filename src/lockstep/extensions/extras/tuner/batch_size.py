@@ -1,4 +1,4 @@
-"""The search for a batch size: the largest that some steps run with before memory is used up."""
+"""Search for the largest batch size that runs some steps without exhausting memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.data.source import length_of
 from lockstep.extensions.extras.tuner.lr_finder import limited
 from lockstep.extensions.extras.tuner.trial import (
     TrialSnapshot,
-    alone,
     configure_again,
     evaluate,
-    has_begun,
+    has_started,
     places_of,
+    refuse_several_processes,
     set_everywhere,
     train,
     trial,
@@ -31,46 +31,46 @@ from lockstep.trainer import Trainer
 
 MODES = ("power", "binsearch")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-"""The loaders whose batch size is sought, by method."""
+"""Stage whose loaders are varied, by method of the Trainer."""
 
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """The settings of a search.
+    """Settings of a search.
 
     Raises:
-        ValueError: for one that cannot work, with its name and value.
+        ValueError: a setting is invalid.
     """
 
-    mode: str  # "power": double until one does not fit; "binsearch": then halve the distance between the largest
-    # that fits and the smallest that does not
+    mode: str  # "power": double until a size does not fit; "binsearch": then bisect between the largest size that
+    # fits and the smallest that does not
     steps_per_trial: int = 3  # optimizer steps, or batches of an evaluation
-    init_val: int = 2  # the first size
-    max_trials: int = 25  # sizes that may fit before the search ends
+    init_val: int = 2  # first size
+    max_trials: int = 25  # number of sizes that fit before the search ends
     batch_arg_name: str = "batch_size"
-    margin: float = 0.0  # of "binsearch": the part of what was found that is taken off
-    max_val: int = 8192  # the largest size to try
+    margin: float = 0.0  # with "binsearch": fraction that is subtracted from the result
+    max_val: int = 8192  # largest size to try
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"scale_batch_size(mode={self.mode!r}): choose one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"scale_batch_size(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"scale_batch_size({name}={value!r}): give a whole number of at least 1.")
+                raise ValueError(f"scale_batch_size({name}={value!r}): it must be an integer of at least 1.")
         if not 0.0 <= self.margin < 1.0:
             raise ValueError(
-                f"scale_batch_size(margin={self.margin!r}): give a part of the batch size, at least 0 and below 1."
+                f"scale_batch_size(margin={self.margin!r}): it must be a fraction of at least 0 and below 1."
             )
 
 
 def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: BatchSizeSearch) -> int:
-    """The largest batch size that fits, or 0 where not even 1 does; every size that it may give was tried.
+    """Return the largest batch size that fits, or 0 if not even 1 does.
 
     Args:
         fits: tries a size.
-        covers: whether a size that was tried takes in the whole data set, so that larger ones mean nothing.
-        settings: how to go on, and when to end.
+        covers: returns True if a tried size covers the whole data set, so that larger ones make no difference.
+        settings: settings of the search.
     """
     mode, max_val = settings.mode, settings.max_val
     size, low, high, successes = min(settings.init_val, max_val), 0, 0, 0
@@ -96,7 +96,7 @@ def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings:
 
 
 class _Counter(Callback):
-    """Ends a trial of manual optimization after so many batches: only the user knows where a step ends."""
+    """Ends a trial of manual optimization after a number of batches, because its steps cannot be counted."""
 
     def __init__(self, batches: int) -> None:
         self._left = batches
@@ -110,34 +110,37 @@ class _Counter(Callback):
 
 
 def check_data(trainer: Trainer, name: str) -> None:
-    """Refuse a call whose loaders do not follow the attribute.
+    """Raise if the batch size of the call's loaders cannot be varied.
 
     Raises:
-        MisconfigurationException: loaders given as objects, several processes, or no such attribute.
+        MisconfigurationException: loaders are given as objects, there are several processes, or the attribute does not
+            exist.
     """
-    alone(trainer, "The batch size finder")
+    refuse_several_processes(trainer, "The batch size finder")
     method = str(trainer.state.fn)
     stage = STAGES[method]
     if trainer.loaders.given.get(stage) is not None:
         raise MisconfigurationException(
-            f"The batch size finder cannot change the batch size of a loader that is given to trainer.{method}(): make "
-            f"it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
+            f"The batch size finder cannot change the batch size of a loader that is passed to trainer.{method}(). "
+            f"Create it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
         )
     places = places_of(trainer, name)
     if not places:
         raise MisconfigurationException(
-            f"The batch size finder found no `{name}` in the model, the data module, or their hparams: set it there "
-            "and make the loaders with it, or name yours by batch_arg_name=..."
+            f"The batch size finder found no `{name}` in the model, the data module, or their hparams. Set it there "
+            "and create the loaders with it, or set batch_arg_name to your attribute."
         )
     if {"model", "model.hparams"} <= set(places):
-        rank_zero_warn(f"Both model.{name} and model.hparams.{name} are there: the batch size finder sets both.")
+        rank_zero_warn(f"The batch size finder sets both model.{name} and model.hparams.{name}.")
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search inside a call of the Trainer, and leave the attribute at what was found; None in a ``fast_dev_run``.
+    """Search inside a call of the Trainer, set the attribute to the result and return it.
+
+    Return None in a ``fast_dev_run``.
 
     Raises:
-        MisconfigurationException: see :func:`check_data`; or several loaders in an evaluation.
+        MisconfigurationException: see :func:`check_data`; or an evaluation has several loaders.
         RuntimeError: not even a batch of one sample fits into memory.
     """
     if trainer.fast_dev_run:
@@ -158,7 +161,9 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
         else:
             fit = True
         if not fit or trainer.strategy.root_device.type != "cpu":
-            garbage_collection_cuda()  # out here, since the exception's frames held the batch
+            # After the except clause, because the frames of the exception refer to the batch.
+            garbage_collection_cuda()
+        # Ctrl-C ends a trial like a normal end; the search must not continue with the next size.
         if trainer.interruption is not None:
             raise KeyboardInterrupt
         rank_zero_info(f"Batch size {size} {'fits' if fit else 'does not fit into memory'}.")
@@ -168,7 +173,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
         found = search(fits, lambda size: 0 < samples[0] <= size, settings)
         if not found:
             raise RuntimeError(
-                f"The batch size finder: not even {batch_arg_name}=1 fits into memory; make the model or its input "
+                f"The batch size finder: not even {batch_arg_name}=1 fits into memory. Make the model or its input "
                 "smaller."
             )
     except BaseException:
@@ -181,7 +186,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
 
 
 def _try(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
-    """One trial; gives the number of samples that there are, 0 where it is not known."""
+    """Run one trial and return the number of samples in the data set; 0 if unknown."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
         with trial(trainer, snapshot, [], **flags):
@@ -204,7 +209,7 @@ def _samples(loaders: object) -> int:
 
 
 def _make_loaders_again(trainer: Trainer) -> None:
-    """Let the call that goes on ask for its loaders with the new batch size."""
+    """Let the call create its loaders again, with the new batch size."""
     if trainer.state.fn is not TrainerFn.FITTING:
         loop = getattr(trainer, f"{trainer.state.fn}_loop")
         if loop.feed is not None:
@@ -213,12 +218,12 @@ def _make_loaders_again(trainer: Trainer) -> None:
             loop.setup_data()
         return
     loop = trainer.fit_loop
-    asked_before = loop.feed is not None
+    was_set_up = loop.feed is not None
     loop.release()
     trainer.session.fit.feed = loop.validation.feed = None
-    if has_begun(trainer):
+    if has_started(trainer):
         loop.setup_data()
-    elif asked_before:  # by `estimated_stepping_batches` in `configure_optimizers`
+    elif was_set_up:  # `configure_optimizers` read `estimated_stepping_batches`, which depends on the loaders
         configure_again(trainer)
 
 
@@ -226,25 +231,25 @@ def _make_loaders_again(trainer: Trainer) -> None:
 
 
 class BatchSizeFinder(Callback):
-    """Finds the largest batch size that fits into memory when a call begins, and goes on with it.
+    """Finds the largest batch size that fits into memory when a call starts, and continues with it.
 
     The loaders must come from hooks of the module or of a data module that read the attribute.
 
     Args:
-        mode: "power": double until memory is used up, and take the size before; "binsearch": then look between the
-            two for the largest that fits.
-        steps_per_trial: optimizer steps (batches, in an evaluation) that a size is tried for.
-        init_val: the first size.
-        max_trials: sizes that may fit before the search ends.
-        batch_arg_name: the attribute of the module, the data module, or their hparams.
-        margin: of "binsearch": the part of the size found that is taken off.
-        max_val: the largest size to try.
+        mode: "power": double until memory is exhausted, and take the last size that fits; "binsearch": then bisect to
+            the largest size that fits.
+        steps_per_trial: number of optimizer steps (batches in an evaluation) for each size.
+        init_val: first size.
+        max_trials: number of sizes that fit before the search ends.
+        batch_arg_name: attribute of the module, the data module, or their hparams.
+        margin: with "binsearch", fraction that is subtracted from the result.
+        max_val: largest size to try.
 
     Attributes:
-        optimal_batch_size: what was found; ``init_val`` before.
+        optimal_batch_size: the result; ``init_val`` before the search.
 
     Raises:
-        ValueError: for a setting that cannot work.
+        ValueError: a setting is invalid.
 
     Example::
 
@@ -274,7 +279,7 @@ class BatchSizeFinder(Callback):
         check_data(trainer, self._settings.batch_arg_name)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search now; everything but the batch size is afterwards what it was."""
+        """Search now. Everything except the batch size is restored afterwards."""
         self.optimal_batch_size = scale_batch_size(trainer, self._settings)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

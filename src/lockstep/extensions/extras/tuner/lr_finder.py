@@ -1,4 +1,4 @@
-"""The learning rate range test: train with a rate that rises at each step, and see where the loss falls fastest."""
+"""Learning rate range test: trains with a rate that rises at each step, and finds where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lockstep.callbacks.base import Callback
 from lockstep.extensions.extras.tuner.trial import (
     TrialSnapshot,
     configure_again,
-    has_begun,
+    has_started,
     places_of,
+    refuse_without_undo,
     set_everywhere,
     train,
     trial,
-    undoable,
     values_of,
 )
 from lockstep.ground import comm
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 MODES = ("linear", "exponential")
 NAMES = ("lr", "learning_rate")
-"""The attributes that are taken for the learning rate where no name is given."""
+"""Default attributes for the learning rate."""
 FORGETTING = 0.98
-"""How much of the smoothed loss is kept at each step."""
+"""Weight of the previous smoothed loss at each step."""
 
 
 class LRFinder:
-    """What a range test found.
+    """Result of a range test.
 
     Args:
         mode: "exponential" or "linear".
-        lr_min: the first rate.
-        lr_max: the rate that the test rises to.
+        lr_min: first rate.
+        lr_max: last rate.
         num_training: number of rates.
 
     Attributes:
-        results: ``{"lr": [...], "loss": [...]}``, one entry a step; the loss is smoothed.
+        results: ``{"lr": [...], "loss": [...]}`` with one entry a step; the loss is smoothed.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -65,7 +65,7 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step of the test, counted from 0."""
+        """Return the learning rate of a step of the test, counted from 0."""
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -74,20 +74,21 @@ class LRFinder:
         return self.lr_min * float((self.lr_max / self.lr_min) ** share)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the smoothed loss falls most steeply over the rate; None (with a warning) where fewer
-        than two finite losses are left.
+        """Return the rate with the steepest fall of the smoothed loss.
+
+        Return None, with a warning, if fewer than two finite losses remain.
 
         Args:
-            skip_begin: results at the beginning that do not count.
-            skip_end: results at the end that do not count.
+            skip_begin: number of results to leave out at the start.
+            skip_end: number of results to leave out at the end.
         """
         inner = range(len(self.results["loss"]))[skip_begin : -skip_end or None]
         counted = [i for i in inner if math.isfinite(self.results["loss"][i])]
         self._optimal_idx = None
         if len(counted) < 2:
             rank_zero_warn(
-                f"lr_find has {len(self.results['loss'])} results, of which {len(counted)} are finite and not skipped "
-                f"(skip_begin={skip_begin}, skip_end={skip_end}): too few to suggest a learning rate. Give it a larger "
+                f"lr_find has too few results to suggest a learning rate: {len(self.results['loss'])}, with "
+                f"{len(counted)} finite and not skipped (skip_begin={skip_begin}, skip_end={skip_end}). Increase "
                 "`num_training`, or skip less."
             )
             return None
@@ -98,12 +99,12 @@ class LRFinder:
         return self.results["lr"][self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Draw the loss over the learning rate; gives the figure.
+        """Plot the loss over the learning rate, and return the figure.
 
         Args:
-            suggest: mark the suggested rate by a red point.
+            suggest: mark the suggested rate with a red point.
             show: open a window.
-            ax: where to draw; default: a figure of its own.
+            ax: axes to draw on; default: a new figure.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -129,11 +130,11 @@ class LRFinder:
 
 
 _LRFinder = LRFinder
-"""Lightning's name of it, for annotations."""
+"""Lightning's name of the class, for annotations."""
 
 
 class _RangeTestRates(LRScheduler):
-    """Gives the optimizer the rates of a range test, one a step."""
+    """Scheduler that sets the rates of a range test, one a step."""
 
     def __init__(self, optimizer: Optimizer, finder: LRFinder) -> None:
         self._finder = finder
@@ -146,7 +147,7 @@ class _RangeTestRates(LRScheduler):
 
 
 class _RateRecorder(Callback):
-    """Notes rate and smoothed loss of each step, and stops a test that diverges."""
+    """Records rate and smoothed loss of each step, and stops a test that diverges."""
 
     def __init__(self, finder: LRFinder, threshold: float | None, bar: tqdm[Any] | None) -> None:
         self._results = finder.results
@@ -175,12 +176,12 @@ class _RateRecorder(Callback):
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if trainer.global_step == self._before:
-            if trainer.strategy.sync_gradients:  # the step was left out, as gradients overflowed
+            if trainer.strategy.sync_gradients:  # the step was skipped because gradients overflowed
                 self._window = []
             return
-        self._before = trainer.global_step  # a batch that is None has no start
+        self._before = trainer.global_step  # on_train_batch_start is not called for a batch that is None
         window, self._window = self._window, []
-        if self._has_stopped:  # ranks hear of the end at a later boundary
+        if self._has_stopped:  # ranks agree on the end at a later boundary, and run some more steps
             return
         loss = _mean_loss(trainer, window)
         self._results["lr"].append(self._rate)
@@ -191,6 +192,7 @@ class _RateRecorder(Callback):
             self._results["loss"].append(math.nan)
             return
         self._average = FORGETTING * self._average + (1 - FORGETTING) * loss
+        # Corrects the bias of an average that starts at 0.
         smoothed = self._average / (1 - FORGETTING ** (step + 1))
         if self._threshold is not None and step > 1 and smoothed > self._threshold * self._best:
             self._has_stopped = trainer.should_stop = True
@@ -200,77 +202,79 @@ class _RateRecorder(Callback):
 
 
 def _mean_loss(trainer: Trainer, window: list[float]) -> float:
-    """The loss of a window of micro-batches, the same on all ranks; NaN where none has one. Collective."""
+    """Return the loss of a window of micro-batches, the same on all ranks; NaN if no rank has one. Collective."""
     total, count, ranks = sum(window), float(len(window)), trainer.world_size
     if ranks > 1:
         device = trainer.strategy.root_device
         mine = torch.tensor([total, count], dtype=widest(device), device=device)
-        total, count = comm.all_reduce(mine, "sum").tolist()  # ranks without samples come here, too
+        total, count = comm.all_reduce(mine, "sum").tolist()  # ranks without samples take part, too
     return total / ranks / math.ceil(count / ranks) if count else math.nan
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The settings of a range test.
+    """Settings of a range test.
 
     Raises:
-        ValueError: for one that cannot work, with its name and value.
+        ValueError: a setting is invalid.
     """
 
-    min_lr: float  # the first rate
-    max_lr: float  # the rate that the test rises to
+    min_lr: float  # first rate
+    max_lr: float  # last rate
     num_training: int  # number of rates
     mode: str
-    early_stop_threshold: float | None  # in multiples of the best smoothed loss; None: never stop
+    early_stop_threshold: float | None  # in multiples of the best smoothed loss; None never stops
     update_attr: bool
-    attr_name: str  # "": one of NAMES
+    attr_name: str  # "" for one of NAMES
 
     def __post_init__(self) -> None:
         low, high = self.min_lr, self.max_lr
         if self.mode not in MODES:
-            raise ValueError(f"lr_find(mode={self.mode!r}): choose one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"lr_find(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
         if not 0 <= low < high or (low == 0 and self.mode == "exponential"):
             raise ValueError(
-                f"lr_find(min_lr={low}, max_lr={high}): give 0 < min_lr < max_lr (mode='linear' may begin at 0)."
+                f"lr_find(min_lr={low}, max_lr={high}): use 0 < min_lr < max_lr (mode='linear' may start at 0)."
             )
         if self.num_training < 1:
-            raise ValueError(f"lr_find(num_training={self.num_training}): give a number of steps, at least 1.")
+            raise ValueError(f"lr_find(num_training={self.num_training}): the number of steps must be at least 1.")
 
 
-def _attribute_name(trainer: Trainer, asked: str) -> str:
+def _attribute_name(trainer: Trainer, attr_name: str) -> str:
     kind = type(trainer.lightning_module).__name__
-    for name in (asked,) if asked else NAMES:
+    for name in (attr_name,) if attr_name else NAMES:
         if places_of(trainer, name):
             return name
-    if asked:
+    if attr_name:
         raise AttributeError(
-            f"lr_find(attr_name={asked!r}): neither {kind} nor the data module has it, as an attribute or in hparams."
+            f"lr_find(attr_name={attr_name!r}): neither {kind} nor the data module has this attribute, also not in "
+            "hparams."
         )
     raise AttributeError(
-        f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, as an attribute "
-        "or in hparams: give the name of yours by attr_name=..., or update_attr=False."
+        f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, also not in "
+        "hparams. Set attr_name to your attribute, or use update_attr=False."
     )
 
 
 def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFinder | None:
-    """Play a range test inside a fit whose optimizers are there; None in a ``fast_dev_run``.
+    """Run a range test inside a fit that has its optimizers; return None in a ``fast_dev_run``.
 
-    With ``update_attr`` the suggestion goes into the attribute, and into the optimizer: before training begins
-    ``configure_optimizers`` is asked again, later all its groups get the rate.
+    With ``update_attr`` the attribute and the optimizer use the suggestion. Before training, ``configure_optimizers``
+    is called again; later, all groups of the optimizer get the rate.
 
     Raises:
-        MisconfigurationException: a strategy whose steps cannot be undone, several optimizers, or manual optimization.
-        AttributeError: there is no such attribute.
+        MisconfigurationException: the strategy cannot undo steps, or there are several optimizers or manual
+            optimization.
+        AttributeError: the attribute does not exist.
     """
     if trainer.fast_dev_run:
         rank_zero_warn("The learning rate finder does nothing in a `fast_dev_run`.")
         return None
-    undoable(trainer, "The learning rate finder")
+    refuse_without_undo(trainer, "The learning rate finder")
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
     if not module.automatic_optimization or len(optimizers) != 1:
         raise MisconfigurationException(
-            f"The learning rate finder needs one optimizer under automatic optimization; {type(module).__name__} has "
-            f"{len(optimizers)}, and automatic_optimization={module.automatic_optimization}."
+            f"The learning rate finder needs one optimizer and automatic optimization. {type(module).__name__} has "
+            f"{len(optimizers)} optimizer(s) and automatic_optimization={module.automatic_optimization}."
         )
     name = _attribute_name(trainer, settings.attr_name) if settings.update_attr else ""
     num_training = settings.num_training
@@ -296,10 +300,10 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
 
 
 def _take(trainer: Trainer, name: str, rate: float) -> None:
-    """Let the fit go on with the rate."""
+    """Continue the fit with the rate."""
     set_everywhere(trainer, name, rate)
     rank_zero_info(f"`{name}` is now {rate} ({', '.join(places_of(trainer, name))}).")
-    if not has_begun(trainer):
+    if not has_started(trainer):
         configure_again(trainer)
         return
     for optimizer in trainer.strategy.optimizers:
@@ -308,7 +312,7 @@ def _take(trainer: Trainer, name: str, rate: float) -> None:
 
 
 def limited(limit: int | float, batches: int) -> int | float:
-    """A limit of batches, made no more than ``batches``; a fraction below all stays what it is."""
+    """Return a limit of batches reduced to ``batches``. Fractions below 1.0 are unchanged."""
     if isinstance(limit, float):
         return batches if limit == 1.0 else limit
     return min(limit, batches)
@@ -324,24 +328,24 @@ def _bar(steps: int) -> Any:
 
 
 class LearningRateFinder(Callback):
-    """Finds a learning rate by a range test when a fit begins, and goes on with it.
+    """Finds a learning rate by a range test when a fit starts, and continues with it.
 
-    A fit that is resumed goes on with the rate that its run has found, without another test.
+    A resumed fit continues with the rate found before, without another test.
 
     Args:
-        min_lr: the first rate.
-        max_lr: the rate that the test rises to.
+        min_lr: first rate.
+        max_lr: last rate.
         num_training_steps: number of rates.
         mode: "exponential" or "linear".
-        early_stop_threshold: stop once the smoothed loss is above this many times the best one; None: never.
-        update_attr: set the module's attribute to the suggestion, and make the optimizer with it.
+        early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops.
+        update_attr: set the module's attribute to the suggestion, and create the optimizer with it.
         attr_name: the attribute; default: `lr` or `learning_rate`.
 
     Attributes:
-        optimal_lr: what :meth:`lr_find` found, with `results`, `suggestion()` and `plot()`.
+        optimal_lr: result of :meth:`lr_find`, with `results`, `suggestion()` and `plot()`.
 
     Raises:
-        ValueError: for a setting that cannot work.
+        ValueError: a setting is invalid.
 
     Example::
 
@@ -375,7 +379,7 @@ class LearningRateFinder(Callback):
         self._is_restored = False
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Play the range test now; everything but the learning rate is afterwards what it was."""
+        """Run the range test now. Everything except the learning rate is restored afterwards."""
         show = trainer.progress_bar_callback is not None
         self.optimal_lr = lr_find(trainer, self._settings, show_progress=show)
         if self._settings.update_attr and self.optimal_lr is not None:
@@ -388,14 +392,14 @@ class LearningRateFinder(Callback):
             self.lr_find(trainer, pl_module)
         elif self._found is not None:
             name = _attribute_name(trainer, self._settings.attr_name)
-            set_everywhere(trainer, name, self._found)  # the optimizers have what the checkpoint holds
-            rank_zero_info(f"`{name}` is {self._found}, as the run has found it; no other test is made.")
+            set_everywhere(trainer, name, self._found)  # the optimizers got their rate from the checkpoint
+            rank_zero_info(f"`{name}` is {self._found}, found earlier in this run, so no other test is made.")
 
     def state_dict(self) -> dict[str, Any]:
-        """The rate that the module was given."""
+        """Return the rate that was found."""
         return {"found": self._found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back: the fit that follows goes on with it."""
+        """Restore the rate; the next fit uses it without a test."""
         self._found = None if state_dict["found"] is None else float(state_dict["found"])
         self._is_restored = True

@@ -1,4 +1,4 @@
-"""A trial: some windows, or some batches of an evaluation, after which nothing is different."""
+"""A trial: some windows of training, or some batches of an evaluation, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from lockstep.loop.session import FitState, Session
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 
-# -- what a trial may change ---------------------------------------------------------------------------------
+# -- snapshot ------------------------------------------------------------------------------------------------
 
 
 class _TensorCopy:
-    """A tensor and a copy of its values; on the CPU, so that a search for memory has the whole device."""
+    """A tensor with a copy of its values on the CPU, so that a search for memory can use the whole device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -59,14 +59,15 @@ def _restored(value: object) -> Any:
 
 
 class TrialSnapshot:
-    """Weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the gradient
-    scaler, all global random states, and what the user's own ``on_save_checkpoint`` hooks save.
+    """Copy of everything that a trial may change.
 
-    Plain Python attributes of the module are not among them: what is to survive a trial belongs into buffers or
-    into ``on_save_checkpoint``.
+    It contains weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the
+    gradient scaler, all global random states, and the values saved by the user's ``on_save_checkpoint`` hooks. Plain
+    Python attributes of the module are not restored; keep such values in buffers, or save them in
+    ``on_save_checkpoint``.
 
     Args:
-        trainer: inside a call, its module set up.
+        trainer: a Trainer inside a call, with its module set up.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -92,12 +93,12 @@ class TrialSnapshot:
         self._checkpoint = _copied(state.collect(trainer.session)) if _saves_more(trainer) else None
 
     def drop_gradients(self) -> None:
-        """Leave the gradients that are there alone: a trial makes its own."""
+        """Detach the gradients from the parameters, so that a trial does not change them."""
         for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore(self) -> None:
-        """Make everything what it was when it was taken; may be called again."""
+        """Restore everything. May be called several times."""
         trainer = self._trainer
         if self._checkpoint is not None:
             checkpoint = _restored(self._checkpoint)
@@ -105,19 +106,6 @@ class TrialSnapshot:
             if saved is not None and trainer.datamodule is not None:
                 trainer.datamodule.load_state_dict(saved)
             trainer.hooks.call("on_load_checkpoint", checkpoint)
-        self._restore_module()
-        for optimizer, saved in self._optimizers:
-            _restore_optimizer(optimizer, saved)
-        for scheduler, saved in self._schedulers:
-            scheduler.load_state_dict(copy.deepcopy(saved))
-        scaler = trainer.strategy.precision.scaler
-        if scaler is not None and self._scaler is not None:
-            scaler.load_state_dict(self._scaler)
-        for generator, saved in self._generators:
-            generator.set_state(saved)
-        set_random_states(self._random)
-
-    def _restore_module(self) -> None:
         for part, training, (parameters, buffers) in self._parts:
             part.training = training
             vars(part)["_parameters"] = _restored(parameters)
@@ -130,6 +118,17 @@ class TrialSnapshot:
             for name, value in _restored(states).items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
+        for optimizer, saved in self._optimizers:
+            _restore_optimizer(optimizer, saved)
+        for scheduler, saved in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(saved))
+        scaler = trainer.strategy.precision.scaler
+        if scaler is not None and self._scaler is not None:
+            scaler.load_state_dict(self._scaler)
+        for generator, saved in self._generators:
+            generator.set_state(saved)
+        # Last, because hooks and load_state_dict above may draw random numbers.
+        set_random_states(self._random)
 
 
 def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -137,7 +136,7 @@ def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _optimizer_state(optimizer: Optimizer) -> Any:
-    """Of torch's own optimizers their attributes, without a conversion; of others what they say is their state."""
+    """Copy the attributes of torch's optimizers, exactly; of other optimizers their ``state_dict``."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return _copied(copy.deepcopy(optimizer.state_dict()))
     groups = [{**_copied({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
@@ -149,6 +148,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
         optimizer.load_state_dict(_restored(saved))
         return
     attributes, groups, states = saved
+    # Not by load_state_dict, which converts the dtypes of states.
     vars(optimizer).clear()
     vars(optimizer).update(attributes)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -161,7 +161,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
 
 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
-    """The generators of loaders that the user made: a trial draws from them."""
+    """Yield the generators of the given loaders, because a trial draws from them."""
     for loaders in given.values():
         for loader in unpack(loaders, "")[0] if loaders is not None else ():
             for holder in (loader, getattr(loader, "sampler", None)):
@@ -171,7 +171,7 @@ def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
 
 
 def _saves_more(trainer: Trainer) -> bool:
-    """Whether somebody has a state of his own in checkpoints, which a trial may change."""
+    """Return True if the user's code has its own state in checkpoints, which a trial may change."""
     module, datamodule = trainer.lightning_module, trainer.datamodule
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
     return (
@@ -192,7 +192,7 @@ LOOPS = {
 
 
 class SilentLogger(DummyLogger):
-    """Keeps nothing of a trial, and says of itself (name, folder) what the user's logger says."""
+    """Logger that drops everything that a trial logs, with name and folders of the user's logger."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()
@@ -200,73 +200,73 @@ class SilentLogger(DummyLogger):
 
     @property
     def name(self) -> Any:
-        """The user's logger's."""
+        """Name of the user's logger."""
         return self._logger.name
 
     @property
     def version(self) -> Any:
-        """The user's logger's."""
+        """Version of the user's logger."""
         return self._logger.version
 
     @property
     def save_dir(self) -> Any:
-        """The user's logger's."""
+        """Save directory of the user's logger."""
         return getattr(self._logger, "save_dir", None)
 
     @property
     def root_dir(self) -> Any:
-        """The user's logger's."""
+        """Root directory of the user's logger."""
         return getattr(self._logger, "root_dir", None)
 
     @property
     def log_dir(self) -> Any:
-        """The user's logger's."""
+        """Log directory of the user's logger."""
         return getattr(self._logger, "log_dir", None)
 
 
-def alone(trainer: Trainer, what: str) -> None:
-    """Refuse several ranks.
+def refuse_several_processes(trainer: Trainer, what: str) -> None:
+    """Raise for several ranks.
 
     Raises:
-        MisconfigurationException: the Trainer starts, or is one of, several processes.
+        MisconfigurationException: the Trainer starts several processes, or is one of several.
     """
     if trainer.world_size > 1 or trainer._spawns:
         raise MisconfigurationException(
-            f"{what} works on one process; this Trainer has {trainer.world_size}"
-            f"{' that it spawns' if trainer._spawns else ''}. All ranks would have to find the same, out of memory or "
-            "not, which is not built yet: search with `Trainer(devices=1)` and give the result to the other Trainer."
+            f"{what} works on one process, but this Trainer has {trainer.world_size}"
+            f"{' that it spawns' if trainer._spawns else ''}. The ranks cannot yet agree on whether a trial ran out of "
+            "memory. Search with `Trainer(devices=1)`, and use the result in this Trainer."
         )
 
 
-def undoable(trainer: Trainer, what: str) -> None:
-    """Refuse ranks whose steps cannot be undone.
+def refuse_without_undo(trainer: Trainer, what: str) -> None:
+    """Raise if steps cannot be undone.
 
     Raises:
-        MisconfigurationException: the Trainer spawns processes, or its strategy keeps more than values.
+        MisconfigurationException: the Trainer spawns processes, or its strategy has state that cannot be restored.
     """
     if trainer._spawns:
         raise MisconfigurationException(
-            f"{what} would find its result in processes that this Trainer spawns: give the callback "
-            'LearningRateFinder() to the Trainer, which finds and takes the rate within the fit, or strategy="ddp".'
+            f"{what} would leave its result in the processes that this Trainer spawns. Use the callback "
+            'LearningRateFinder(), which sets the rate within the fit, or strategy="ddp".'
         )
     if trainer.world_size > 1 and not trainer.strategy.undoes_steps:
         raise MisconfigurationException(
-            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot: "
-            'search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
-            "Trainer(devices=1), and give the result to this Trainer."
+            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot. "
+            'Search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
+            "Trainer(devices=1), and use the result in this Trainer."
         )
 
 
 @contextmanager
 def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
-    """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
+    """Run the body as a separate call of the Trainer, with ``callbacks`` only, and without logging or saving.
 
-    Afterwards, also after an exception, everything is what it was when ``snapshot`` was taken; a Ctrl-C is passed on.
+    Afterwards, also after an exception, ``snapshot`` is restored.
 
     Args:
-        trainer: inside a call, set up by its session; the trial uses the same module, optimizers and loader hooks.
-        snapshot: what to restore.
-        callbacks: those of the trial.
+        trainer: a Trainer inside a call. The trial uses the same module, optimizers and loader hooks.
+        snapshot: the state to restore.
+        callbacks: callbacks of the trial.
         flags: fields of the trial's RunConfig.
     """
     session = trainer.session
@@ -296,12 +296,13 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
         fit=FitState(progress=replace(progress, batch=0, last=False, phase=EPOCH_START)),
     )
     snapshot.drop_gradients()
-    # a trial has more epochs than the fit may have, and no callbacks: a metric that is watched may be missing
+    # A trial has no callbacks and may run more epochs than the fit, so a monitored metric may be missing.
     strategy.lr_scheduler_configs = [each for each in strategy.lr_scheduler_configs if not each.reduce_on_plateau]
     try:
         with in_session(trainer, inside):
             yield
     finally:
+        # The strategy first: hooks that are called while restoring must see its own optimizers and schedulers.
         vars(strategy).clear()
         vars(strategy).update(strategy_before)
         if session.world_size > 1:
@@ -311,7 +312,7 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
 
 @contextmanager
 def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
-    """Let the Trainer work on another session, with loops of its own."""
+    """Let the Trainer work on another session, with new loops."""
     names = ("session", "fit_loop", *LOOPS)
     before = {name: vars(trainer)[name] for name in names}
     outer = trainer.session
@@ -330,7 +331,7 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
 def train(trainer: Trainer) -> None:
     """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``.
 
-    It has nothing of what goes before and after a fit. It ends, too, with an epoch that has no batch to step for.
+    Nothing that surrounds a fit runs, such as its setup. It also ends after an epoch without a batch to step for.
     """
     session, loop = trainer.session, trainer.fit_loop
     session.fit.results = session.results
@@ -344,13 +345,13 @@ def train(trainer: Trainer) -> None:
     while continues and session.fit.loaded.num_batches and loop.ending.in_epoch() is None:
         update.had_batch = False
         loop.epoch()
-        # where all batches were None, or the user ended the epoch before one, no further epoch would step either
+        # If all batches were None, or the user ended the epoch before the first, further epochs would not step either.
         continues = update.had_batch or not session.module.automatic_optimization
     session.hooks.call("on_train_end")
 
 
 def evaluate(trainer: Trainer) -> Any:
-    """Validate, test or predict inside a trial; gives the loop."""
+    """Validate, test or predict inside a trial, and return the loop."""
     stage = trainer.state.stage
     (loop,) = (getattr(trainer, name) for name, each in LOOPS.items() if each is stage)
     loop.setup_data()
@@ -358,8 +359,8 @@ def evaluate(trainer: Trainer) -> Any:
         return loop
     if len(loop.feed.num_batches) > 1:
         raise MisconfigurationException(
-            f"A search for the batch size of trainer.{trainer.state.fn}() takes one loader; there are "
-            f"{len(loop.feed.num_batches)}: search with one at a time."
+            f"A search for the batch size of trainer.{trainer.state.fn}() needs one loader, but there are "
+            f"{len(loop.feed.num_batches)}. Search with one at a time."
         )
     if stage is RunningStage.PREDICTING:
         loop.predict(False)
@@ -369,17 +370,17 @@ def evaluate(trainer: Trainer) -> Any:
 
 
 def configure_again(trainer: Trainer) -> None:
-    """Ask the module for its optimizers anew, before the first window: they may depend on what was found."""
+    """Call ``configure_optimizers`` again before the first window, because it may depend on the result."""
     strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)
         return
-    strategy.optimizers, strategy.lr_scheduler_configs = found  # what reduces their gradients is there already
+    strategy.optimizers, strategy.lr_scheduler_configs = found  # the reducer of gradients exists already
     strategy.change_optimizers()
 
 
-def has_begun(trainer: Trainer) -> bool:
-    """Whether the fit's training has begun, so that its optimizers have a past."""
+def has_started(trainer: Trainer) -> bool:
+    """Return True if the fit's training has started, so that its optimizers have state."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.begun
 
 
@@ -387,7 +388,7 @@ def has_begun(trainer: Trainer) -> bool:
 
 
 def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """Where the attribute is: (the place in words, the object, whether it is an item of a mapping)."""
+    """Yield the holders of the attribute as (description, object, whether it is an item of a mapping)."""
     for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
         if owner is None:
             continue
@@ -398,17 +399,17 @@ def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def places_of(trainer: Trainer, name: str) -> list[str]:
-    """Where the attribute is found, in words: "model", "model.hparams", "datamodule", "datamodule.hparams"."""
+    """Return the holders of the attribute: "model", "model.hparams", "datamodule", "datamodule.hparams"."""
     return [word for word, _, _ in _holders(trainer, name)]
 
 
 def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
-    """The attribute's value in each of its places."""
+    """Return the attribute's value by holder."""
     return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
 
 
 def set_everywhere(trainer: Trainer, name: str, value: object) -> None:
-    """Set the attribute in all of its places; a dict from :func:`values_of` gives each place its own value."""
+    """Set the attribute in all holders. A dict from :func:`values_of` sets each holder's own value."""
     for word, holder, item in list(_holders(trainer, name)):
         own = value[word] if isinstance(value, dict) else value
         if item:

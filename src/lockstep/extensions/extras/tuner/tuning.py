@@ -14,7 +14,12 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.extensions.extras.tuner import batch_size, lr_finder
 from lockstep.extensions.extras.tuner.batch_size import BatchSizeFinder
 from lockstep.extensions.extras.tuner.lr_finder import LearningRateFinder, LRFinder
-from lockstep.extensions.extras.tuner.trial import SilentLogger, alone, in_session, undoable
+from lockstep.extensions.extras.tuner.trial import (
+    SilentLogger,
+    in_session,
+    refuse_several_processes,
+    refuse_without_undo,
+)
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
@@ -32,11 +37,11 @@ class Tuner:
     """Finds a learning rate or a batch size for a Trainer's next call.
 
     A search sets the module up as that call would (``prepare_data``, ``setup``, ``configure_optimizers``, at the end
-    ``teardown``) and plays steps of it. What it finds goes into the attribute that your code reads; module,
-    optimizers, counters, callbacks, loggers and random states are afterwards what they were, bit for bit.
+    ``teardown``) and runs steps of it. The result is written to the attribute that your code reads. Module, optimizers,
+    counters, callbacks, loggers and random states are restored afterwards, bit for bit.
 
     Args:
-        trainer: whose devices, precision and flags the trials use.
+        trainer: the Trainer; trials use its devices, precision and flags.
 
     Example::
 
@@ -66,35 +71,34 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Train with a learning rate that rises from step to step, and suggest the one where the loss falls fastest.
+        """Train with a learning rate that rises at each step, and suggest the rate where the loss falls fastest.
 
         Args:
-            model: what to train.
-            train_dataloaders: as for ``trainer.fit``; the test goes through them as often as it takes.
+            model: the module to train.
+            train_dataloaders: as for ``trainer.fit``; the test repeats them as needed.
             val_dataloaders: as for ``trainer.fit``.
-            dataloaders: of other methods than "fit", and so of none.
-            datamodule: in place of loaders.
+            dataloaders: must be None, because only "fit" is supported.
+            datamodule: a data module instead of loaders.
             method: "fit".
-            min_lr: the first rate.
-            max_lr: the rate that the test rises to.
+            min_lr: first rate.
+            max_lr: last rate.
             num_training: number of rates, one a step.
             mode: "exponential" or "linear".
-            early_stop_threshold: stop once the smoothed loss is above this many times the best one; None: never.
+            early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops.
             update_attr: set the attribute to the suggestion.
-            attr_name: the attribute of the module, the data module, or their hparams; default: `lr` or
-                `learning_rate`.
+            attr_name: attribute of the module, the data module, or their hparams; default: `lr` or `learning_rate`.
 
         Returns:
-            rates and losses, with ``suggestion()`` and ``plot()``; None in a ``fast_dev_run``.
+            Rates and losses, with ``suggestion()`` and ``plot()``; None in a ``fast_dev_run``.
 
         Raises:
-            MisconfigurationException: another method than "fit", a strategy whose steps cannot be undone, several
-                optimizers, manual optimization.
-            ValueError: for a setting that cannot work, or where the Trainer has a LearningRateFinder.
-            AttributeError: ``update_attr`` and no such attribute.
+            MisconfigurationException: the method is not "fit", the strategy cannot undo steps, or there are several
+                optimizers or manual optimization.
+            ValueError: a setting is invalid, or the Trainer has a LearningRateFinder.
+            AttributeError: ``update_attr`` is True, but the attribute does not exist.
         """
         if method != "fit":
-            raise MisconfigurationException(f"lr_find(method={method!r}): a learning rate is found in 'fit' only.")
+            raise MisconfigurationException(f"lr_find(method={method!r}): only method='fit' has a learning rate.")
         _check_loaders("lr_find", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, LearningRateFinder)
         settings = lr_finder.RangeTest(
@@ -102,7 +106,7 @@ class Tuner:
         )
         show = self._trainer.progress_bar_callback is not None
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        undoable(self._trainer, "The learning rate finder")
+        refuse_without_undo(self._trainer, "The learning rate finder")
 
         def find() -> LRFinder | None:
             with _prepared(self._trainer, TrainerFn.FITTING, model, given, datamodule):
@@ -130,31 +134,32 @@ class Tuner:
         """Find the largest batch size that fits into memory, and set the attribute to it.
 
         Args:
-            model: what to run.
-            train_dataloaders: a data module; loaders cannot be given, since their batch size is fixed.
-            val_dataloaders: of "fit"; validation runs only where a trial reaches the end of an epoch.
-            dataloaders: of the other methods, likewise a data module.
-            datamodule: whose loader hooks read the attribute; default: those of the model.
+            model: the module to run.
+            train_dataloaders: a data module for "fit". Loaders are refused, because their batch size is fixed.
+            val_dataloaders: loaders for "fit". Validation runs only if a trial reaches the end of an epoch.
+            dataloaders: a data module for the other methods.
+            datamodule: data module with loader hooks that read the attribute; default: the hooks of the model.
             method: "fit", "validate", "test" or "predict".
-            mode: "power": double until memory is used up, and take the size before; "binsearch": then look between
-                the two for the largest that fits.
-            steps_per_trial: optimizer steps (batches, but for "fit") that a size is tried for.
-            init_val: the first size.
-            max_trials: sizes that may fit before the search ends.
-            batch_arg_name: the attribute of the module, the data module, or their hparams.
-            margin: of "binsearch": the part of the size found that is taken off.
-            max_val: the largest size to try.
+            mode: "power": double until memory is exhausted, and take the last size that fits; "binsearch": then bisect
+                to the largest size that fits.
+            steps_per_trial: number of optimizer steps ("fit") or batches for each size.
+            init_val: first size.
+            max_trials: number of sizes that fit before the search ends.
+            batch_arg_name: attribute of the module, the data module, or their hparams.
+            margin: with "binsearch", fraction that is subtracted from the result.
+            max_val: largest size to try.
 
         Returns:
-            the size; None in a ``fast_dev_run``. The search also ends at a size that takes in the whole data set.
+            The size; None in a ``fast_dev_run``. The search also ends at a size that covers the whole data set.
 
         Raises:
-            MisconfigurationException: loaders given as objects, several processes, no such attribute.
-            ValueError: for a setting that cannot work, or where the Trainer has a BatchSizeFinder.
+            MisconfigurationException: loaders are given as objects, there are several processes, or the attribute does
+                not exist.
+            ValueError: a setting is invalid, or the Trainer has a BatchSizeFinder.
             RuntimeError: not even one sample fits into memory.
         """
         if method not in batch_size.STAGES:
-            raise ValueError(f"scale_batch_size(method={method!r}): choose one of {', '.join(batch_size.STAGES)}.")
+            raise ValueError(f"scale_batch_size(method={method!r}): it must be one of {', '.join(batch_size.STAGES)}.")
         _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, BatchSizeFinder)
         settings = batch_size.BatchSizeSearch(
@@ -163,7 +168,7 @@ class Tuner:
         given = {batch_size.STAGES[method]: dataloaders}
         if method == "fit":
             given = {"train": train_dataloaders, "val": val_dataloaders}
-        alone(self._trainer, "The batch size finder")
+        refuse_several_processes(self._trainer, "The batch size finder")
         with _prepared(self._trainer, TrainerFn(method), model, given, datamodule):
             return batch_size.scale_batch_size(self._trainer, settings)
 
@@ -171,24 +176,24 @@ class Tuner:
 def _check_loaders(search: str, method: str, train: object, val: object, others: object) -> None:
     if method == "fit" and others is not None:
         raise MisconfigurationException(
-            f"{search}(method='fit', dataloaders=...): give train_dataloaders= and val_dataloaders=, or datamodule=."
+            f"{search}(method='fit', dataloaders=...): use train_dataloaders= and val_dataloaders=, or datamodule=."
         )
     if method != "fit" and (train is not None or val is not None):
         raise MisconfigurationException(
-            f"{search}(method={method!r}, train_dataloaders= or val_dataloaders=...): give dataloaders= or datamodule=."
+            f"{search}(method={method!r}, train_dataloaders= or val_dataloaders=...): use dataloaders= or datamodule=."
         )
 
 
 def _check_callbacks(trainer: Trainer, kind: type) -> None:
     if any(isinstance(callback, kind) for callback in trainer.base_callbacks):
         raise ValueError(
-            f"Trainer(callbacks=[{kind.__name__}(...)]) searches by itself when a call begins: take it out to use the "
-            "Tuner."
+            f"Trainer(callbacks=[{kind.__name__}(...)]) already searches when a call starts. Remove the callback to "
+            "use the Tuner."
         )
 
 
 class _OnlySetUp(Callback):
-    """The user's callback as far as it prepares the module; it sees nothing of a search."""
+    """The setup and teardown of a user's callback; no other hook of it runs in a search."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -208,14 +213,15 @@ def _prepared(
     given: dict[str, Any],
     datamodule: LightningDataModule | None,
 ) -> Iterator[None]:
-    """A call of the Trainer up to where its loop would begin; the Trainer is afterwards as before.
+    """Prepare a call of the Trainer up to the start of its loop, and restore the Trainer afterwards.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, when all is put back.
+        KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.
     """
     watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
     trainer._attach(fn, model, given, datamodule)
     session = trainer.session
+    # Callbacks that watch a run, and other searches, have nothing to set up for a trial.
     only_set_up = [_OnlySetUp(callback) for callback in session.base_callbacks if not isinstance(callback, watching)]
     inside = session.branch(
         base_callbacks=only_set_up,
