@@ -24,7 +24,8 @@ TOPICS = {
     "no effect": (
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
-        r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|and there is no logger: (set|give)"
+        r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|"
+        r"and there is no logger: (set|give)"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",

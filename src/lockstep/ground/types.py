@@ -198,7 +198,7 @@ class Planned(Protocol):
         """Why it is the best."""
 
     def lines(self, everything: bool = False) -> Iterator[str]:
-        """The lines of the table; ``everything``: also ways that are not worth choosing."""
+        """Return the lines of the table; with ``everything`` also ways that are not worth choosing."""
 
     def save(self, path: str | Path) -> None:
         """Write the choice to a file for ``Trainer(strategy="plan.yaml")``."""
