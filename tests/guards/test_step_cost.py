@@ -6,6 +6,7 @@ import builtins
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.tools.pool import RankPool
 
 PACKAGE = str(Path(lockstep.__file__).parent) + os.sep
 FRAMES, FILES, CALLS = 7, 5, 27
+INSTRUCTIONS, OF_A_VALUE = 900, 130
+"""Most bytecode instructions of the library in a step (814 in November 2026), and for a logged value (114)."""
 ENGINE = "engines/ddp/"
 """What it calls grows with the buckets, and is the same in a hand-written loop."""
 
@@ -135,6 +138,47 @@ def test_a_step_makes_few_calls(ranks: RankPool) -> None:
 
 def calls_on_ranks() -> list[str]:
     return calls_a_step(on_ranks)
+
+
+@contextmanager
+def instructions_of_the_library() -> Iterator[None]:
+    """Notes the file and function of each bytecode instruction of the library."""
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if event == "opcode":
+            CALLED.append(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}")
+        return trace
+
+    CALLED.clear()
+    gc.collect()
+    gc.disable()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+class Logs(Bare):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="each Python has instructions of its own")
+@pytest.mark.parametrize(("make", "most"), [(Bare, INSTRUCTIONS), (Logs, INSTRUCTIONS + OF_A_VALUE)])
+def test_a_step_takes_few_instructions(make: type[Bare], most: int) -> None:
+    """Times scatter on a shared machine by more than a step's own cost; instructions do not."""
+    quiet(max_epochs=1).fit(make(instructions_of_the_library), numbers(10))
+    places = Counter(CALLED)
+    assert 100 < len(CALLED) / 4 <= most, places.most_common(20)
 
 
 @contextmanager
