@@ -331,6 +331,14 @@ def test_a_loader_that_gives_no_batches_is_named() -> None:
         quiet().fit(acting(BoringModel, train_dataloader=lambda m: object()))
 
 
+def test_a_data_set_in_the_place_of_a_loader_was_trained_on_sample_by_sample_in_silence() -> None:
+    module = BoringModel()
+    with pytest.warns(
+        UserWarning, match=r"train_dataloader is a RandomDataset, a data set.*DataLoader\(data_set, batch"
+    ):
+        quiet(max_steps=2).fit(module, RandomDataset(32, 8))  # type: ignore[arg-type]
+
+
 def test_saving_before_there_is_a_module_is_an_attribute_error_too(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="nothing to save before the first fit"):
         quiet().save_checkpoint(tmp_path / "a.ckpt")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lockstep.data.cut import WindowPlan, apportion
 from lockstep.data.fixed import Untouched, in_order
@@ -271,6 +271,12 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
         raise WrongType(
             f"{name} is {loader!r:.100}, a {type(loader).__name__}, which cannot be iterated: return or pass a "
             "DataLoader or another iterable of batches."
+        )
+    # It has `__getitem__`, so Python iterates it, sample by sample.
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        warn_once(
+            f"{name} is a {type(loader).__name__}, a data set: each of its samples is taken for a batch. To make "
+            "batches, pass DataLoader(data_set, batch_size=...)."
         )
     measure = Measure(name, spec.stage)
     # The index is part of the key: loaders of a stage are shuffled independently.
