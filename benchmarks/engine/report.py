@@ -230,8 +230,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "link": (
         "Slow network",
         "A GPT of 5 M parameters (0.9 M with --quick) is trained by AdamW with each method for the same time. Two "
-        "network namespaces are joined by a virtual cable of 100 Mbit/s. Local steps are averaged every 16 steps. "
-        "Bytes are those of the interface, with headers.",
+        "network namespaces are joined by a virtual cable of 100 Mbit/s. Local SGD and DiLoCo average the "
+        "weights every 16 steps. Bytes are counted at the network interface, with headers.",
         of_link,
     ),
     "powersgd": (

@@ -62,7 +62,7 @@ class Of(Generic[T]):
 
 
 class Gone:
-    """Method of Lightning 1.x that raises an AttributeError with its replacement."""
+    """Removed method of Lightning 1.x. Access raises an AttributeError that names the replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead

@@ -88,8 +88,8 @@ def page() -> str:
         "",
         "## Support matrix",
         "",
-        "The table of 2019, from what `tests/config/test_support_matrix.py` runs (on CPU devices and in bf16 instead",
-        "of GPUs and 16 bit). The last row is new: dp and 16 bit excluded each other.",
+        "Lightning's support matrix of 2019, filled in by what `tests/config/test_support_matrix.py` runs (on CPU",
+        "devices and in bf16 instead of GPUs and 16 bit). The last row is new: in 2019 dp excluded 16 bit.",
         "",
         *matrix.lines(),
     ]

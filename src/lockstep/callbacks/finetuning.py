@@ -319,7 +319,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = backbone_rate
         if self.verbose:
             shown = [round(float(value), self.rounding) for value in (rate, backbone_rate)]
-            rank_zero_info("Epoch %d: learning rate %s, of the backbone %s", epoch, *shown)
+            rank_zero_info("Epoch %d: learning rate %s, backbone learning rate %s", epoch, *shown)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameter groups, and the backbone's learning rate."""

@@ -156,7 +156,7 @@ class ModelSummary:
 
     @property
     def layer_types(self) -> list[str]:
-        """Classes of the rows."""
+        """Class name of the layer in each row."""
         return [layer.layer_type for layer in self._layer_summary.values()]
 
     @property

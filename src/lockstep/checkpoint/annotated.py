@@ -32,7 +32,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 
 
 def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], kept: set[str]) -> Any:
-    """Return the object from which a plain value was made; inner objects are rebuilt first.
+    """Rebuild an object from its plain form, nested objects first.
 
     Args:
         value: the plain form, as `lockstep.ground.tree.plain` made it.

@@ -628,8 +628,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     latest = (storage.local(folder) / LATEST).read_text().strip() if engines else None
     if tag is not None and tag != latest:
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): the folder's latest checkpoint is {latest!r}; "
-            "leave tag out, or write its name into the file 'latest'."
+            f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): only the checkpoint that the file "
+            f"'latest' names can be converted, which is {latest!r}: leave tag out, or write {tag!r} into that file."
         )
     found = load(folder, "cpu", False if engines else None)
     format.save(found, output_file)

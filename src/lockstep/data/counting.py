@@ -133,7 +133,7 @@ class BatchPlan:
         _check_counts(state, ("ranks", "size"), least=1)
         batches, origin = state["batches"], state["origin"]
         if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
-            raise ValueError(f"batches is {batches!r:.50}")
+            raise ValueError(f"batches is {batches!r:.50}, not a list of numbers")
         at, resumed_at = ResumePoint.load(state["at"]), None if origin is None else ResumePoint.load(origin)
         drawn, orders = state.get("by_process"), state.get("orders")
         known = None if orders is None else list(map(LoaderOrder.load, orders))

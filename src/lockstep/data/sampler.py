@@ -436,9 +436,9 @@ class DrawnOrder:
 
     def _refuse(self) -> NoReturn:
         raise MisconfigurationException(
-            f"{self.name}: the {type(self.sampler).__name__} draws another order than before the resume within this "
-            f"epoch, so that samples would be seen twice and others never. {_WAY_OUT}. The run can resume from a "
-            "checkpoint of an epoch's end."
+            f"{self.name}: the run resumes within an epoch, for which the {type(self.sampler).__name__} now draws a "
+            f"different order: some samples would be seen twice and others never. {_WAY_OUT}. Or resume from a "
+            "checkpoint that was saved at the end of an epoch."
         )
 
     def compare(self, gather: Gather) -> None:

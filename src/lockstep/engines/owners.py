@@ -120,12 +120,12 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
         if not isinstance(optimizer, Optimizer) or not is_known:
             reason = TOGETHER.get(kind.__name__, "it is not known to update each parameter independently")
             raise ValueError(
-                f"the ranks cannot divide the states of {kind.__name__}: {reason}; leave shard_optimizer out, or, if "
-                f"its update of a parameter depends on that parameter alone, declare its class by `{NAME}`"
+                f"the states of {kind.__name__} cannot be sharded: {reason}; leave shard_optimizer out. If the "
+                f"optimizer updates each parameter independently of the others, decorate its class with `@{NAME}`"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                f"the ranks cannot divide the states of {kind.__name__}(differentiable=True): a graph cannot include "
+                f"the states of {kind.__name__}(differentiable=True) cannot be sharded: a graph cannot include "
                 "the update of another rank; leave shard_optimizer out"
             )
 

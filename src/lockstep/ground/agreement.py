@@ -497,7 +497,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def _read(self, slot: int, limit: float) -> tuple[int, ...]:
-        """Wait for a row of this round and return it. Its numbers may become visible one by one."""
+        """Wait until a row of this round is completely written, and return it."""
         assert self._page is not None
         until, pause = time.monotonic() + limit, 0.0
         while True:

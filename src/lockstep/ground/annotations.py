@@ -1,4 +1,4 @@
-"""Annotations as objects, for code that reads signatures: in the source they are strings, for type checkers.
+"""Evaluation of string annotations, for code that inspects signatures at run time.
 
 The faces evaluate them for the classes and functions that users import, at their first use.
 """

@@ -22,7 +22,7 @@ class WrongType(MisconfigurationException, TypeError):
 
 
 class NotThere(MisconfigurationException, AttributeError):
-    """A request without an object to act on; also an ``AttributeError``."""
+    """Error if there is nothing to act on, such as weights before the first fit. Also an ``AttributeError``."""
 
 
 class KeyNotThere(MisconfigurationException, KeyError):

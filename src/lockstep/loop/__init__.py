@@ -1,1 +1,1 @@
-"""The loops: fit, one window of it, evaluation, and the state they keep."""
+"""The fit and evaluation loops, the steps of an accumulation window, and the state of the loops."""

@@ -1,4 +1,4 @@
-"""The fit: epochs of windows; when to validate, save and stop."""
+"""Fit loop: it runs epochs of accumulation windows, and decides when to validate, save and stop."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class LogCollector:
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Record one value of ``name`` that ``LightningModule.log`` does not record by itself."""
+        """Record one value for ``name``. Slow path of ``LightningModule.log``: new names, metrics, changed options."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return

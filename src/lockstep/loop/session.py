@@ -412,7 +412,7 @@ class Session:
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Reason why metrics of this epoch may be missing, without a mistake of the user. The same on all ranks."""
+        """Reason why metrics of this epoch may be missing through no fault of the user. Identical on all ranks."""
         if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
         if self.fit.resume.lacks_logged:

@@ -1,4 +1,4 @@
-"""Lightning's import paths and former methods as data: the home of each name in lockstep, or why it is refused.
+"""Table of Lightning's import paths and removed methods: the module of each name in lockstep, or why it is refused.
 
 ``table.json`` holds the rows of import paths. It is read when a name is requested that no file of lockstep has, and not
 earlier. Its sections are

@@ -271,7 +271,7 @@ OTHERS = 2
 
 
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
-    """Return a line for each further way in which ranks failed, and one for all beyond `OTHERS` ways.
+    """Return one line for each additional kind of failure. Kinds beyond the first `OTHERS` share a line.
 
     Args:
         cause: the first cause.

@@ -175,7 +175,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
 
 class _Above:
-    """A replacement of a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
+    """Replacement for the stream of a terminal, such as ``sys.stdout``, while bars are on the screen.
 
     It collects whole lines (of ``print``, warnings and lockstep's own messages), clears the bars, writes the lines, and
     draws the bars again below.

@@ -177,8 +177,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._stage = int(zero["stage"])
         if offload_parameters and self._stage != 3:
             rank_zero_info(
-                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: before stage 3 "
-                "parameters are whole on each device."
+                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are "
+                "sharded in stage 3 only; in the others each device has all of them."
             )
         self._level = logging_level
         self._exact: dict[int, Tensor] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """A jump of the loss, raised by :class:`SpikeDetection` on every rank.
+    """Error that :class:`SpikeDetection` raises on every rank when the loss jumps.
 
     Args:
         batch_idx: index, within the epoch, of the batch with this loss.

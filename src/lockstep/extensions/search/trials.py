@@ -206,7 +206,7 @@ class TrialHistory:
 
     @property
     def is_waiting(self) -> bool:
-        """True if it was submitted after its last start."""
+        """True if the trial was submitted, or submitted again, and has not started since then."""
         return bool(self.job) and (self.last is None or self.submitted > self.last.started)
 
     @property

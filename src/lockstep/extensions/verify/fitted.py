@@ -1,4 +1,4 @@
-"""`Trainer.verify`: write a script that fits the module with its data, and verify that."""
+"""Implementation of `Trainer.verify`: it writes a script that fits the module on its data, and verifies the script."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Chain:
         return self._in(_Mode.RUNS)
 
     def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Answer a call of a block by a step: end the step, or return the output of the chain."""
+        """Handle the user's call of one block: return the output of the chain, or end the step early."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if not args or not isinstance(args[0], Tensor):

@@ -163,7 +163,7 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A window that the host has finished, and the GPU possibly not."""
+    """A window that the host has finished, but the GPU may not have."""
 
     begin: float
     end: float

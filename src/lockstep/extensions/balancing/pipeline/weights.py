@@ -180,7 +180,7 @@ class WholeModule:
             raise RuntimeError(f"missing: {missing}; unexpected: {found.unexpected_keys}")
 
     def optimizer_state(self, optimizer: Optimizer, sends: bool, gather: Gather) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, and each other rank's part there. Collective."""
+        """Return the full state of an optimizer on rank 0, and only the local part on the other ranks. Collective."""
         own = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {
