@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import random
 import shutil
 import tracemalloc
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from lockstep.checkpoint import format, sharded, storage
+from lockstep.checkpoint import dcp, format, sharded, storage
 from lockstep.checkpoint.sharded import INDEX, load, outline
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
@@ -307,3 +309,22 @@ def test_a_full_disk_under_parts_is_told_as_one(folder: Path, monkeypatch: pytes
     parts = sharded.split(load(folder))
     with pytest.raises(OSError, match="there is no room"):
         sharded.write(parts, sharded.plan(parts, 0), folder.with_name("other"))
+
+
+class Called:
+    """Pickled as a call of ``getattr``."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self.asked = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_members_of_enums_that_older_releases_of_python_3_11_pickle_by_getattr_could_not_be_read() -> None:
+    known = Called(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    read = dcp._Plain(io.BytesIO(pickle.dumps(known))).load()
+    assert read is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for kind, name in ((_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "count")):
+        with pytest.raises(pickle.UnpicklingError, match="it reads the attribute"):
+            dcp._Plain(io.BytesIO(pickle.dumps(Called(kind, name)))).load()

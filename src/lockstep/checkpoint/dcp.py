@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum, EnumMeta
 from typing import Any, cast
 
 import torch
@@ -333,9 +334,25 @@ class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of DCP's metadata")
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enum by name.
+
+    Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, which would give access to anything.
+
+    Raises:
+        pickle.UnpicklingError: ``kind`` is not an enum, or has no such member.
+    """
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it reads the attribute {name!r:.50} of {kind!r:.50}")
+    member: Enum = kind.__members__[name]
+    return member
 
 
 def read_metadata(folder: PathLike) -> Metadata:
