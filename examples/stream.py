@@ -97,7 +97,7 @@ def main() -> None:
     if "lines" in result.metrics:
         told = {name: float(trainer.callback_metrics[name]) for name in ("lines", "keys", "accuracy", "loss")}
         trainer.print(f"lines {told['lines']:.0f}, sum of their keys {told['keys']:.0f}")
-        trainer.print(f"accuracy {told['accuracy']:.4f}, loss {told['loss']:.10f}")
+        trainer.print(f"accuracy {told['accuracy']:.4f}, loss {told['loss']:.6f}")
 
 
 if __name__ == "__main__":
