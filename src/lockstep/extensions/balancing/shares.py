@@ -105,7 +105,8 @@ class Move:
 class Votes:
     """Count of measurements that favor a change: a large one is due at once, a small one after several in a row.
 
-    Each time that a small change is followed by one in another rank's favor, the required number doubles.
+    Each time that a small change would take most from another rank than the last one did, the required number doubles,
+    up to `MOST_VOTES`.
 
     Example:
         >>> votes = Votes()

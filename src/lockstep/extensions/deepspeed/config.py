@@ -106,7 +106,7 @@ def format_setting(path: Iterable[str], value: object) -> str:
     """Format a setting as the user wrote it in the config.
 
     Example:
-        >>> shown(("zero_optimization", "stage"), 2)
+        >>> format_setting(("zero_optimization", "stage"), 2)
         '"zero_optimization": {"stage": 2}'
     """
     text = json.dumps(value, default=repr)[:100]

@@ -51,8 +51,8 @@ def find_method(
         norm: its ``pruning_norm``.
 
     Returns:
-        With ``across`` a class of pruning method, else a function ``fn(module, name=..., amount=...)``; and arguments
-        by name.
+        With ``is_global`` a class of pruning method, else a function ``fn(module, name=..., amount=...)``; and
+        arguments by name.
 
     Raises:
         MisconfigurationException: the arguments are invalid or do not go together.

@@ -127,7 +127,7 @@ class SpikeDetection(Callback):
         if change <= 0 if self.mode == "min" else change >= 0:
             return False
         known = [value for value in self._recent if not math.isnan(value)]
-        # Without a mean, the comparisons with NaN below are False: no spike.
+        # Without a mean, the comparisons with NaN below are False: no spike, if `atol` or `rtol` is set.
         mean = sum(known) / len(known) if known else math.nan
         far = self.atol is None or abs(loss - mean) >= abs(self.atol)
         return far and (self.rtol is None or abs(loss - mean) >= abs(self.rtol * mean))

@@ -46,7 +46,7 @@ class ParameterAverager:
 
     Attributes:
         steps: optimizer steps so far.
-        agreed: True if this averager has made all ranks' parameters equal, and no step followed.
+        agreed: True if all ranks' parameters are equal now, as far as this averager knows.
         collectives: messages so far.
         bytes: bytes that this rank has sent in them.
 

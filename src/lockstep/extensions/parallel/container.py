@@ -523,7 +523,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     ) -> Join:
         """Return a context for a training loop in which ranks have different numbers of batches.
 
-        A rank without batches follows the others with zero gradients, and all end with the weights of the last rank
+        A rank without batches follows the others with zero gradients, and all end with the model of the last rank
         that trained. Each forward with gradients needs one backward, and the loop must not contain collectives of its
         own. With several models in one ``Join``, each runs its backward before the next one's forward.
 

@@ -159,7 +159,7 @@ class FollowingHook(JoinHook):
 
     Args:
         follow: takes part in the collectives of the others' forward and backward, with zero gradients.
-        leave: takes the weights of the last rank that trained; its argument is True on that rank.
+        leave: takes the model of the last rank that trained; its argument is True on that rank.
     """
 
     def __init__(self, follow: Callable[[], None], leave: Callable[[bool], None]) -> None:

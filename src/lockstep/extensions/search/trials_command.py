@@ -91,7 +91,7 @@ def _parser() -> CommandParser:
     group.add_argument("--csv", action="store_true", help="print CSV")
     group.add_argument("--json", action="store_true", help="print JSON")
     add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="show the table again, every 5 seconds by "
-        "default, until all trials have ended")  # fmt: skip
+        "default, until no state changes any more")  # fmt: skip
     add("--resubmit", metavar="|".join((*KINDS[:3], "TRIAL")), help="submit trials again, from their newest "
         "checkpoints: all of a state, or by number (3 or 3,5)")  # fmt: skip
     add("--cancel", nargs="?", const="all", metavar="TRIAL", help="cancel all pending and running trials, or some: 3,5")
@@ -103,7 +103,7 @@ def _parser() -> CommandParser:
 
 
 def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
-    """Show the table until all trials have ended, and resubmit the selected trials meanwhile."""
+    """Show the table until no state changes any more, and resubmit the selected trials meanwhile."""
     reported: set[str] = set()
     while True:
         # Before the table, which then shows the resubmitted trials as pending.

@@ -47,7 +47,7 @@ class AloneFinding:
     Attributes:
         nature: why ranks and one process are expected to differ; "" if they are not.
         cause: why they differ otherwise; None if it was not found.
-        unknown: why neither was found out; "" if one was.
+        unknown: why neither was found out, or "".
     """
 
     nature: str = ""

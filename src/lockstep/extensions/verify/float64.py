@@ -74,7 +74,7 @@ def enter() -> None:
     torch.set_default_dtype(torch.float64)
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
-    # torch passes it by the mode of functions.py, since its argument is not a tensor
+    # the mode of functions.py does not see this function
     patch(torch, "from_numpy", lambda array: widened(from_numpy(array)))
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
         original: Callable[..., None] = vars(kind)["__init__"]

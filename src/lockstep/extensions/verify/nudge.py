@@ -73,7 +73,7 @@ def _has_rows(output: object) -> bool:
 
 
 def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
-    """Return True if other samples' gradients depend on the first sample; None if no gradient was noted."""
+    """Return True if other samples' gradients depend on the first sample; None if none or unequally many were noted."""
     if not still or len(still) != len(nudged):
         return None
     for own, other in zip(still, nudged, strict=True):

@@ -203,7 +203,7 @@ class Samples:
             for index in indices:
                 owners[index].add(rank)
         shared = [index for index, own in owners.items() if len(own) > 1]
-        # DistributedSampler repeats a few samples to fill up an epoch; one is too many where the script cuts the data
+        # DistributedSampler repeats a few samples to fill up an epoch; a script that cuts the data repeats none
         most = 1
         if first["shared_out"] or not first["cut"]:
             filling = ranks * (first["batch_size"] or 1)

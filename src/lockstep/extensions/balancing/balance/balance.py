@@ -228,8 +228,8 @@ class Balance:
             return
         progress, number = self._session.fit.progress, None
         if not between_epochs:
-            # the exchange was started one window ago: each rank has drawn as many more since, and may already have
-            # drawn beyond the next window
+            # the exchange was started one window ago: each rank has drawn as many more since, and one without a part in
+            # that window may have drawn past it
             number = max(int(row[1]) for row in rows) + 2 * self._micro
         changes_at = feed.reshare(move.after, number)
         self._expect(move.after)

@@ -99,7 +99,7 @@ class Prediction:
         samples: of a step, over all devices.
         host: bytes on the host, for all devices of a node.
         missing: bytes that are missing; 0 if it fits.
-        why: the largest part, if it does not fit.
+        why: what does not fit: the largest part, the host's memory, or a pipeline's error; "" if all fits.
         split: of a pipeline.
         obstacle: reason why it cannot be run, or "".
         other: reason why it gives other numbers (a precision, a compression), or "".
