@@ -94,10 +94,8 @@ class OtherRanks:
         self._changes = Changes()
         self._was_urgent, self._sent_at = False, -REPORT_AGE  # state of the last message to node 0
         self._requested_at = self._urgent_at = -REPORT_AGE
-        self._newest_question, self._answered = (
-            (0, False),
-            0,
-        )  # the newest question of node 0, and the newest answer sent
+        # the newest question of node 0, and the newest answer sent
+        self._newest_question, self._answered = (0, False), 0
         hub.listen("snapshots", self._take_report)
         hub.listen("wanted", self._take_request)
         hub.listen("farewell", self._take_farewell)
