@@ -146,7 +146,7 @@ def test_an_entry_is_put_once_and_can_be_taken_away() -> None:
 
 
 def test_the_leave_of_the_supervisor_is_registered_when_the_trainer_is_imported(tmp_path: Path) -> None:
-    """Registered by the first fit, it ran before the script's own exit functions, and in a failed run instead of them."""
+    """Registered by the first fit, it ran before a script's exit functions; after a failure those never ran."""
     text = "from lockstep import Trainer\nfrom lockstep.ground.installed import EXIT_SUPERVISOR\n"
     script = tmp_path / "script.py"
     script.write_text(f"{text}print(EXIT_SUPERVISOR.is_installed)")
