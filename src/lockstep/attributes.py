@@ -415,7 +415,7 @@ class Attributes:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps of the whole fit; infinite if it has no limit. May create the training loader.
+        """Number of optimizer steps of the whole fit; infinite if it is unknown. May create the training loader.
 
         Example::
 

@@ -154,11 +154,12 @@ class Trainer(Attributes):
             step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks leave the update
             out. "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit
             continues. Weights that are not finite are never saved.
-        hang_timeout: time, in seconds or as a timedelta, after which a rank that waits for others prints which rank
-            waits where and what the others do. None: never.
+        hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
+            waits where, and what the others do. None: never.
         hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
             never.
-        **others: flags of Lightning 1.x, translated with a warning (``names/old_flags.py``); any other is an error.
+        **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other is an
+            error.
 
     Raises:
         MisconfigurationException: an argument has a wrong value, or arguments contradict each other.

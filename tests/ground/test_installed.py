@@ -145,6 +145,14 @@ def test_an_entry_is_put_once_and_can_be_taken_away() -> None:
     assert not entry.is_installed
 
 
+def test_the_leave_of_the_supervisor_is_registered_when_the_trainer_is_imported(tmp_path: Path) -> None:
+    """Registered by the first fit, it ran before a script's exit functions; after a failure those never ran."""
+    text = "from lockstep import Trainer\nfrom lockstep.ground.installed import EXIT_SUPERVISOR\n"
+    script = tmp_path / "script.py"
+    script.write_text(f"{text}print(EXIT_SUPERVISOR.is_installed)")
+    assert python(script, folder=tmp_path).stdout == "True\n"
+
+
 SCRIPT = """
 import atexit, faulthandler, json, os, signal, sys, threading
 exits, forks = [], []

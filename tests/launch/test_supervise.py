@@ -251,7 +251,7 @@ def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.Monkey
     entrance = listen_at(client.socket_name(world))
     assert entrance is not None
     found = client.FoundSupervisor(world)
-    client._at_exit.remove(found._finish)
+    status.at_exit.remove(found._finish)
     found._search.join(20)
     entrance.close()
     assert (found.address, found._search.is_alive()) == ("", False)

@@ -623,7 +623,7 @@ class ModelCheckpoint(Checkpoint):
         if lacks is not None:
             why = f"{lacks}: it is not ranked, and so not saved."
         elif self._awaits_validation(trainer):
-            why = "No validation has run yet, and without a value nothing is ranked or saved."
+            why = "No validation has run yet, and nothing is ranked until one has."
         elif trainer.limit_val_batches == 0:
             why = "limit_val_batches=0 disables the validation that may log it: nothing is ranked or saved."
         else:

@@ -40,7 +40,7 @@ class World:
         if self.local_size > self.size or self.num_nodes > self.size:
             raise MisconfigurationException(
                 f"a world size of {self.size} with {self.num_nodes} node(s) and {self.local_size} rank(s) on this one: "
-                "it has to be at least the number of nodes, and the number of ranks on each"
+                "it has to be at least the number of nodes, and at least the number of ranks on this one"
             )
         if not 0 <= self.port <= 65535:
             raise MisconfigurationException(f"port {self.port} is invalid: choose a free one between 1024 and 65535")

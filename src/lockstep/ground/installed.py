@@ -187,7 +187,7 @@ EXIT_WORKERS = Installation(
     "atexit: kill loader workers", ("data/workers.py",), "persistent workers live as long as their loader"
 )
 EXIT_SUPERVISOR = Installation(
-    "atexit: take leave of the supervisor", ("supervise/client.py",), "a failed rank waits for the first cause"
+    "atexit: take leave of the supervisor", ("supervise/status.py",), "a failed rank waits for the first cause"
 )
 EXIT_JOB = Installation(
     "atexit: forget what a SLURM job has saved", ("launch/attempts.py",), "the job may end in the code after the fit"

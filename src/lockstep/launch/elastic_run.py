@@ -407,11 +407,11 @@ class OneNode(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        lock = HeldPort()
+        port = HeldPort()
         self._store = TCPStore(
-            HERE, lock.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, lock.number)
+            HERE, port.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, port.number)
         )
-        lock.close()
+        port.close()
         self._round = 0
         self._closed = False
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.cluster.world import World
 from lockstep.ground.fork_and_exit import flush_open_files
-from lockstep.ground.installed import EXIT_SUPERVISOR
 from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
@@ -116,7 +115,7 @@ class Supervised:
                     "one_screen": any(name in os.environ for name in ONE_SCREEN),
                 }
             )
-        _at_exit.append(self._finish)
+        status.at_exit.append(self._finish)
         threading.Thread(target=self._receive, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
@@ -249,7 +248,7 @@ class FoundSupervisor:
         self._search = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
         self._search.start()
         self._has_address.wait(0.5)
-        _at_exit.append(self._finish)
+        status.at_exit.append(self._finish)
 
     def _find(self) -> None:
         """Find the supervisor and receive its messages, in a thread."""
@@ -307,19 +306,6 @@ def _report_end(channel: Channel, address: str, rank: int) -> bool:
 
 
 Side = Supervised | FoundSupervisor
-
-_at_exit: list[Callable[[], None]] = []
-"""Exit functions of this process' supervisor connection: one or none."""
-
-
-def _run_at_exit() -> None:
-    for leave in _at_exit:
-        leave()
-
-
-# Registered at import, after the exit functions of the script: for a rank 0 whose run has failed, this one does not
-# return.
-EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:

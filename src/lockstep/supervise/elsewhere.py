@@ -94,7 +94,8 @@ class OtherRanks:
         self._changes = Changes()
         self._was_urgent, self._sent_at = False, -REPORT_AGE  # state of the last message to node 0
         self._requested_at = self._urgent_at = -REPORT_AGE
-        self._question_sent, self._answered = (0, False), 0  # the newest question, and the newest answer sent
+        # the newest question of node 0, and the newest answer sent
+        self._newest_question, self._answered = (0, False), 0
         hub.listen("snapshots", self._take_report)
         hub.listen("wanted", self._take_request)
         hub.listen("farewell", self._take_farewell)
@@ -173,7 +174,7 @@ class OtherRanks:
     @property
     def has_question(self) -> bool:
         """True if node 0 waits for an answer from this node."""
-        return self._hub.node > 0 and self._question_sent[0] > self._answered
+        return self._hub.node > 0 and self._newest_question[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
         body = {"urgent": urgent, **self._changes.of(own, now), **answer}
@@ -188,13 +189,13 @@ class OtherRanks:
     def _take_request(self, node: int, body: Mapping[str, Any]) -> None:
         """Receive a request of node 0. The next check answers it."""
         self._requested_at = time.monotonic()
-        if body["question"] > self._question_sent[0]:
-            self._question_sent = int(body["question"]), bool(body["wakes"])
+        if body["question"] > self._newest_question[0]:
+            self._newest_question = int(body["question"]), bool(body["wakes"])
             self._check_soon()
 
     def _answer(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
         """Return the answer to node 0's question."""
-        self._answered, wakes = self._question_sent
+        self._answered, wakes = self._newest_question
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
     # -- end

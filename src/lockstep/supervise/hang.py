@@ -26,7 +26,7 @@ CollectiveKey = tuple[str, tuple[int, ...], int]
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the key_of of a note."""
+    """Return the collective that a note records."""
     return note.group, note.members, note.number
 
 
@@ -35,7 +35,7 @@ Call = tuple[int, str, Note]
 
 
 def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
-    """Return the calls at the first key_of where ranks did different things, or an empty list.
+    """Return the calls of the first collective in which ranks did different things, or an empty list.
 
     Args:
         made: what the ranks did.

@@ -109,8 +109,8 @@ class HangMonitor:
     @property
     def is_proving(self) -> bool:
         """True while answers are pending, so that the next check should follow at once."""
-        answered = self.others is not None and self.others.has_question and not self._is_ending
-        return answered or self._question.is_open or self._proof.is_pending
+        must_answer = self.others is not None and self.others.has_question and not self._is_ending
+        return must_answer or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:

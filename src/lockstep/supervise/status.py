@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.cluster.torchelastic import CAUSE, hand_cause
 from lockstep.ground.errors import RankFailed
-from lockstep.ground.installed import EXCEPTHOOK
+from lockstep.ground.installed import EXCEPTHOOK, EXIT_SUPERVISOR
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
 from lockstep.supervise.causes import Cause, cause_of
@@ -28,6 +28,19 @@ from lockstep.supervise.trace_memory import offer as offer_trace
 
 CAUSE_TIMEOUT = 1.0
 """Seconds that a rank which has lost another waits for the first cause."""
+
+at_exit: list[Callable[[], None]] = []
+"""Exit functions of this process' supervisor connection: one or none."""
+
+
+def _run_at_exit() -> None:
+    for leave in at_exit:
+        leave()
+
+
+# Registered when the Trainer is imported, and so run after the exit functions of the script: for a rank 0 whose run has
+# failed, this one does not return. The client is imported too late for that.
+EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
