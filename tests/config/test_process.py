@@ -89,6 +89,16 @@ def test_detect_anomaly_names_the_operation_that_made_a_nan() -> None:
     assert not torch.is_anomaly_enabled()
 
 
+def test_detect_anomaly_is_off_during_set_up_and_after_its_failure() -> None:
+    class Fails(Slope):
+        def setup(self, stage: str) -> None:
+            raise ValueError(f"anomaly mode: {torch.is_anomaly_enabled()}")
+
+    with pytest.raises(ValueError, match="anomaly mode: False"):
+        quiet(max_epochs=1, detect_anomaly=True).fit(Fails(), numbers(1))
+    assert not torch.is_anomaly_enabled()
+
+
 @pytest.mark.parametrize(("flag", "inference"), [(True, True), (False, False)])
 def test_inference_mode_of_calls_outside_a_fit(flag: bool, inference: bool) -> None:
     class Asks(Slope):

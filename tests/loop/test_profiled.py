@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,31 @@ def test_actions_by_closure_and_by_hand() -> None:
         counts = Counter(notes.done)
         assert counts[f"[LightningModule]{type(module).__name__}.optimizer_step"] == 3
         assert counts["[Strategy]SingleDeviceStrategy.backward"] == counts["run_training_batch"] == 3
+
+
+class Resumable:
+    """A loader with a state; it notes when it is opened and when its state is read."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.noted.append("opened")
+        return iter([torch.ones(2, 1)] * 3)
+
+    def state_dict(self) -> dict[str, int]:
+        self.noted.append("state")
+        return {"opened": self.noted.count("opened")}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+def test_a_loader_is_opened_when_it_is_without_a_profiler() -> None:
+    plain, timed = Resumable(), Resumable()
+    quiet(max_epochs=2).fit(Slope(), plain)
+    profiled(Notes(), max_epochs=2).fit(Slope(), timed)
+    assert timed.noted == plain.noted
 
 
 def test_nothing_of_it_stays_behind() -> None:

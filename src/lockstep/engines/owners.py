@@ -334,7 +334,7 @@ class Owners:
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters that have a gradient now, and assign owners to those without one."""
+        """Return the parameters that have a gradient now; those that have no owner get one."""
         found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if any(parameter not in self._owners for parameter in found):
             self._assign(found)

@@ -305,7 +305,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
             tensor = combine(rows.unsqueeze(0))[0]
         step = block
     # A copy, since the broadcast writes into it and the argument must not change.
-    result = tensor.clone(memory_format=torch.contiguous_format)  # the argument is not changed
+    result = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(result, _global_rank(0, group), group)
     return result
 

@@ -537,7 +537,7 @@ def leave_device(session: Session) -> None:
 
 
 def _leave(strategy: Strategy) -> None:
-    """Move the strategy's module to the CPU. Gradients on other devices are dropped."""
+    """Move module and optimizer states to the CPU, unless the engine keeps them. Drop gradients on other devices."""
     module, device = strategy.module, strategy.root_device
     if module is None:  # the call ended before it was set up
         return
@@ -555,7 +555,7 @@ def _leave(strategy: Strategy) -> None:
 
 
 OWN_ERRORS = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)
-"""Errors whose messages are lockstep's."""
+"""Errors that keep their message and get no note."""
 
 OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md what needs less.)"
 

@@ -228,7 +228,7 @@ def is_param_in_hook_signature(
         hook_fx: the hook.
         param: name of the argument.
         explicit: accept only this name.
-        min_args: unless ``explicit``, accept a hook with so many arguments of any names.
+        min_args: unless ``explicit``, accept a hook with at least so many arguments, of any names.
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     named = [name for name in parameters if name != "self"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,9 +123,9 @@ class FitLoop(FitNames):
         fit = session.fit
         request = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
-            detects = session.config.detect_anomaly
-            anomalies = torch.autograd.set_detect_anomaly(True) if detects else nullcontext()
-            with call(session, request), anomalies, ExitStack() as measured:
+            with call(session, request), ExitStack() as measured:
+                if session.config.detect_anomaly:  # after set-up: torch switches the mode on when the object is made
+                    measured.enter_context(torch.autograd.set_detect_anomaly(True))
                 fit.results = session.results
                 if signals.ending is not None:
                     # an earlier attempt at the run has ended this fit: the script goes on from there, with the same
@@ -272,7 +272,7 @@ class FitLoop(FitNames):
             )
 
     def setup_data(self) -> None:
-        """Asked the training loaders and distribute them over the ranks, unless that has been done.
+        """Request the training loaders and distribute them over the ranks, unless that has been done.
 
         If loaders are reloaded, a resume replaces those that ``configure_optimizers`` requested for an earlier epoch.
         """

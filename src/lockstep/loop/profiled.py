@@ -232,13 +232,13 @@ class Instruments:
         self._replace(loop, "setup_data", timed_setup_data)
 
     def _timed_opening(self, action: str, opening: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def timed(*args: object, **kwargs: object) -> Iterator[Any]:
-            items = iter(opening(*args, **kwargs))
+        def each(items: Iterator[Any]) -> Iterator[Any]:
             fetch = self.timed(action, lambda: next(items, _END))
             while (item := fetch()) is not _END:
                 yield item
 
-        return timed
+        # opened at the call, as without a profiler: workers start, and the loader's state is that of the new pass
+        return lambda *args, **kwargs: each(iter(opening(*args, **kwargs)))
 
 
 class _TimedModule:

@@ -277,7 +277,7 @@ class Session:
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """End the call, and a trial inside it, at the next boundary; None withdraws the request."""
+        """End the call, and a trial inside it, at the next boundary; None withdraws the interruption."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:

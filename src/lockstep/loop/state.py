@@ -67,7 +67,8 @@ def collect(
     Args:
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
-        alone: do not communicate: leave out the entries of other ranks, and go back to the start of the window.
+        alone: do not communicate: leave out random states and gradients, which each rank has to itself, and go back
+            to the start of the window.
         trainable_only: leave out weights that are frozen and have not changed, and record their names.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy

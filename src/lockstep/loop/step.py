@@ -47,10 +47,10 @@ NO_HOOK = (
     "on: return `0.0 * loss`."
 )
 UNEVEN = (
-    "The loaders that are read together are cut unevenly: a micro-batch of a rank has more samples of one loader than "
-    "of another. One loss for all is weighed by the loader with most samples, unlike in one process with the whole "
-    'batch. Return a loss for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch and None where a '
-    "batch is None; or leave uneven batches out by DataLoader(drop_last=True) in each."
+    "The loaders that are read together are cut unevenly: a micro-batch of a rank has a larger part of one loader's "
+    "samples than of another's. One loss for all is weighed by the loader with most samples, unlike in one process "
+    'with the whole batch. Return a loss for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch '
+    "and None where a batch is None; or leave uneven batches out by DataLoader(drop_last=True) in each."
 )
 
 
@@ -261,7 +261,7 @@ class Step:
                 unread = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
                 if unread:
                     rank_zero_warn(
-                        f"`training_step` returned the keys {unread}, which are not used since Lightning 1.0: call "
+                        f"`training_step` returned the keys {unread}, which are no longer used: call "
                         "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
                     )
             if "weight" in output:

@@ -54,12 +54,14 @@ class ValidationTiming:
         every = self.every
         if every is None:
             # rank 0's clock decides, and all ranks agree at the same boundary
+            if not at_window_end:
+                return False
             session, is_up = self._session, time.monotonic() - self._since >= self._seconds
-            if session.world_size > 1 and at_window_end:
-                if is_up and session.is_global_zero:
-                    session.agreement.request(self._flag)
-                is_up = bool(session.agreement.is_up(self._flag))
-            return at_window_end and is_up
+            if session.world_size == 1:
+                return is_up
+            if is_up and session.is_global_zero:
+                session.agreement.request(self._flag)
+            return bool(session.agreement.is_up(self._flag))
         if self._at_end:
             return progress.last  # it may be true before the length that a loader has reported
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0

@@ -196,13 +196,13 @@ class ModelParallelStrategy(FSDPStrategy):
         with rank_0_draws(self.own_devices):
             try:
                 yield
+                leave_meta(module, self.root_device)
             except (RuntimeError, ValueError, AssertionError) as error:
                 if not was_split:
                     raise
                 # torch's error for a module that is already split does not name the cause
                 text = SPLIT_ALREADY.format(module=type(module).__name__, error=error)
                 raise MisconfigurationException(text) from error
-            leave_meta(module, self.root_device)
         fill(module, self.root_device)
 
     @does("splitting the module")
