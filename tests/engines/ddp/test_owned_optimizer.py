@@ -117,9 +117,9 @@ class _Other(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (torch.optim.LBFGS, "LBFGS: its line search"),
-        (torch.optim.SparseAdam, "SparseAdam: its gradients are sparse"),
-        (_Other, "_Other: it is not known .*`lockstep.parameter_wise`"),
+        (torch.optim.LBFGS, "LBFGS cannot be sharded: its line search"),
+        (torch.optim.SparseAdam, "SparseAdam cannot be sharded: its gradients are sparse"),
+        (_Other, "_Other cannot be sharded: it is not known .*`@lockstep.parameter_wise`"),
         (lambda p: torch.optim.Adam(p, differentiable=True), r"Adam\(differentiable=True\)"),
         (lambda p: torch.optim.SGD(p, torch.tensor(0.1), differentiable=True), r"SGD\(differentiable=True\)"),
     ],

@@ -240,7 +240,8 @@ class Refused(Net):
 
 
 @pytest.mark.parametrize(
-    ("sparse", "text"), [(False, "states of LBFGS: its line search"), (True, "table.weight are sparse")]
+    ("sparse", "text"),
+    [(False, "states of LBFGS cannot be sharded: its line search"), (True, "table.weight are sparse")],
 )
 def test_what_cannot_be_shared_out_is_refused_on_one_process_too(sparse: bool, text: str) -> None:
     trainer = Trainer(max_steps=1, strategy=sharded(), **{**QUIET, "devices": 1})
