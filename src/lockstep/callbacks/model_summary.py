@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,9 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
     """Return the default summary of a Trainer: a RichModelSummary if one of its progress bars uses rich."""
-    # by its name: a run without that bar does not load it
-    is_rich = any(base.__name__ == "RichProgressBar" for one in callbacks for base in type(one).__mro__)
+    # a run without that bar does not load its file
+    loaded = sys.modules.get("lockstep.callbacks.progress.rich")
+    is_rich = loaded is not None and any(isinstance(one, loaded.RichProgressBar) for one in callbacks)
     return RichModelSummary() if is_rich else ModelSummary()
 
 
