@@ -20,7 +20,11 @@ window.IFrameWorker = class extends EventTarget {
     inner.document.open(); // or the browser may replace the empty page later, with all that is in it
     inner.document.write("<body></body>");
     inner.document.close();
-    inner.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+    inner.postMessage = (data) => {
+      const event = new MessageEvent("message", { data });
+      this.onmessage?.(event); // a worker calls this property, too, which an EventTarget does not
+      this.dispatchEvent(event);
+    };
     inner.importScripts = async (...urls) => {
       for (const each of urls) await loaded(inner, each);
     };

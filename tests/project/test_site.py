@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import site
+from scripts import site, site_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +40,19 @@ def test_a_name_of_two_modules_is_described_once() -> None:
     assert pages["lockstep"].count("::: lockstep.callbacks.base.Callback\n") == 1
     assert "[lockstep.Callback](lockstep.md)" in pages["lockstep.callbacks"]
     assert "::: lockstep.callbacks.model_checkpoint.ModelCheckpoint\n" in pages["lockstep.callbacks"]
+
+
+def test_the_first_page_leads_to_the_newest_release_and_before_there_is_one_to_main(tmp_path: Path) -> None:
+    for version in ("main", "sites/0.2.0", "sites/0.10.0"):
+        (tmp_path / version).mkdir(parents=True)
+        (tmp_path / version / "index.html").write_text(version)
+    public, releases = tmp_path / "public", tmp_path / "sites"
+    for folder, newest in ((releases, "0.10.0"), (tmp_path / "none", "main")):
+        site_versions.arrange(public, tmp_path / "main", folder)
+        listed = json.loads((public / "versions.json").read_text())
+        assert [row["version"] for row in listed if row["aliases"]] == [newest]
+        assert f'href="{newest}/index.html"' in (public / "index.html").read_text()
+        assert {row["version"] for row in listed} == {path.parent.name for path in public.glob("*/index.html")}
 
 
 @pytest.mark.slow
