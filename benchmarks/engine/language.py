@@ -32,8 +32,8 @@ MIDDLE = Size(256, 6)
 """5 million."""
 LARGE = Size(512, 8, heads=8)
 """25 million."""
-GPT2 = Size(768, 12, heads=12, context=1024, tokens=50257, tied=True)
-"""124 million: the measures of GPT-2."""
+GPT2 = Size(768, 12, heads=12, context=1024, tokens=50304, tied=True)
+"""124 million: GPT-2, whose 50,257 tokens are padded to a multiple of 64 because other widths multiply slowly."""
 
 
 class Block(nn.Module):

@@ -37,6 +37,7 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("life", "start and end of ranks, failures and hangs", 150, beside=True),
     PartPlan("speed", "steps compared with a hand-written loop, torch's DDP, Lightning, Accelerate", 205),
     PartPlan("large", "steps of 1.2 billion parameters, compiled, whole and in shards", 150),
+    PartPlan("steps", "steps while a checkpoint is written, and in float8", 60),
     PartPlan("memory", "peak memory, memory left after a fit, predictions of a plan", 45),
     PartPlan("kernels", "SyncBatchNorm, copies to the host", 25),
     PartPlan("several", "equality, scaling and late ranks on several devices", 120),

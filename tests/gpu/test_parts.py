@@ -20,7 +20,7 @@ from tests.tools.pool import RankPool
 if not is_there("extras"):
     pytest.skip("needs the extension extras", allow_module_level=True)
 
-from benchmarks.gpu.parts import life, speed
+from benchmarks.gpu.parts import life, speed, steps
 
 EVERYDAY = ("fits", "waits", "collectives", "memory", "kernels")
 
@@ -43,6 +43,13 @@ def test_a_part_runs_on_a_cpu(name: str, part: Part) -> None:
     found = run_part(part, name)
     assert not wrong(found)
     assert sum(one["result"] == PASSED for one in found) > 2
+
+
+def test_steps_are_measured_while_a_checkpoint_is_written(part: Part) -> None:
+    part.check("saving", steps.saving, part)
+    assert not wrong(part.found)
+    assert part.found[0]["numbers"]["MiB"] > 1
+    assert part.found[0]["numbers"]["ms in save_checkpoint"] > 0
 
 
 def test_each_model_is_trained_in_each_way(part: Part) -> None:

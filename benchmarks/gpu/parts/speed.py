@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,7 +46,6 @@ SECONDS = 205.0
 """Of the part, for which the cases' own are made: most goes into compiling, profiles, and steps that do not count."""
 WHOLE = (HAND, TORCH, TORCH_HOOK, CONTAINER, TRAINER, LIGHTNING, ACCELERATE)
 WITHOUT_CONTAINERS = (HAND, TRAINER, LIGHTNING, ACCELERATE)
-IN_SHARDS_TOO = (HAND, TRAINER, LIGHTNING, SHARDED, TRAINER_SHARDED)
 NOISE = 0.02
 """How far two medians of the same may lie apart."""
 
@@ -64,8 +63,8 @@ class Case:
         unit: of which a step handles so many.
         count: units in a step.
         precision: as in ``Trainer(precision=...)``.
-        ways: that take part, where what they need is installed.
-        compiled: compile its blocks.
+        ways: that take part, where what they need is installed; the first is a hand-written loop.
+        compiled: what is compiled: nothing, each block, or the loss with all of the model.
         device_bound: whether the device is the limit, not the program.
         rounds: each takes every way once.
         seconds: for all of it.
@@ -80,7 +79,7 @@ class Case:
     count: int
     precision: str = "32-true"
     ways: tuple[str, ...] = WHOLE
-    compiled: bool = False
+    compiled: Literal["", "blocks", "whole"] = ""
     device_bound: bool = True
     rounds: int = 3
     seconds: float = 20.0
@@ -179,7 +178,7 @@ def language(device: str, small: bool) -> list[Case]:
     eager = Case(
         "GPT-2 124M, eager", lambda: GPT(size), batch, language_loss, adamw, "tokens", whole, "bf16-mixed", seconds=26
     )
-    return [eager, replace(eager, name="GPT-2 124M, compiled", ways=WITHOUT_CONTAINERS, compiled=True, seconds=16)]
+    return [eager, replace(eager, name="GPT-2 124M, compiled", ways=WITHOUT_CONTAINERS, compiled="whole", seconds=16)]
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ def language(device: str, small: bool) -> list[Case]:
 def measured(part: Part, case: Case) -> Numbers:
     """All ways through a case, in turns, and whether they reach the goals."""
     works = made(part, case)
-    flops = flops_of(works[HAND])
+    flops = flops_of(replace(next(iter(works.values())), loss=case.loss))
     times = raced(part, case, works)
     numbers: Numbers = {
         "unit": case.unit,
@@ -212,12 +211,13 @@ def made(part: Part, case: Case) -> dict[str, Work]:
     torch.manual_seed(0)
     with torch.device(part.device):
         origin = case.make()
-    shared = Work(origin, case.batch(), case.loss, case.optimizer, case.precision, part.device)
+    loss = torch.compile(case.loss) if case.compiled == "whole" and not part.small else case.loss
+    shared = Work(origin, case.batch(), loss, case.optimizer, case.precision, part.device)
     works = {}
     for name in case.ways:
         if name not in missing:
             works[name] = replace(shared, model=copy.deepcopy(origin)) if name in OWN_MODEL else shared
-    if case.compiled and not part.small:
+    if case.compiled == "blocks" and not part.small:
         for model in {id(work.model): work.model for work in works.values()}.values():
             for block in model.blocks:  # type: ignore[union-attr]
                 block.compile()
@@ -228,7 +228,8 @@ def raced(part: Part, case: Case, works: dict[str, Work]) -> dict[str, list[floa
     """Milliseconds a step of each way, the median of each round."""
     warm = 1 if part.small else 4
     times: dict[str, list[float]] = {name: [] for name in works}
-    first = timed(part, works[HAND], HAND, 3, warm)
+    loop = case.ways[0]
+    first = timed(part, works[loop], loop, 3, warm)
     for name in works:  # compiles, lays buckets out, chooses algorithms
         timed(part, works[name], name, 1, warm)
     steps = max(3, min(60, int(1e3 * case.seconds / (len(works) * case.rounds * first)) - warm))
@@ -258,7 +259,7 @@ def row(part: Part, case: Case, name: str, work: Work, times: dict[str, list[flo
     return {
         "ms a step": round(took, 4),
         "ms by round": [round(each, 3) for each in times[name]],
-        "over the loop": round(ratios(times[name], times[HAND]).median, 4),
+        "over the loop": round(ratios(times[name], times[case.ways[0]]).median, 4),
         "units/s": round(case.count / took * 1e3, 1),
         "MFU": round(flops / (took / 1e3) / most, 4) if flops and most else None,
         "peak MiB": used,
