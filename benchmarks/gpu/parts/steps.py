@@ -113,11 +113,7 @@ def float8(part: Part) -> Numbers:
     steps, warm = (2, 1) if part.small else (20, 5)
     batch = tokens_of(part.device, shape.tokens, count, shape.context)()
     numbers: Numbers = {}
-    for name, precision in (
-        ("bf16-mixed", "bf16-mixed"),
-        ("fp8-mixed", "fp8-mixed"),
-        ("bf16-mixed again", "bf16-mixed"),
-    ):
+    for name in ("bf16-mixed", "fp8-mixed", "bf16-mixed again"):
         clear(part.device)
         torch.manual_seed(0)
         with torch.device(part.device):
