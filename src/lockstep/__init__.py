@@ -3,6 +3,7 @@
 import gc
 from typing import TYPE_CHECKING, Any
 
+from lockstep.ground.foreign import warn_if_installed
 from lockstep.launch.environment import ask_nvml, inherit
 from lockstep.names.finder import install, late, listed
 
@@ -61,6 +62,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+warn_if_installed(__path__[0])
 ask_nvml()
 install()
 inherit()

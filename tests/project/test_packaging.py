@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,19 @@ def test_a_python_that_will_not_do_is_refused_by_name() -> None:
     )
     assert bad.returncode != 0
     assert "PYTHON=/bin/false" in bad.stderr
+
+
+def test_the_other_distribution_of_this_name_is_reported_whichever_was_installed_first(tmp_path: Path) -> None:
+    shutil.copytree(Path(lockstep.__path__[0]), tmp_path / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "lockstep-0.0.1.dist-info").mkdir()
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    imported = python("-c", "import lockstep; print(lockstep.__version__)")
+    assert imported.stdout.strip() == lockstep.__version__
+    assert "has the same folder as torch-lockstep. Run `pip uninstall lockstep torch-lockstep`" in imported.stderr
+    (tmp_path / "lockstep" / "__init__.py").write_text("")  # as the other distribution's file
+    ran = python("-m", "lockstep", "--version")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("lockstep: the distribution lockstep 0.0.1, a different project, has replaced ")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.ground.errors import MisconfigurationException, MissingExtra
 from lockstep.ground.extensions import commands, is_known, load
+from lockstep.ground.foreign import replaced_by_it
 
 if TYPE_CHECKING:
     from lockstep.launch.elastic_run import LaunchPlan
@@ -64,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
+    replaced = replaced_by_it()
+    if replaced:
+        print(f"lockstep: {replaced}", file=sys.stderr)
+        return 2
     if first == "--version":
         print(f"lockstep {sys.modules['lockstep'].__version__}")
         return 0
