@@ -15,7 +15,7 @@ from lockstep.cli import env as shown
 from lockstep.cli.run import COMMANDS, main
 from lockstep.cluster.detect import explained
 from lockstep.ground.extensions import commands
-from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
+from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, variables_in_use
 from tests.project.test_packaging import project
 
 __all__ = ["project"]  # a fixture
@@ -135,7 +135,7 @@ def test_what_looks_like_a_secret_is_not_shown() -> None:
         "LOCKSTEP_API_KEY": "hunter2",
         "PL_TRAINER_DEFAULT_ROOT_DIR": "0123456789abcdef0123456789abcdef01",
     }
-    assert in_force(values) == dict.fromkeys(sorted(values), HIDDEN)
-    assert in_force({"WANDB_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "/home/me"}) == {}
+    assert variables_in_use(values) == dict.fromkeys(sorted(values), HIDDEN)
+    assert variables_in_use({"WANDB_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "/home/me"}) == {}
     plain = {"CUDA_VISIBLE_DEVICES": "GPU-5ebe9f43-ac33-4207-b9bc-27a8f1c2a3b4", "PL_TRAINER_DEVICES": "2"}
-    assert in_force(plain) == plain
+    assert variables_in_use(plain) == plain

@@ -237,7 +237,7 @@ def test_variables_that_are_missing_or_contradict(environ: Environ, says: str) -
     [
         (TASK, 4, 2, r"make 8 rank\(s\), but srun started 4 .*devices=2, num_nodes=2"),
         (TASK, 4, 1, r"srun put the 4 ranks on 2 node\(s\): use devices=2, num_nodes=2"),
-        (TASK, None, 3, "num_nodes=3, but srun started 2"),
+        (TASK, None, 3, "num_nodes=3, but srun started ranks on 2"),
         (BATCH, 4, 2, r"SLURM job 7 has 2 node\(s\) with 2 task\(s\) on each: use devices=2, num_nodes=2, or "),
         ({**BATCH, "SLURM_TASKS_PER_NODE": "3,1"}, 2, 2, "with 3, 1 tasks: use devices='auto'"),
         (MPIRUN, 4, 1, "mpirun put the 4 ranks on 2"),

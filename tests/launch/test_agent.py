@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _lock, _variables, clear_away
+from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _lock, _variables, remove_old_folders
 
 
 def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
@@ -67,7 +67,7 @@ def meet(numbers: list[int | None]) -> list[Any]:
 def test_nodes_have_the_numbers_that_their_users_gave_them() -> None:
     assert meet([2, 0, 1]) == [(2, "node1"), (0, "node1"), (1, "node1")]
     assert meet([None, 5, None]) == [(1, "node1"), (0, "node1"), (2, "node1")]
-    assert meet([0, 0]) == ["--node-rank 0 is given on 2 of the nodes"] * 2
+    assert meet([0, 0]) == ["--node-rank 0 is given on 2 nodes: give each its own number"] * 2
 
 
 def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path:
     assert held is not None
     for folder in (own, other):
         os.utime(folder, times=(time.time() - 2 * FRESH,) * 2)
-    clear_away(tmp_path)
+    remove_old_folders(tmp_path)
     assert sorted(tmp_path.iterdir()) == [own, fresh, other]
     os.close(held)  # as the system does when the agent dies
-    clear_away(tmp_path)
+    remove_old_folders(tmp_path)
     assert sorted(tmp_path.iterdir()) == [fresh, other]
 
 

@@ -62,7 +62,7 @@ class Scene:
         """What is seen, so many seconds from now."""
         inside = {rank.position.rank: rank.position for rank in self.ranks}
         still = {rank.position.rank: rank.still for rank in self.ranks}
-        return self.lookout.look(inside, still, time.monotonic() + later)
+        return self.lookout.check(inside, still, time.monotonic() + later)
 
     def ask(self, process: int, answers: str) -> Stack:
         return self.ranks[int(answers)].stack

@@ -101,7 +101,7 @@ def test_the_first_claim_is_believed_by_all() -> None:
         one.claim(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))
         name, what = events[0].get(timeout=SECONDS)
         assert name == "claim"
-        zero.claimed(what)
+        zero.handle_claim(what)
         zero.claim(Cause(0, 0.5, "KeyError: later heard", "train.py:4", ""))
         name, body = events[1].get(timeout=SECONDS)
         assert name == "first"
@@ -124,7 +124,7 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
     assert second.hub is not None
     second.hub.host = "another"
     second._call(*place)
-    told = "lockstep: another connected as node 1, which is host1 already: the run continues with that node"
+    told = "lockstep: another connected as node 1, but host1 has this number already: the run continues with that node"
     said, end = capfd.readouterr().err, time.monotonic() + SECONDS
     while told not in said and time.monotonic() < end:  # node 0 says it in a thread of its own
         time.sleep(0.01)

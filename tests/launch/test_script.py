@@ -171,7 +171,10 @@ def test_a_rank_may_launch_again() -> None:
 
 def test_another_process_with_its_variables_is_refused() -> None:
     environ = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", RANK_OF: "1 1/2 127.0.0.1:4000"}
-    says = r"of rank 1 of 2 at 127.0.0.1:4000, which is process 1, .*\(env -u LOCAL_RANK -u WORLD_SIZE \.\.\.\)"
+    says = (
+        r"of rank 1 of 2 at 127.0.0.1:4000 from process 1, which is that rank: "
+        r".*\(env -u LOCAL_RANK -u WORLD_SIZE \.\.\.\)"
+    )
     with pytest.raises(MisconfigurationException, match=says):
         check_not_nested(RANK, environ)
 
@@ -206,7 +209,7 @@ def test_a_rank_that_begins_with_a_call_that_rank_0_has_made_alone_is_told_so(tm
     assert ended.returncode == 1
     assert sorted(ended.stdout.splitlines()) == ["0 two", "None auto"]
     assert ended.stderr.splitlines()[-1].startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
-    assert f"this rank was started by the call at {path}:12, but its first call is the one at {path}:10" in ended.stderr
+    assert f"in the call at {path}:12, but this rank's first call is at {path}:10" in ended.stderr
     path.write_text(FIRST.replace("DEVICES", "(2, 1, 2)"))  # "auto" are the two by then
     ended = python(path, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -60,7 +60,7 @@ class World:
         found = None
         for each in reversed(self.ranks):
             inside, outside = ({each.rank: each.position}, []) if each.position.inside else ({}, [each.position])
-            found = self.monitors[each.rank].look(inside, {}, self.now, outside)
+            found = self.monitors[each.rank].check(inside, {}, self.now, outside)
         return found
 
     def proves(self, looks: int = 8) -> Divergence | None:
@@ -133,7 +133,7 @@ def test_a_rank_that_has_left_its_call_on_another_node_is_named(monkeypatch: pyt
 
 def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> None:
     assert world.monitors[1].others is not None
-    one = world.monitors[1].others.last([replace(world.ranks[1].position, inside=False, ended=True)])
+    one = world.monitors[1].others.farewell([replace(world.ranks[1].position, inside=False, ended=True)])
     world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
     world.ranks.pop()
     world.ends.pop()
@@ -179,7 +179,7 @@ class Lookouts:
     def look(self, later: float) -> list[Divergence | None]:
         self.now += later
         return [
-            self.monitors[rank].look({rank: self.positions[rank]}, {rank: self.still[rank]}, self.now)
+            self.monitors[rank].check({rank: self.positions[rank]}, {rank: self.still[rank]}, self.now)
             for rank in (1, 0)
         ]
 

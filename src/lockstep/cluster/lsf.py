@@ -11,9 +11,9 @@ _WAY_OUT = "Start the script by jsrun, or remove the JSM_NAMESPACE_* variables t
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a task of ``jsrun``. None in any other process.
+    """Return the World of a process that LSF's ``jsrun`` started as a rank. None in any other process.
 
-    The rendezvous is on the first host of the job other than the batch script's, at a port derived from the job.
+    The rendezvous is on the first host of the job other than the batch script's, at a port derived from the job's id.
     ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Hosts are read from ``LSB_MCPU_HOSTS``, else ``LSB_HOSTS``,
     else the file in ``LSB_DJOB_RANKFILE``.
 
@@ -51,11 +51,11 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
-    """Return the first host of an LSF job that runs ranks. None without such a job.
+    """Return the first host on which an LSF job runs ranks. None outside an LSF job.
 
     Args:
         environ: the environment.
-        nodes: number of nodes with ranks. A job has one more if the batch script has a host of its own, the first one.
+        nodes: number of nodes with ranks. A job has one more host if its batch script runs on a host of its own.
     """
     hosts = _hosts(environ)
     return None if not hosts else hosts[1] if len(hosts) > nodes else hosts[0]
