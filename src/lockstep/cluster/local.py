@@ -41,7 +41,7 @@ def local_rank_set(local_rank: int) -> Iterator[None]:
 
 
 def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> World:
-    """Return the world of ``devices`` ranks on each of ``num_nodes`` nodes, as seen by this process.
+    """Return this process' World in a run with ``devices`` ranks on each of ``num_nodes`` nodes.
 
     A process that no launcher started is local rank 0 of its node. Its port is 0 ("choose one") if the environment does
     not set one.

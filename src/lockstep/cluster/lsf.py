@@ -1,4 +1,4 @@
-"""Ranks that LSF's job step manager (``jsrun``) started."""
+"""Detection of ranks that LSF's job step manager (``jsrun``) started."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Launchers, which start the ranks: by running the script once per rank, or one call in spawned processes."""
+"""Launchers, which start ranks by running the script once per rank, or by running one call in new processes."""

@@ -67,7 +67,7 @@ class Attempts(ABC):
 
     @abstractmethod
     def enter(self, agents: Sequence[str] = ()) -> None:
-        """Register this attempt as the newest one, on rank 0.
+        """Register this attempt as the newest in the run's file. Called on rank 0.
 
         Args:
             agents: names of the agents that started the ranks.
@@ -81,14 +81,14 @@ class Attempts(ABC):
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
-        """Store the path and the number of the attempt from rank 0's `claim`, on the other ranks."""
+        """Store the path and the attempt's number from rank 0's `claim`. Called on the other ranks."""
 
     @abstractmethod
     def requeue(self) -> str:
         """Request a restart of the run, which ends its processes. Return "", or the reason if the request failed."""
 
     def done(self, call: int) -> None:  # noqa: B027, nor to do
-        """Record on rank 0 that a fit has ended and the script continues."""
+        """Record that a fit has ended and that the script continues. Called on rank 0."""
 
     # -- the file, written by rank 0 -----------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class LaunchPlan:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which prints a line for each restart.
+    """Agent of ``lockstep run``: torch's elastic agent, which also prints a line for each restart.
 
     Args:
         folder: folder of the files that ranks pass to the agent.

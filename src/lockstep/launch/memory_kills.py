@@ -54,7 +54,7 @@ class MemoryKills:
                 self._samples.popleft()
 
     def explain(self, process: int) -> str:
-        """Explain in words that memory ran out when SIGKILL ended a process; "" if memory was not the reason."""
+        """Return the words that explain SIGKILL by a lack of memory, or "" if memory was not the reason."""
         with self._lock:
             own, before = self._files.get(process), self._samples[0][1]
         if own is not None:

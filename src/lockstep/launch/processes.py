@@ -130,7 +130,7 @@ class RankProcesses:
         folder: str | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Start the process of a rank. Its standard input is closed.
+        """Start a rank's process, with its standard input closed.
 
         Args:
             rank: the rank.
@@ -177,7 +177,7 @@ class RankProcesses:
         self._processes[rank] = process
 
     def watch(self) -> None:
-        """Start to watch the processes that are not watched yet."""
+        """Start a watching thread for each process that has none yet."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
@@ -259,13 +259,13 @@ class RankProcesses:
             process.signal_group(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to each rank that was started here."""
+        """Send a signal to each rank that this process has started."""
         for process in self._processes.values():
             if isinstance(process, _Started):
                 process.signal(number)
 
     def signal_groups(self, number: int) -> None:
-        """Send a signal to each rank that was started here, and to its child processes."""
+        """Send a signal to each rank that this process has started, and to the rank's child processes."""
         for process in self._processes.values():
             process.signal_group(number)
 
@@ -481,7 +481,7 @@ _EXIT = 1 << 3
 
 
 def _exit_code(process: int, descriptor: int | None) -> int | None:
-    """Return the exit code of an ended process that is not a child of this one. None if the system hides it."""
+    """Return the exit code of an ended process that is not a child of this one. None if unknown."""
     # at once: /proc shows the code until the parent reaps the process
     with contextlib.suppress(OSError):
         fields = stat_of(process)

@@ -1,4 +1,4 @@
-"""Functions that find a run's first failure in the records of all ranks, and word its message. Pure functions."""
+"""Pure functions that find a run's first failure in the records of all ranks, and word the message about it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def has_left(position: RankPosition, call: int) -> bool:
 def endless_wait(
     positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool
 ) -> Divergence | None:
-    """Find ranks that would wait forever for ranks of this node. Return None without such ranks.
+    """Find ranks whose wait for other ranks can never end. Return None without such ranks.
 
     Args:
         positions: positions of the ranks of this node.

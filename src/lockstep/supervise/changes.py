@@ -55,7 +55,7 @@ class Changes:
         return {"at": at, "ranks": [plain(now) for now in changed], "gone": gone}
 
     def keep(self) -> None:
-        """Record that the last message was sent. The next message will contain the changes since then."""
+        """Record that the last message was sent, so that the next message contains only later changes."""
         self._known = self._next
 
 

@@ -26,7 +26,7 @@ from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVE
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP
-from lockstep.supervise.stack_request import answer_with
+from lockstep.supervise.stack_request import set_phase_source
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
@@ -492,7 +492,7 @@ def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
     if _trace is not None:
         install_trace()
         _trace.where = where
-        answer_with(where)
+        set_phase_source(where)
 
 
 WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")

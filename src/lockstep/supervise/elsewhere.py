@@ -125,7 +125,7 @@ class OtherRanks:
             for each in own
         )
         if self._hub.node:
-            answer = self._answer(ask, caught) if self.has_question else {}
+            answer = self._reply_to_question(ask, caught) if self.has_question else {}
             if answer or urgent or now - self._requested_at < REPORT_AGE:
                 self._report(own, urgent, now, answer)
             return list(own)
@@ -175,7 +175,7 @@ class OtherRanks:
 
     @property
     def has_question(self) -> bool:
-        """True if node 0 waits for an answer from this node."""
+        """True if node 0 waits for a reply from this node."""
         return self._hub.node > 0 and self._newest_question[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ class OtherRanks:
             self._newest_question = int(body["question"]), bool(body["wakes"])
             self._check_soon()
 
-    def _answer(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
+    def _reply_to_question(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
         """Return the reply to node 0's question for stacks."""
         self._answered, wakes = self._newest_question
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
@@ -240,8 +240,8 @@ class NotesOfAll:
         self._calls: list[RankCalls] = []
         self._answered: set[int] = set()
         self._has_answers = threading.Condition()
-        hub.listen("compare", self._answer)
-        hub.listen("compared", self._take)
+        hub.listen("compare", self._reply)
+        hub.listen("compared", self._receive_reply)
 
     def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
         """On node 0, compare all ranks in the noted collectives. Return the mismatch, if any. May block briefly."""
@@ -252,12 +252,12 @@ class NotesOfAll:
             self._has_answers.wait_for(lambda: self._answered.issuperset(self._hub.nodes), COMPARE_TIMEOUT)
             return mismatched([(rank, where, note) for ranks, where, note in self._calls for rank in ranks])
 
-    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
+    def _reply(self, node: int, body: Mapping[str, Any]) -> None:
         made = self._own(_complete(body["notes"]))
         answer = [{"ranks": ranks, "where": where, "note": plain_notes([note])[0]} for ranks, where, note in made]
         self._hub.send("compared", {"made": answer}, to=0)
 
-    def _take(self, node: int, body: Mapping[str, Any]) -> None:
+    def _receive_reply(self, node: int, body: Mapping[str, Any]) -> None:
         made = [(list(each["ranks"]), str(each["where"]), notes_of([each["note"]])[0]) for each in body["made"]]
         with self._has_answers:
             self._calls += made

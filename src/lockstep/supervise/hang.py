@@ -64,7 +64,7 @@ def mismatched(made: Iterable[Call]) -> Divergence | None:
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe the first collective in which the ranks' calls do not match, with stacks. None if all match."""
+    """Describe the first collective in which the ranks' calls do not match, with stacks. Return None if all match."""
     calls = differing((each.rank, location_of(each, note), note) for each in snapshots for note in each.notes)
     return Divergence(different_calls(calls), stacks_of(snapshots)) if calls else None
 
@@ -77,7 +77,7 @@ def location_of(snapshot: RankSnapshot, note: Note) -> str:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe stopped ranks that others wait for. None without such ranks. Ranks under a debugger do not count."""
+    """Describe stopped ranks that others wait for, except under a debugger. Return None without such ranks."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:

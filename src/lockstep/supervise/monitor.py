@@ -151,7 +151,7 @@ class RankMonitor:
             self._await_period()
             self._on_check()
             self._presses += self.signal_pipe.presses()
-            verdict = None if self._stopping.is_set() else self._look()
+            verdict = None if self._stopping.is_set() else self._check()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
                 return
@@ -177,7 +177,7 @@ class RankMonitor:
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
-    def _look(self) -> Verdict | None:
+    def _check(self) -> Verdict | None:
         positions, now = self.own_positions(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: position for rank, position in positions.items() if position.inside}

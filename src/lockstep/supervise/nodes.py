@@ -37,7 +37,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's part in the agreement on the first cause. On node 0, the decision.
+    """This node's part in the agreement on the first cause. Node 0 decides, and the other nodes follow.
 
     Args:
         node: number of this node.

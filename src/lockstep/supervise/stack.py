@@ -110,7 +110,7 @@ class Stack:
 
     @property
     def fetches(self) -> bool:
-        """True if a data loader has called a data set, which is running."""
+        """True if a data loader is fetching samples from a data set."""
         return any(frame.file == _FETCH for frame in self.frames)
 
     @property

@@ -68,7 +68,7 @@ def offer() -> str:
     if _wake_pipe[0] != os.getpid():
         read_end, write_end = os.pipe()
         _wake_pipe = os.getpid(), write_end
-        threading.Thread(target=_answer_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
+        threading.Thread(target=_reply_to_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
     locations = (_file.fileno(), _wake_pipe[1])
     path = f"/proc/{os.getpid()}/fd"
     return (
@@ -83,7 +83,7 @@ def _change_handler(number: int, handler: Handler) -> Handler:
     return None
 
 
-def _answer_requests(read_end: int, file: IO[bytes]) -> None:
+def _reply_to_requests(read_end: int, file: IO[bytes]) -> None:
     """Write the main thread's stack at each request. Runs in a thread."""
     main = threading.main_thread().ident
     while os.read(read_end, 4096):
@@ -106,7 +106,7 @@ def _batch() -> str:
     return ""
 
 
-def answer_with(where: Callable[[], tuple[str, int]] | None) -> None:
+def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
     """Set the function that returns the hook and the batch for replies. None removes the function."""
     global _where
     _where = where
@@ -135,13 +135,13 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
     if ASK is None or not is_there(answers):
         return None
     try:
-        with _answering(answers) as answer:
+        with _reading_replies(answers) as read_reply:
             if not by_signal and _wake_thread(*answers.split(":")[2:]):
-                found = answer(PROMPT)
+                found = read_reply(PROMPT)
                 if found is not None:
                     return found
             os.kill(process, ASK)
-            return answer()
+            return read_reply()
     except OSError:  # the process has ended
         return None
 
@@ -170,12 +170,12 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
 
     library = ctypes.CDLL(None)
     try:
-        with _answering(answers) as answer:
+        with _reading_replies(answers) as read_reply:
             # to its main thread: a signal to the whole stopped process may be lost
             if not hasattr(library, "tgkill") or library.tgkill(process, process, ASK):
                 os.kill(process, ASK)
             os.kill(process, signal.SIGCONT)
-            return answer()
+            return read_reply()
     except OSError:
         return None
 
@@ -197,11 +197,11 @@ def _wake_thread(path: str = "", inode: str = "") -> bool:
 
 
 @contextmanager
-def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
+def _reading_replies(answers: str) -> Iterator[Callable[..., Stack | None]]:
     """Yield a function that reads the reply to a request made inside the context."""
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
-        yield lambda seconds=SECONDS: _answer(file, seconds)
+        yield lambda seconds=SECONDS: _read_reply(file, seconds)
 
 
 def _handles(process: int, number: int) -> bool:
@@ -212,7 +212,7 @@ def _handles(process: int, number: int) -> bool:
     return False
 
 
-def _answer(file: IO[bytes], seconds: float) -> Stack | None:
+def _read_reply(file: IO[bytes], seconds: float) -> Stack | None:
     text, until = b"", time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.02)

@@ -280,7 +280,7 @@ class Supervisor:
             try:
                 event, what = self._events.get(timeout=TICK if self._is_open() or self._waits_for_nodes else IDLE_TICK)
             except queue.Empty:
-                self._look()
+                self._find_cause()
                 if self._waits_for_nodes:
                     self._on_ended(None)
                 if not self._processes.running and self._rank_zero.wait(0):
@@ -298,7 +298,7 @@ class Supervisor:
         """Return True if a rank has failed and the first cause is not certain yet."""
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
-    def _look(self) -> None:
+    def _find_cause(self) -> None:
         """Publish the first cause if it has become certain. Otherwise, ask other nodes once."""
         if not self._is_open():
             return
@@ -334,7 +334,7 @@ class Supervisor:
             self._thread(self._processes.wind_up, time.monotonic())
 
     def _on_ended(self, _: object) -> None:
-        self._look()
+        self._find_cause()
         if self._is_failing():
             self._is_over = self._has_printed and not self._processes.running
         elif self._starts_ranks and not self._zero_has_left and self._rank not in self._processes.running:
@@ -372,7 +372,7 @@ class Supervisor:
             if cause is not None:
                 self._exit_causes[rank] = cause
             self._thread(self._processes.wind_up, message["at"])
-            self._look()
+            self._find_cause()
             return
         self._record_leave(*what)
         if self._interrupted and self._verdict is None:
@@ -520,15 +520,15 @@ class Supervisor:
             printed = {end.rank for end in failed} | self._exit_causes.keys() | printed
             return self._verdict.cause, is_printed(self._verdict.cause, printed - folded, notes)
         proof = self._monitor.hangs.divergence()
-        cause, is_shown = final_cause(
+        cause, has_traceback = final_cause(
             failed, notes, self._monitor.positions(), self._exit_causes, printed, proof, folded
         )
-        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), is_shown
+        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), has_traceback
 
     def _judged(self) -> Judgement:
         failed, verdict, printed = self._processes.failed, self._verdict, self._ranks_that("printed")
         folded, notes = self._ranks_that("folded"), self._mailbox.read()
-        cause, is_shown = self._cause(printed, folded, notes)
+        cause, has_traceback = self._cause(printed, folded, notes)
         interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -541,7 +541,7 @@ class Supervisor:
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
                 return judgement(Divergence(self._nodes.decided.words), True, False, codes)
         also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
-        return judgement(cause, is_shown, interrupted, codes, self._nodes.host, also)
+        return judgement(cause, has_traceback, interrupted, codes, self._nodes.host, also)
 
     def _ranks_that(self, did: str) -> set[int]:
         """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
@@ -580,8 +580,8 @@ class Supervisor:
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided.words), True, False, []))
         elif self._first is not None:
-            is_shown = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
-            self._print(judgement(self._first, is_shown, False, [], nodes.host))
+            has_traceback = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
+            self._print(judgement(self._first, has_traceback, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
         self._has_printed = True

@@ -134,7 +134,7 @@ class Traces:
     # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """Compare new notes. Return those of the first collective in which calls do not match, by rank, or {}."""
+        """Return all ranks' new notes of the first collective in which calls do not match, by rank. {} if all match."""
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.add(rank, trace.new(), len(self._traces))
