@@ -251,21 +251,6 @@ def test_cancelled_trials(slurm: Lab, tmp_path: Path) -> None:
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
-def test_a_partition_that_does_not_exist(slurm: Lab, tmp_path: Path) -> None:
-    """In sbatch's own words, with the trials that did not go in."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from lockstep.extensions.search.cluster import SlurmCluster\n"
-        f"cluster = SlurmCluster(log_path={str(tmp_path)!r})\n"
-        "cluster.add_slurm_cmd('partition', 'none such')\n"
-        "cluster.optimize_parallel_cluster_cpu(print, nb_trials=2, job_name='refused')\n"
-    )
-    done = python(slurm, str(script), check=False)
-    assert done.returncode == 1
-    assert "invalid partition specified: none such" in done.stderr
-    assert "not submitted: trial(s) 0-1" in done.stderr
-
-
 HOSTILE = """
 import json, sys
 from pathlib import Path
