@@ -224,6 +224,7 @@ def test_ranks_before_the_flags_are_those_after(name: str, data: st.DataObject) 
             without(MPIRUN, "MASTER_ADDR"),
             "MPI: the environment variable MASTER_ADDR is not set: .*mpirun -x MASTER_ADDR",
         ),
+        ({**without(TORCHRUN, "RANK"), "TORCHELASTIC_RUN_ID": "job"}, "variable RANK is not set"),
         ({**TORCHRUN, "RANK": "4"}, "torchrun: RANK=4, WORLD_SIZE=4, LOCAL_RANK=1.*Start the script by torchrun"),
     ],
 )
@@ -241,19 +242,12 @@ def test_variables_that_are_missing_or_contradict(environ: Environ, says: str) -
         (BATCH, 4, 2, r"SLURM job 7 has 2 node\(s\) with 2 task\(s\) on each: use devices=2, num_nodes=2, or "),
         ({**BATCH, "SLURM_TASKS_PER_NODE": "3,1"}, 2, 2, "with 3, 1 tasks: use devices='auto'"),
         (MPIRUN, 4, 1, "mpirun put the 4 ranks on 2"),
+        (TORCHRUN, 2, 1, r"devices=2, num_nodes=1 make 2 rank.*torchrun started 4.*devices=2, num_nodes=2"),
     ],
 )  # fmt: skip
 def test_flags_against_the_cluster(environ: Environ, devices: int | None, nodes: int, says: str) -> None:
     with pytest.raises(MisconfigurationException, match=says):
         detect(environ, devices, nodes)
-
-
-@pytest.mark.parametrize("name", ["torchelastic", "kubeflow", "lsf", "mpi", "slurm"])
-def test_one_that_is_named_and_not_there(name: str) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=f"cluster_environment='{name}', but .* did not start this process"
-    ):
-        detect({}, named=name)
 
 
 def test_a_rank_that_is_left_over() -> None:

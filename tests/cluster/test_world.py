@@ -58,24 +58,6 @@ def test_torchrun() -> None:
     assert detect(TORCHRUN, 2, 2) == detect(TORCHRUN) == detect(TORCHRUN, None, 2) == detect(by_agent, 2, 2) == found
 
 
-@pytest.mark.parametrize(
-    ("devices", "nodes", "says"),
-    [
-        (2, 1, r"devices=2, num_nodes=1 make 2 rank.*torchrun started 4.*devices=2, num_nodes=2"),
-        (None, 3, "num_nodes=3, but torchrun started ranks on 2"),
-    ],
-)
-def test_flags_against_torchrun(devices: int | None, nodes: int, says: str) -> None:
-    with pytest.raises(MisconfigurationException, match=says):
-        detect(TORCHRUN, devices, nodes)
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_torchrun_with_a_variable_missing(name: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"variable {name} is not set"):
-        detect({**without(TORCHRUN, name), "TORCHELASTIC_RUN_ID": "job"}, 2, 2)
-
-
 def test_another_number_of_devices_than_was_started() -> None:
     environ = rank_variables(World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000))
     with pytest.raises(MisconfigurationException, match=r"devices=3, .*but 2 were started.*same numbers.*ddp_spawn"):
