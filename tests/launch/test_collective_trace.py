@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
-from lockstep.supervise.collective_trace import COUNTED, MESSAGES, NOTED, install_trace, set_location, uninstall_trace
+from lockstep.supervise.collective_trace import install_trace, set_location, uninstall_trace
 from lockstep.supervise.trace_memory import Reading, own
 from tests.tools.pool import RankPool
 
@@ -217,21 +217,6 @@ def test_a_compiled_graph_goes_past_the_gate_whole(ranks: RankPool) -> None:
     for compiled, in_graph, eager in ranks(2).run(_compiled, timeout=120):
         assert compiled == [6.0, 6.0]
         assert (in_graph, eager) == (0, 1)  # the functional one is not noted
-
-
-def test_taken_down_all_is_as_it_was() -> None:
-    uninstall_trace()
-    names = (*NOTED, *MESSAGES)
-    before = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names]
-    wait, counted = dist.Work.wait, [getattr(dist.ProcessGroup, name) for name in COUNTED]
-    install_trace()
-    assert dist.all_reduce is not before[0]
-    assert dist.Work.wait is not wait
-    uninstall_trace()
-    after = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names]
-    assert all(one is other for one, other in zip(before, after, strict=True))
-    assert dist.Work.wait == wait
-    assert [getattr(dist.ProcessGroup, name) for name in COUNTED] == counted
 
 
 def test_a_forked_process_writes_into_a_trace_of_its_own() -> None:

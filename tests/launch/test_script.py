@@ -84,45 +84,22 @@ def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
 @pytest.mark.parametrize(
     ("main", "argv", "original", "words"),
     [
-        (main_module("/a/train.py"), ["train.py", "x"], ["python", "train.py", "x"], ["/a/train.py", "x"]),
-        (
-            main_module("/a/train.py"),
-            ["train.py"],  # the script took its argument out
-            ["python", "-W", "error", "train.py", "x"],
-            ["/a/train.py", "x"],
-        ),
-        (
-            main_module("/a/train.py"),
-            ["/a/train.py", "x"],  # under a debugger that was given another spelling
-            ["python", "-m", "debugger", "train.py", "y"],
-            ["/a/train.py", "x"],
-        ),
-        (
-            main_module("/a/pkg/train.py", "pkg.train"),
-            ["/a/pkg/train.py", "x"],
-            ["python", "-m", "pkg.train", "x"],
-            ["-m", "pkg.train", "x"],
-        ),
-        (
-            main_module("/a/pkg/__main__.py", "pkg.__main__"),
-            ["/a/pkg/__main__.py"],
-            ["python", "-m", "pkg", "-v"],
-            ["-m", "pkg.__main__", "-v"],
-        ),
-        (
-            main_module("/a/app.zip/__main__.py", "__main__"),
-            ["app.zip", "x"],
-            ["python", "app.zip", "x"],
-            ["app.zip", "x"],
-        ),
-        (main_module(), ["-c", "x"], ["python", "-Bc", "print()", "x"], ["-c", "print()", "x"]),
+        (main_module("/a/train.py"), "train.py x", "python train.py x", "/a/train.py x"),
+        # the script took its argument out
+        (main_module("/a/train.py"), "train.py", "python -W error train.py x", "/a/train.py x"),
+        # under a debugger that was given another spelling
+        (main_module("/a/train.py"), "/a/train.py x", "python -m debugger train.py y", "/a/train.py x"),
+        (main_module("/a/pkg/train.py", "pkg.train"), "/a/pkg/train.py x", "python -m pkg.train x", "-m pkg.train x"),
+        (main_module("/a/m.py", "pkg.__main__"), "/a/m.py", "python -m pkg -v", "-m pkg.__main__ -v"),
+        (main_module("/a/app.zip/__main__.py", "__main__"), "app.zip x", "python app.zip x", "app.zip x"),
+        (main_module(), "-c x", "python -Bc print() x", "-c print() x"),
     ],
 )
-def test_command_line(main: ModuleType, argv: list[str], original: list[str], words: list[str]) -> None:
-    command = command_line(main, argv, original)
+def test_command_line(main: ModuleType, argv: str, original: str, words: str) -> None:
+    command = command_line(main, argv.split(), original.split())
     assert command is not None
     assert command[0] == sys.executable
-    assert command[-len(words) :] == words
+    assert command[-len(words.split()) :] == words.split()
 
 
 def test_no_script_no_command() -> None:
