@@ -105,7 +105,7 @@ def test_a_task_of_srun() -> None:
 def test_a_batch_script_and_a_rank_of_lockstep() -> None:
     batch = explained({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)"})
     assert (batch.cluster, batch.world) == ("slurm", None)
-    assert "the batch script of the SLURM job 7, not a rank; a Trainer starts its 4 tasks by srun" in batch.why
+    assert "the batch script of the SLURM job 7, not a rank; a Trainer starts its 4 tasks with srun" in batch.why
     rank = explained({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **MEETING})
     assert (rank.cluster, rank.world is not None and rank.world.rank) == ("local", 1)
     assert rank.why == "lockstep started this process"

@@ -215,7 +215,7 @@ def test_ranks_before_the_flags_are_those_after(name: str, data: st.DataObject) 
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({**TASK, "SLURM_PROCID": "4"}, r"SLURM: SLURM_PROCID=4, .*SLURM_LOCALID=1.*contradict each other.*by srun"),
+        ({**TASK, "SLURM_PROCID": "4"}, r"SLURM: SLURM_PROCID=4, .*SLURM_LOCALID=1.*contradict each other.*with srun"),
         (without(TASK, "SLURM_LOCALID"), "variable SLURM_LOCALID is not set"),
         (without(JSRUN, "LSB_MCPU_HOSTS"), "LSF: the environment variable LSB_MCPU_HOSTS is not set: set MASTER_ADDR"),
         ({**JSRUN, "JSM_NAMESPACE_RANK": "4"}, "JSM_NAMESPACE_RANK|rank 4 of 4 is local rank 1 of 2"),
@@ -225,7 +225,7 @@ def test_ranks_before_the_flags_are_those_after(name: str, data: st.DataObject) 
             "MPI: the environment variable MASTER_ADDR is not set: .*mpirun -x MASTER_ADDR",
         ),
         ({**without(TORCHRUN, "RANK"), "TORCHELASTIC_RUN_ID": "job"}, "variable RANK is not set"),
-        ({**TORCHRUN, "RANK": "4"}, "torchrun: RANK=4, WORLD_SIZE=4, LOCAL_RANK=1.*Start the script by torchrun"),
+        ({**TORCHRUN, "RANK": "4"}, "torchrun: RANK=4, WORLD_SIZE=4, LOCAL_RANK=1.*Start the script with torchrun"),
     ],
 )
 def test_variables_that_are_missing_or_contradict(environ: Environ, says: str) -> None:

@@ -91,8 +91,9 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
                 return cluster, world
             if named is not None and not (named == "slurm" and slurm.is_batch(environ)):
                 raise MisconfigurationException(
-                    f"cluster_environment={named!r}, but {cluster.started} did not start this process (it sets "
-                    f"{cluster.needs}): start the script by {cluster.started}, or omit cluster_environment and plugins"
+                    f"cluster_environment={named!r}, but {cluster.started} did not start this process, since it would "
+                    f"have set {cluster.needs}: start the script with {cluster.started}, or omit cluster_environment "
+                    "and plugins"
                 )
     return None
 
@@ -151,7 +152,7 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> 
     flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
     raise MisconfigurationException(
         f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}, or start a single "
-        "process by `srun --ntasks=1`"
+        "process with `srun --ntasks=1`"
     )
 
 
@@ -263,7 +264,7 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
         job = slurm.allocation(environ)
         if job is not None:
             why = f"this is the batch script of the SLURM job {job.job}, not a rank; a Trainer starts its {job.tasks} "
-            return EnvironmentFinding("slurm", why + "tasks by srun")
+            return EnvironmentFinding("slurm", why + "tasks with srun")
         return EnvironmentFinding(
             None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
         )

@@ -85,7 +85,7 @@ class ClusterEnvironment(ABC):
         if num_devices * num_nodes != self.world_size():
             raise MisconfigurationException(
                 f"devices={num_devices}, num_nodes={num_nodes} make {num_devices * num_nodes} rank(s), but "
-                f"{type(self).__name__}.world_size() is {self.world_size()}: use the numbers that were started"
+                f"{type(self).__name__}.world_size() is {self.world_size()}: pass the numbers that the cluster started"
             )
 
     def teardown(self) -> None:  # noqa: B027, may be left as it is
@@ -170,7 +170,7 @@ class KnownEnvironment(ClusterEnvironment):
         if found is None:
             raise MisconfigurationException(
                 f"{type(self).__name__}: this process is the batch script of a SLURM job, not one of its tasks: start "
-                "the script by srun, or use this object only after a Trainer has started the tasks"
+                "the script with srun, or use this object only after a Trainer has started the tasks"
             )
         return found[1]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lockstep.cluster.world import World, missing, read_number, world_of
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-_WAY_OUT = "Each pod has one process: give them RANK=0 to WORLD_SIZE - 1, or remove the variables"
+_WAY_OUT = "Run one process in each pod and set RANK from 0 to WORLD_SIZE - 1, or remove the variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lockstep.cluster.world import World, missing, node_of, port_of, read_number, slots, world_of
 
 _NAMES = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
-_WAY_OUT = "Start the script by jsrun, or remove the JSM_NAMESPACE_* variables that somebody has set"
+_WAY_OUT = "Start the script with jsrun, or remove the JSM_NAMESPACE_* variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:

@@ -16,7 +16,7 @@ FAMILIES = (OPEN_MPI, MVAPICH, HYDRA)
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 """Variables with a number that all ranks of a job share, and that other jobs are unlikely to have."""
 
-_WAY_OUT = "Start the script by mpirun, or remove these variables"
+_WAY_OUT = "Start the script with mpirun, or remove these variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:

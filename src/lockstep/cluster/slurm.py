@@ -16,7 +16,7 @@ STARTS = "LOCKSTEP_TRIAL_STARTS"
 _SPECIAL = 0xFFFFFFF0
 """Smallest step number that SLURM reserves for itself, for the batch script or an allocation's shell."""
 
-_WAY_OUT = "Start the script by srun, or remove the SLURM_* variables that somebody has set"
+_WAY_OUT = "Start the script with srun, or remove the SLURM_* variables"
 
 
 def is_task(environ: Mapping[str, str]) -> bool:

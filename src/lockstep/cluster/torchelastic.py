@@ -31,7 +31,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         "torchrun",
         environ,
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"),
-        "Start the script by torchrun, or remove these variables",
+        "Start the script with torchrun, or remove these variables",
         rank=read_number(environ, "RANK"),
         size=size,
         local_rank=read_number(environ, "LOCAL_RANK"),

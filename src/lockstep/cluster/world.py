@@ -235,7 +235,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(_TASKS, item.strip())
         if match is None:
             raise MisconfigurationException(
-                f"tasks per node {text!r} are not in SLURM's format (2(x3),1): start the tasks by srun"
+                f"tasks per node {text!r} are not in SLURM's format (2(x3),1): start the tasks with srun"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

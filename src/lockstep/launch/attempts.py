@@ -364,7 +364,10 @@ class Run(Attempts):
             # the newest run that has saved anything
             own = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
             if not own:
-                log.info(f"lockstep run --resume: no run of this command has saved anything in {self._folder!r}")
+                log.info(
+                    f"lockstep run --resume: no earlier run of this command has a checkpoint in {self._folder!r}, so "
+                    "this starts a new run"
+                )
         if own:
             return own[0], files[own[0]]
         return os.path.join(self._folder, f"{stem}{self.agent}.json"), {}

@@ -229,7 +229,7 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
     if environ.get(STARTED) == job:
         raise MisconfigurationException(
             f"{STARTED}={job}: srun was started for SLURM job {job}, but this process is not one of its tasks "
-            "(SLURM_STEP_ID is not set): start the script by srun yourself, and keep all of SLURM's variables"
+            "(SLURM_STEP_ID is not set): start the script with srun yourself, and keep all of SLURM's variables"
         )
     program = shutil.which("srun", path=environ.get("PATH"))
     if program is None:
