@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.cluster.rendezvous import _agreed, connect_ranks
+from lockstep.cluster.rendezvous import _agree_on_attempt, connect_ranks
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import free_port
@@ -125,7 +125,7 @@ def test_a_message_that_its_writer_did_not_finish_is_passed_over() -> None:
         patch.setattr(uuid, "uuid4", lambda: name)
         clients = [dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False) for _ in range(2)]
         places = [World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port) for rank in range(2)]
-        assert list(pool.map(lambda rank: _agreed(clients[rank], places[rank], LONG), range(2))) == [1, 1]
+        assert list(pool.map(lambda rank: _agree_on_attempt(clients[rank], places[rank], LONG), range(2))) == [1, 1]
 
 
 def test_ranks_that_do_not_come_to_the_agents_store() -> None:

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _lock, _variables, remove_old_folders
+from lockstep.launch.elastic_run import (
+    FRESH,
+    InOrder,
+    LaunchPlan,
+    _describe_first,
+    _lock,
+    _variables,
+    remove_old_folders,
+)
 
 
 def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
@@ -95,6 +103,6 @@ def failure(code: int, pid: int = 7) -> ProcessFailure:
 
 def test_the_end_that_others_follow_from_is_told() -> None:
     ended = {0: failure(1), 1: failure(-signal.SIGKILL), 2: failure(-signal.SIGTERM)}  # the agent has ended rank 2
-    assert _first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
-    assert _first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
-    assert _first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"
+    assert _describe_first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
+    assert _describe_first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
+    assert _describe_first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"

@@ -528,7 +528,7 @@ def meet(ranks: int) -> Mapping[str, int]:
 
     def agree(rank: int) -> int:
         world = World(rank, ranks, 0, 1, rank, ranks, ADDRESS, 1)
-        return rendezvous._agreed(clients[rank], world, timedelta(seconds=SECONDS))  # type: ignore[arg-type]
+        return rendezvous._agree_on_attempt(clients[rank], world, timedelta(seconds=SECONDS))  # type: ignore[arg-type]
 
     with mock.patch.object(rendezvous, "LOOK", SECONDS), ThreadPoolExecutor(ranks) as pool:
         numbers = set(pool.map(agree, range(ranks)))

@@ -47,22 +47,22 @@ class NcclVariables:
             for name, value in values.items()
         }
         self._set: list[str] = []
-        self._in_force = self._reported = False
+        self._is_set = self._reported = False
 
-    def apply(self, backend: str, group_is_there: bool) -> str | None:
+    def apply(self, backend: str, group_exists: bool) -> str | None:
         """Set the variables if they can have an effect. At the first call, return a message about the result.
 
         Args:
             backend: backend of the process group, such as "nccl" or "gloo".
-            group_is_there: whether the group already exists.
+            group_exists: whether the group already exists.
         """
         if "nccl" not in backend:
             result = f"they have no effect, because the backend is {backend}, not nccl."
-        elif group_is_there and not self._in_force:
+        elif group_exists and not self._is_set:
             result = "they have no effect, because the process group exists already. Set them in the shell."
         else:
             result = self.set()
-            self._in_force = True
+            self._is_set = True
         first, self._reported = not self._reported, True
         return f"DDPStrategy(nccl={self.values}): {result}" if first else None
 

@@ -57,10 +57,10 @@ def connect_ranks(
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         # torch's own message has pages of C++ frames
-        raise _named(world, error, limit, listens) from None
+        raise _explain(world, error, limit, listens) from None
     number = attempt(environ)
     if by_agent and world.num_nodes > 1:
-        number = _agreed(store, world, limit)
+        number = _agree_on_attempt(store, world, limit)
     elif by_agent:
         number = max(number, read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
     store.set_timeout(timeout)
@@ -111,7 +111,7 @@ def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
     return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - start)))
 
 
-def _agreed(store: dist.Store, world: World, limit: timedelta) -> int:
+def _agree_on_attempt(store: dist.Store, world: World, limit: timedelta) -> int:
     """Agree on a number for this attempt that no earlier attempt has used, and return it on every rank.
 
     Agents of several nodes count their restarts independently, so that TORCHELASTIC_RESTART_COUNT does not identify an
@@ -195,7 +195,7 @@ def _message(name: str, turn: int) -> str:
     return f"lockstep/message/{name}/{turn}"
 
 
-def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
+def _explain(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
     """Return an error that explains torch's rendezvous error."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
@@ -206,7 +206,7 @@ def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> E
         )
     if listens and "clients joined" in text:
         return RuntimeError(
-            f"not all of the {world.size} ranks joined rank 0 at {place} within {seconds:g} s ({_joined(text)}): "
+            f"not all of the {world.size} ranks joined rank 0 at {place} within {seconds:g} s ({_joined_count(text)}): "
             f"start the script on all {world.num_nodes} node(s), with the same MASTER_ADDR and MASTER_PORT"
         )
     reason = text.splitlines()[0][:200].rstrip(".")
@@ -217,6 +217,6 @@ def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> E
     )
 
 
-def _joined(text: str) -> str:
+def _joined_count(text: str) -> str:
     """Return the words in torch's message that count the connected ranks."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)

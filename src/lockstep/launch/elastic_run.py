@@ -158,7 +158,7 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
         if self._result is None or not self._result.failures:
             return "the ranks of this node hang in a system call and cannot be ended"
-        return _first(self._result.failures)
+        return _describe_first(self._result.failures)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Send a signal that the agent received on to the ranks. For use as a signal handler."""
@@ -168,7 +168,7 @@ class Agent(LocalElasticAgent):
                 os.killpg(process, number)
 
 
-def _first(failures: Mapping[int, ProcessFailure]) -> str:
+def _describe_first(failures: Mapping[int, ProcessFailure]) -> str:
     """Describe the first failure from the ranks' exit codes. Ranks killed by SIGTERM were ended by the agent."""
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     ends = by_itself or failures
@@ -195,7 +195,7 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
         MisconfigurationException: this process is a rank itself, or the port is taken.
     """
     refuse_nested(environ)
-    hosts = not plan.alone and _hosts(plan)
+    hosts = not plan.alone and _hosts_rendezvous(plan)
     if hosts:
         _check_port(plan)
     # LOGLEVEL is torch's variable: users who set it want to see the messages
@@ -288,7 +288,7 @@ def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> di
     return found
 
 
-def _hosts(plan: LaunchPlan) -> bool:
+def _hosts_rendezvous(plan: LaunchPlan) -> bool:
     """Return True if the nodes' rendezvous listens on this node."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
@@ -325,7 +325,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
         local_world_size=plan.devices,
         entrypoint=sys.executable,
         args=("-I", "-S", parent_death.__file__, str(os.getpid()), *python, *plan.words),
-        rdzv_handler=OneNode(plan.run_id) if plan.alone else _several(plan, hosts),
+        rdzv_handler=OneNode(plan.run_id) if plan.alone else _rendezvous_of_nodes(plan, hosts),
         max_restarts=plan.max_restarts,
         monitor_interval=0.1,
         local_addr=HERE if plan.alone else plan.local_address,
@@ -333,7 +333,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
     return Agent(folder, plan.grace, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
 
 
-def _several(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
+def _rendezvous_of_nodes(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
     """Return the rendezvous handler for several nodes. With ``hosts``, the rendezvous listens on this node."""
     options = {
         "join_timeout": plan.patience,

@@ -47,7 +47,7 @@ def end_with(parent: int) -> None:
         os._exit(1)  # the parent ended before the call
 
 
-def bound() -> Callable[[], None]:
+def rank_preparation() -> Callable[[], None]:
     """Return the function that a started rank calls first, to create a process group and to end with this process.
 
     The system watches the thread that starts the rank. That thread must not end before the process.

@@ -19,7 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.launch.environment import SEED, ReservedPort, bind_loader_workers, share_cores, started_in
 from lockstep.supervise.mailbox import MAILBOX
-from lockstep.supervise.stack import calling
+from lockstep.supervise.stack import current_stack
 from lockstep.supervise.status import calls_before, record_call
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         MisconfigurationException: the calls differ. The message names both lines.
     """
-    started, here = environ.pop(STARTING_CALL, None), os.path.normpath(calling().location())
+    started, here = environ.pop(STARTING_CALL, None), os.path.normpath(current_stack().location())
     if started is not None and os.path.normpath(started) != here:
         raise MisconfigurationException(
             f"rank 0 started this rank in the call at {started}, but this rank's first call is at {here}, which rank 0 "
@@ -197,7 +197,7 @@ def _start_supervisor(world: World) -> Supervised:
     from lockstep.supervise.client import Supervised  # as above
 
     if calls_before():
-        environ[STARTING_CALL] = calling().location()
+        environ[STARTING_CALL] = current_stack().location()
     return Supervised(world, command, environ)
 
 

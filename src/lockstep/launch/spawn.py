@@ -39,7 +39,7 @@ from lockstep.supervise.causes import Cause, Divergence, early_cause, first_caus
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
-from lockstep.supervise.stack import calling
+from lockstep.supervise.stack import current_stack
 from lockstep.supervise.status import count_call_without_ranks, record_call, record_failure, watch_uncaught
 
 # -- pickling ------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class SpawnLauncher:
             ends.callback(mailbox.close)
             ends.callback(processes.stop)
             ends.callback(monitor.stop)
-            self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
+            self.start(processes, Call(function, args, kwargs, world, current_stack().location()), result, mailbox)
             monitor.start()
             try:
                 processes.wait()

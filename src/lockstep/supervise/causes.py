@@ -12,7 +12,7 @@ from lockstep.launch.processes import Ended
 from lockstep.supervise.hang_text import different_places, group_ranks, has_left_call, rank_list
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
 from lockstep.supervise.snapshot import RankPosition
-from lockstep.supervise.stack import Stack, calling, stack_of
+from lockstep.supervise.stack import Stack, current_stack, stack_of
 
 # -- causes --------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     """
     stack = stack_of(error)
     # a traceback starts at the frame that caught the exception
-    stack = Stack(stack.frames + calling().frames)
+    stack = Stack(stack.frames + current_stack().frames)
     # torch raises RuntimeError for failed collectives; RankFailed is raised here for another rank's error
     lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
@@ -317,11 +317,11 @@ def judgement(
     code = max((code for code in codes if code is not None), default=1)
     if isinstance(cause, Ended) and cause.code in (-signal.SIGINT, -signal.SIGTERM):
         code = 128 - cause.code  # as a shell reports it
-    lines = [f"lockstep: {one_line(each, None)}" for each in (*also, located(cause, host))]
+    lines = [f"lockstep: {one_line(each, None)}" for each in (*also, with_host(cause, host))]
     return Judgement("\n".join([trace.rstrip()] * bool(trace) + lines), code if code > 0 else 1)
 
 
-def located(cause: First | None, host: str) -> str:
+def with_host(cause: First | None, host: str) -> str:
     """Return the message for a cause, with the host name after the rank."""
     if not host or cause is None or isinstance(cause, Divergence):
         return str(cause)

@@ -105,15 +105,15 @@ class CollectiveTrace:
             function: torch's function.
             strided: function to call instead for a tensor that is not contiguous.
         """
-        return self._noted(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
+        return self._wrap(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a point-to-point operation to record its calls."""
-        return self._noted(name, function, "tensor", nests=False, numbered=False)
+        return self._wrap(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function in lockstep that implements a collective with messages, to record its calls."""
-        return self._noted(name, function, COLLECTIVES[name], nests=True)
+        return self._wrap(name, function, COLLECTIVES[name], nests=True)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a group's method to send or receive, so that messages do not count as collectives."""
@@ -147,7 +147,7 @@ class CollectiveTrace:
 
         return functools.update_wrapper(waited, wait)
 
-    def _noted(
+    def _wrap(
         self,
         name: str,
         function: Callable[..., Any],

@@ -160,7 +160,7 @@ class HangMonitor:
         everybody = [*own, *(RankSnapshot(position.rank, now, position) for position in outside)]
         self._is_ending = ending
         if self.others is None or ending:
-            return self._judged(everybody, own, {self._node}, limits, now)
+            return self._judge(everybody, own, {self._node}, limits, now)
         others = self.others
         limits = WaitLimits.of([each.position for each in own])
         everybody = others.exchange(
@@ -171,12 +171,12 @@ class HangMonitor:
         in_call = [each for each in everybody if each.position.inside]
         limits = WaitLimits.of([each.position for each in in_call])
         found = None if limits.first == math.inf else self._compare_ration.run(lambda: diverged(in_call), now)
-        found = found or self._judged(everybody, own, others.nodes, limits, now)
+        found = found or self._judge(everybody, own, others.nodes, limits, now)
         # an exception that a script caught explains why others wait
         errors = [text for text in (caught, *others.caught.values()) if text]
         return Divergence(errors[0]) if found is not None and errors else found
 
-    def _judged(
+    def _judge(
         self,
         everybody: Sequence[RankSnapshot],
         own: Sequence[RankSnapshot],
@@ -300,9 +300,9 @@ class HangMonitor:
         snapshot = RankSnapshot(position.rank, now, position, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
             self._waits.pop(position.rank, None)
-        return self._holding(snapshot)
+        return self._with_wait(snapshot)
 
-    def _holding(self, snapshot: RankSnapshot) -> RankSnapshot:
+    def _with_wait(self, snapshot: RankSnapshot) -> RankSnapshot:
         since = self._waits.get(snapshot.rank)
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
@@ -328,7 +328,7 @@ class HangMonitor:
             self._waits.setdefault(snapshot.rank, now)
         else:
             self._waits.pop(snapshot.rank, None)
-        return self._holding(snapshot)
+        return self._with_wait(snapshot)
 
 
 def _state(process: int) -> str:

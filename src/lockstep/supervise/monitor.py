@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.launch.processes import SAVE_TIMEOUT, stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, has_continued, located, was_caught
+from lockstep.supervise.causes import Cause, Divergence, has_continued, was_caught, with_host
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.hang_text import after_ctrl_c, cannot_stop
@@ -136,7 +136,7 @@ class RankMonitor:
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _text_of(self, caught: Cause | None) -> str:
-        return "" if caught is None else located(caught, self.host)
+        return "" if caught is None else with_host(caught, self.host)
 
     def own_positions(self) -> dict[int, RankPosition]:
         """Return the positions of this node's ranks, including ended ranks, by rank."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.supervise.causes import Divergence, First, located
+from lockstep.supervise.causes import Divergence, First, with_host
 from lockstep.supervise.screen_text import print_line
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Nodes:
         """
         if self.hub is None:
             return
-        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": [*notes]}
+        body = {"words": with_host(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": [*notes]}
         if self._node == 0:
             self.handle_claim((0, body))
         else:

@@ -167,7 +167,7 @@ def is_through_lockstep(error: BaseException) -> bool:
     return False
 
 
-def calling() -> Stack:
+def current_stack() -> Stack:
     """Return the stack of the caller."""
     found: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
@@ -177,7 +177,7 @@ def calling() -> Stack:
     return Stack(_within(found))
 
 
-def dumped(text: str) -> Stack:
+def parse_stack(text: str) -> Stack:
     """Parse the text that `faulthandler` or the replying thread has written into a stack."""
     batch = _BATCH.search(text)
     frames = _within(_read(text))

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeAlias
 
 from lockstep.ground.installed import STACK
 from lockstep.supervise.mailbox import file_without_a_name
-from lockstep.supervise.stack import Stack, dumped
+from lockstep.supervise.stack import Stack, parse_stack
 
 SECONDS = 1.0
 """Seconds that a reply may take."""
@@ -220,6 +220,6 @@ def _read_reply(file: IO[bytes], seconds: float) -> Stack | None:
         if text and not more:
             # a signal also wakes the thread
             answers = text.decode(errors="replace").split(HEADER)
-            return dumped(next((each for each in answers if each.strip()), ""))
+            return parse_stack(next((each for each in answers if each.strip()), ""))
         text += more
     return None

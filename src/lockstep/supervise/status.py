@@ -23,7 +23,7 @@ from lockstep.supervise.mailbox import JOINED, MAILBOX, RANK, Mailbox, leave_not
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
 from lockstep.supervise.signals import accept_ctrl_c, by_default
 from lockstep.supervise.snapshot import RankPosition
-from lockstep.supervise.stack import calling, is_through_lockstep
+from lockstep.supervise.stack import current_stack, is_through_lockstep
 from lockstep.supervise.trace_memory import offer as offer_trace
 
 CAUSE_TIMEOUT = 1.0
@@ -73,7 +73,7 @@ def record_call(rank: int, address: str, called: str = "", launched: bool = Fals
     """
     _rank.rank, _rank.address = rank, address
     _rank.call, _rank.raised = _rank.call + 1, None
-    location = _rank.called = called or calling().location()
+    location = _rank.called = called or current_stack().location()
     _rank.location = location
     if address or launched:
         accept_ctrl_c()

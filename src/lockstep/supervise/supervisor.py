@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
-from lockstep.launch.parent_death import bound
+from lockstep.launch.parent_death import rank_preparation
 from lockstep.launch.processes import GRACE, SAVE_TIMEOUT, Ended, Foreign, RankProcesses, is_stopped
 from lockstep.supervise.causes import (
     Cause,
@@ -37,8 +37,8 @@ from lockstep.supervise.causes import (
     has_left,
     is_printed,
     judgement,
-    located,
     was_caught,
+    with_host,
 )
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.channel import Channel, Message, listen_at, peer_process
@@ -137,7 +137,7 @@ class Supervisor:
         order = self._order
         self._processes.adopt(self._rank, self._rank_zero, stop=not self._starts_ranks)
         if self._starts_ranks:
-            first = bound()
+            first = rank_preparation()
             environ = {**order["environ"], order["parent"]: str(os.getpid())}
             for local_rank in range(1, order["local_size"]):
                 environ["LOCAL_RANK"], environ[RANK] = str(local_rank), str(self._rank + local_rank)
@@ -435,7 +435,7 @@ class Supervisor:
     def _publish(self, cause: First) -> None:
         """Report this node's first cause to its ranks, for the errors of their collectives, and to the other nodes."""
         self._first = cause
-        self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
+        self._mailbox.leave({"first": with_host(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
         self._nodes.claim(cause, plain_notes(notes))
         if self._nodes.hub is None and not self._starts_ranks:
@@ -481,7 +481,7 @@ class Supervisor:
         """Report the first cause after all other ranks have ended, and end this supervisor."""
         if not self._starts_ranks:
             if not self._has_printed:
-                self._print(self._judged())
+                self._print(self._judge())
             self._is_over = not self._processes.running
             return
         if self._is_by_ctrl_c():
@@ -495,7 +495,7 @@ class Supervisor:
         if self._interrupted and self._verdict is None:
             self._end()
         else:
-            self._end_rank_zero(self._judged())
+            self._end_rank_zero(self._judge())
         self._is_over = True
 
     def _is_by_ctrl_c(self) -> bool:
@@ -525,7 +525,7 @@ class Supervisor:
         )
         return (self._first if cause is None or isinstance(self._first, Divergence) else cause), has_traceback
 
-    def _judged(self) -> Judgement:
+    def _judge(self) -> Judgement:
         failed, verdict, printed = self._processes.failed, self._verdict, self._ranks_that("printed")
         folded, notes = self._ranks_that("folded"), self._mailbox.read()
         cause, has_traceback = self._cause(printed, folded, notes)
