@@ -240,14 +240,6 @@ def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path
     assert [status.history.failures for status in statuses] == [0, 1, 0]
 
 
-def test_cancelled_trials(slurm: Lab, tmp_path: Path) -> None:
-    search = submit(slurm, tmp_path, "--pause", "0.5", "--at_most", "1")
-    await_steps(search.trials()[:1], 1)
-    assert "cancelled: trial(s) 2, 4" in lockstep_trials(slurm, search, "--cancel", "2,4").stderr
-    assert "cancelled: trial(s) 0-1, 3, 5-8" in lockstep_trials(slurm, search, "--cancel").stderr
-    await_states(slurm, search, "cancelled", seconds=120)
-
-
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
