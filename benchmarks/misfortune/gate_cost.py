@@ -57,7 +57,7 @@ def _difference(call: Callable[[], object], gate: object, told: bool) -> float:
         if told:
             gate.set_location(lambda: ("training_step", 7))  # type: ignore[attr-defined]
         with_gate.append(_seconds(call))
-        gate.take_down()  # type: ignore[attr-defined]
+        gate.uninstall_trace()  # type: ignore[attr-defined]
     return 1e6 * (min(with_gate) - min(without)) / CALLS
 
 

@@ -54,7 +54,7 @@ from lockstep.ground.rank import rank_zero_only, warn_once
 from lockstep.ground.torch_support import warn_of_untried_torch
 from lockstep.ground.types import Planned, RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
-from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
+from lockstep.launch.topology import directly, here, is_interactive, is_placed_by_cluster, launcher
 from lockstep.loggers.base import Logger
 from lockstep.loop import state
 from lockstep.loop.call import check_steps
@@ -245,7 +245,7 @@ class Trainer(Attributes):
         found = sort_plugins(flags["plugins"], flags["precision"], getattr(flags["strategy"], "plugins", ()))
         self._cluster = found.cluster
         strategy, devices = flags["strategy"], flags["devices"]
-        dealt = dealt_out(self._cluster)
+        dealt = is_placed_by_cluster(self._cluster)
         # before `find_accelerator` uses CUDA, which reads the order of devices from the environment only once
         number_devices(dealt or flags["accelerator"] == "cpu")
         self.accelerator = find_accelerator(flags["accelerator"])

@@ -15,7 +15,7 @@ from lockstep.cli import env as shown
 from lockstep.cli.run import COMMANDS, main
 from lockstep.cluster.detect import explained
 from lockstep.ground.extensions import commands
-from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
+from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, variables_in_use
 from tests.project.test_packaging import project
 
 __all__ = ["project"]  # a fixture
@@ -105,7 +105,7 @@ def test_a_task_of_srun() -> None:
 def test_a_batch_script_and_a_rank_of_lockstep() -> None:
     batch = explained({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)"})
     assert (batch.cluster, batch.world) == ("slurm", None)
-    assert "the batch script of the SLURM job 7, not a rank; a Trainer starts its 4 tasks by srun" in batch.why
+    assert "the batch script of the SLURM job 7, not a rank; a Trainer starts its 4 tasks with srun" in batch.why
     rank = explained({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **MEETING})
     assert (rank.cluster, rank.world is not None and rank.world.rank) == ("local", 1)
     assert rank.why == "lockstep started this process"
@@ -135,7 +135,7 @@ def test_what_looks_like_a_secret_is_not_shown() -> None:
         "LOCKSTEP_API_KEY": "hunter2",
         "PL_TRAINER_DEFAULT_ROOT_DIR": "0123456789abcdef0123456789abcdef01",
     }
-    assert in_force(values) == dict.fromkeys(sorted(values), HIDDEN)
-    assert in_force({"WANDB_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "/home/me"}) == {}
+    assert variables_in_use(values) == dict.fromkeys(sorted(values), HIDDEN)
+    assert variables_in_use({"WANDB_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "/home/me"}) == {}
     plain = {"CUDA_VISIBLE_DEVICES": "GPU-5ebe9f43-ac33-4207-b9bc-27a8f1c2a3b4", "PL_TRAINER_DEVICES": "2"}
-    assert in_force(plain) == plain
+    assert variables_in_use(plain) == plain

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lockstep.cluster import local
-from lockstep.cluster.local import INTERFACE, is_own, let_others_call
-from lockstep.cluster.meeting import meet
+from lockstep.cluster.local import INTERFACE, choose_gloo_interface, is_own
+from lockstep.cluster.rendezvous import connect_ranks
 from lockstep.cluster.world import World
 from lockstep.launch.environment import free_port
 from lockstep.supervise.hub import Hub
@@ -64,7 +64,7 @@ def test_so_does_the_store(named: None, monkeypatch: pytest.MonkeyPatch, address
 
     monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
     with pytest.raises(RuntimeError, match="made up"):
-        meet(World(0, 2, 0, 1, 0, 2, address, free_port()), timedelta(seconds=5))
+        connect_ranks(World(0, 2, 0, 1, 0, 2, address, free_port()), timedelta(seconds=5))
     assert [each is not None for each in made] == [alone]
 
 
@@ -74,21 +74,15 @@ def test_gloo_is_told_an_interface_by_which_others_can_call(
     """Ranks of other nodes called themselves, and the run ended with "Connection refused"."""
     monkeypatch.setattr(local, "_interface_towards", lambda address, port: "eth7")
     with caplog.at_level(logging.INFO, "lockstep"):
-        let_others_call(ELSEWHERE)
+        choose_gloo_interface(ELSEWHERE)
     assert os.environ[INTERFACE] == "eth7"
     assert "by its name node0, which is 127.0.1.1 here (/etc/hosts): GLOO_SOCKET_IFNAME=eth7 is set" in caplog.text
     monkeypatch.setenv(INTERFACE, "mine")
-    let_others_call(ELSEWHERE)
+    choose_gloo_interface(ELSEWHERE)
     assert os.environ[INTERFACE] == "mine"
 
 
 @pytest.mark.parametrize("world", [World(0, 2, 0, 2, 0, 1, "node0", 1), World(0, 2, 0, 1, 0, 2, "127.0.0.1", 1)])
 def test_on_one_host_nothing_is_set(named: None, world: World) -> None:
-    let_others_call(world)
+    choose_gloo_interface(world)
     assert INTERFACE not in os.environ
-
-
-def test_the_interface_is_that_of_the_address_by_which_this_host_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local._interface_towards("127.0.0.1", 1) != "lo"
-    names = [name for _, name in socket.if_nameindex()]
-    assert local._interface_towards("192.0.2.1", 1) in ["", *names]

@@ -21,9 +21,9 @@ BY_HAND = {"MASTER_ADDR": "first", "MASTER_PORT": "4000", "NODE_RANK": "1"}
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rank": 4}, "rank 4 with a world size of 4: it has to be from 0 to 3"),
-        ({"local_rank": 2}, "local rank 2 with a number of ranks on the node of 2"),
-        ({"local_size": 5}, "world size of 4 with 2 node"),
+        ({"rank": 4}, "rank 4 is out of range for a world size of 4: expected 0 to 3"),
+        ({"local_rank": 2}, "local rank 2 is out of range for a number of ranks on the node of 2"),
+        ({"local_size": 5}, "world size of 4 is too small for 2 node"),
         ({"port": 70000}, "port 70000"),
     ],
 )
@@ -56,24 +56,6 @@ def test_torchrun() -> None:
     found = Placement(World(3, 4, 1, 2, 1, 2, "head", 29500), True, "torchelastic")
     by_agent = {**without(TORCHRUN, "GROUP_WORLD_SIZE"), "TORCHELASTIC_RUN_ID": "job"}
     assert detect(TORCHRUN, 2, 2) == detect(TORCHRUN) == detect(TORCHRUN, None, 2) == detect(by_agent, 2, 2) == found
-
-
-@pytest.mark.parametrize(
-    ("devices", "nodes", "says"),
-    [
-        (2, 1, r"devices=2, num_nodes=1 make 2 rank.*torchrun started 4.*devices=2, num_nodes=2"),
-        (None, 3, "num_nodes=3, but torchrun started 2"),
-    ],
-)
-def test_flags_against_torchrun(devices: int | None, nodes: int, says: str) -> None:
-    with pytest.raises(MisconfigurationException, match=says):
-        detect(TORCHRUN, devices, nodes)
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_torchrun_with_a_variable_missing(name: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"variable {name} is not set"):
-        detect({**without(TORCHRUN, name), "TORCHELASTIC_RUN_ID": "job"}, 2, 2)
 
 
 def test_another_number_of_devices_than_was_started() -> None:

@@ -51,7 +51,7 @@ def test_the_group_is_bound_to_its_device_and_has_files_for_its_connections(
     files: list[int] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(ranks, "provide_files", files.append)
-    for name in ("meet", "meet_nodes", "let_others_call", "side"):
+    for name in ("connect_ranks", "connect_nodes", "choose_gloo_interface", "side"):
         monkeypatch.setattr(ranks, name, lambda *_: None)
     monkeypatch.setattr(ranks.EXIT_GROUP, "at_exit", lambda _: None)
     monkeypatch.setattr(comm, "barrier", lambda: None)

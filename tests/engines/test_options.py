@@ -274,7 +274,7 @@ def with_gloo() -> tuple[dict[str, str], str]:
 def test_on_gloo_they_are_told_to_have_no_effect_once_by_rank_0(ranks: RankPool) -> None:
     (seen, told), (_, silent) = ranks(2).run(with_gloo)
     assert seen == {}
-    assert told.count("they have no effect, since the backend is gloo") == 1
+    assert told.count("they have no effect, because the backend is gloo, not nccl") == 1
     assert "nccl" not in silent
 
 

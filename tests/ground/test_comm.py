@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.supervise.collective_trace import install_trace, take_down
+from lockstep.supervise.collective_trace import install_trace, uninstall_trace
 from tests.tools.pool import RankPool
 
 NAMES = ("float32", "float64", "bfloat16", "complex64", "int64", "int16", "uint8", "bool")
@@ -96,7 +96,7 @@ def _combine(traced: bool) -> tuple[list[float], list[float], list[str]]:
             found = comm.combined(mine, _in_order)
     finally:
         if traced:
-            take_down()
+            uninstall_trace()
     rows = comm.all_gather_tensor(mine)
     expected = _in_order(torch.stack([_in_order(part) for part in rows.split(8)])) if len(rows) > 8 else rows
     return found.tolist(), expected.tolist(), calls

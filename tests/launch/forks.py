@@ -20,15 +20,10 @@ from lockstep.callbacks.base import Callback
 from lockstep.loggers.csv import CSVLogger
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
+from tests.loop.pieces import QUIET
 from tests.tools.leaks import child_processes, shared_memory_files
 
 WIDTH = 300  # wide enough for parallel regions
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Net(LightningModule):
@@ -106,7 +101,7 @@ def trained(strategy: str, root: str, threads: int, **flags: Any) -> Any:
     torch.manual_seed(3)
     module = Net()
     trainer = Trainer(
-        **{"devices": 2, "strategy": strategy, "max_epochs": 2, "logger": False, **QUIET, **flags},
+        **{**QUIET, "devices": 2, "strategy": strategy, "max_epochs": 2, **flags},
         default_root_dir=root,
     )
     trainer.fit(module, data())
@@ -122,12 +117,11 @@ def weights_of_a_rank(root: str) -> dict[str, Any]:
         torch.set_num_threads(before)
 
 
-def ended(module: Any, **flags: Any) -> list[str]:
+def ended(module: Any) -> list[str]:
     """What a fit that goes wrong says in the end."""
     try:
-        result = Trainer(devices=2, strategy="ddp_fork", max_epochs=50, logger=False, **QUIET, **flags).fit(
-            module, data(2000)
-        )
+        trainer = Trainer(**{**QUIET, "devices": 2, "strategy": "ddp_fork", "max_epochs": 50})
+        result = trainer.fit(module, data(2000))
     except BaseException as error:
         return [type(error).__name__, *str(error).strip().splitlines()[-1:]]
     return [f"interrupted={result.interrupted}", f"{result.epochs} epochs"]

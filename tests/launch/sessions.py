@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -117,26 +117,43 @@ class Watched:
     """A script, until nothing of it is left: what it said and when, from the last line that is ``now SECONDS``.
 
     Args:
-        meets: called with the session's number once that line has come.
+        meets: called with the session's number once so many such lines have come.
+        moments: how many.
+        command: what runs the script.
+
+    Attributes:
+        left: processes that it has left behind.
+        seconds: from the last such line to its end.
     """
 
-    def __init__(self, script: Path, folder: Path, *arguments: str, meets: Callable[[int], None] | None = None) -> None:
-        with started(folder, sys.executable, str(script), *arguments, stderr=subprocess.STDOUT) as process:
+    def __init__(
+        self,
+        script: Path,
+        folder: Path,
+        *arguments: str,
+        meets: Callable[[int], None] | None = None,
+        moments: int = 1,
+        command: Sequence[str] = (sys.executable,),
+    ) -> None:
+        with started(folder, *command, str(script), *arguments, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
-            said = []
+            said, begun = [], [0.0]
             try:
                 for line in process.stdout:
                     said.append((time.monotonic(), line.rstrip("\n")))
-                    if meets is not None and line.startswith("now "):
-                        meets(process.pid)
-                        meets = None
+                    if line.startswith("now "):
+                        begun.append(float(line.split()[1]))
+                        if meets is not None and len(begun) > moments:
+                            meets(process.pid)
+                            meets = None
                 self.code = process.wait(60)
+                self.left = left_of(process.pid)
             finally:
                 kill(process.pid)
-        begun = max((float(line.split()[1]) for _, line in said if line.startswith("now ")), default=0.0)
+        self.seconds = time.monotonic() - max(begun)
         self.lines = [line for _, line in said]
         self.found = [
-            (at - begun, line) for at, line in said if re.search("(lockstep|spawn'): ", line) and "rank" in line
+            (at - max(begun), line) for at, line in said if re.search("(lockstep|spawn'): ", line) and "rank" in line
         ]
 
     def says(self, *parts: str) -> float:

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _lock, _variables, clear_away
+from lockstep.launch.elastic_run import (
+    FRESH,
+    InOrder,
+    LaunchPlan,
+    _describe_first,
+    _lock,
+    _variables,
+    remove_old_folders,
+)
 
 
 def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
@@ -67,7 +75,7 @@ def meet(numbers: list[int | None]) -> list[Any]:
 def test_nodes_have_the_numbers_that_their_users_gave_them() -> None:
     assert meet([2, 0, 1]) == [(2, "node1"), (0, "node1"), (1, "node1")]
     assert meet([None, 5, None]) == [(1, "node1"), (0, "node1"), (2, "node1")]
-    assert meet([0, 0]) == ["--node-rank 0 is given on 2 of the nodes"] * 2
+    assert meet([0, 0]) == ["--node-rank 0 is given on 2 nodes: give each its own number"] * 2
 
 
 def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path: Path) -> None:
@@ -82,10 +90,10 @@ def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path:
     assert held is not None
     for folder in (own, other):
         os.utime(folder, times=(time.time() - 2 * FRESH,) * 2)
-    clear_away(tmp_path)
+    remove_old_folders(tmp_path)
     assert sorted(tmp_path.iterdir()) == [own, fresh, other]
     os.close(held)  # as the system does when the agent dies
-    clear_away(tmp_path)
+    remove_old_folders(tmp_path)
     assert sorted(tmp_path.iterdir()) == [fresh, other]
 
 
@@ -95,6 +103,6 @@ def failure(code: int, pid: int = 7) -> ProcessFailure:
 
 def test_the_end_that_others_follow_from_is_told() -> None:
     ended = {0: failure(1), 1: failure(-signal.SIGKILL), 2: failure(-signal.SIGTERM)}  # the agent has ended rank 2
-    assert _first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
-    assert _first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
-    assert _first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"
+    assert _describe_first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
+    assert _describe_first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
+    assert _describe_first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"

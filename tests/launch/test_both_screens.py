@@ -6,13 +6,12 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import disturb, kill, marked, started
+from tests.launch.sessions import kill, marked, started
 from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("two_nodes.py")
@@ -21,13 +20,9 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 class Run:
-    """The script on two nodes, until nothing of it is left: the lines of both screens and the time that it took.
+    """The script on two nodes, until nothing of it is left: the lines of both screens and the time that it took."""
 
-    Attributes:
-        disturbed: how many ports strangers have spoken to, if they did.
-    """
-
-    def __init__(self, folder: Path, what: str, strategy: str, hosts: bool, strangers: bool = False) -> None:
+    def __init__(self, folder: Path, what: str, strategy: str, hosts: bool) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -41,26 +36,14 @@ class Run:
             command = (sys.executable, "-c", words, what, strategy)
             nodes.append(started(folder, *command, stderr=subprocess.STDOUT, **environ))
         began = time.monotonic()
-        self.disturbed = 0
-        ended = threading.Event()
-        crowd = threading.Thread(target=self._disturb, args=([node.pid for node in nodes], ended))
-        if strangers:
-            crowd.start()
         try:
             self.lines = [node.communicate(timeout=50)[0].rstrip("\n").split("\n") for node in nodes]
         finally:
-            ended.set()
             for node in nodes:
                 kill(node.pid)
                 node.wait()
-            if strangers:
-                crowd.join()
         self.seconds = time.monotonic() - began
         self.codes = [node.returncode for node in nodes]
-
-    def _disturb(self, sessions: list[int], ended: threading.Event) -> None:
-        while not ended.wait(0.1):
-            self.disturbed += sum(map(disturb, sessions))
 
 
 @pytest.mark.slow
@@ -101,15 +84,3 @@ def test_nodes_whose_ranks_leave_where_nobody_misses_them_end_well(tmp_path: Pat
     assert run.codes == [0, 0], run.lines
     assert not [line for lines in run.lines for line in lines if "failed" in line]
     assert run.seconds < at_most(most)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "says"), [("barrier", "rank 0 waits in barrier"), ("caught", "rank 1 on .* KeyError")]
-)
-def test_strangers_at_the_ports_end_nothing(tmp_path: Path, what: str, says: str) -> None:
-    """A line without the token ended the supervision of both nodes."""
-    run = Run(tmp_path, what, "ddp", True, strangers=True)
-    assert run.disturbed > 5
-    for lines in run.lines:
-        assert re.search(says, lines[-1]), "\n".join(lines)

@@ -53,17 +53,6 @@ def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
     notes.close()
 
 
-def test_notes_tell_where_a_rank_stands() -> None:
-    notes = Mailbox()
-    assert not notes.is_inside(1)
-    came = RankPosition(1, 2.0, 1, True, "train.py:9", 77, "/proc/77/fd/5")
-    leave_note(notes.address, came)
-    assert (notes.is_inside(1), notes.is_inside(0), notes.positions()) == (True, False, {1: came})
-    leave_note(notes.address, RankPosition(1, 3.0, 1, False, "train.py:9"))
-    notes.close()
-    assert not notes.is_inside(1)
-
-
 KILLED = Ended(1, 100, -9, at=10.0)
 FAILED = Ended(2, 101, 1, at=10.2)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
-from lockstep.supervise.collective_trace import COUNTED, MESSAGES, NOTED, install_trace, set_location, take_down
+from lockstep.supervise.collective_trace import install_trace, set_location, uninstall_trace
 from lockstep.supervise.trace_memory import Reading, own
 from tests.tools.pool import RankPool
 
@@ -34,7 +34,7 @@ def _strided(async_op: bool) -> list[Any]:
         dist.reduce(one[1], 0)
         return [everything, turned, one[1]]
     finally:
-        take_down()
+        uninstall_trace()
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -49,7 +49,7 @@ def test_strided_tensors_are_reduced_whole(ranks: RankPool, async_op: bool) -> N
 
 def _messages_behind_the_gate() -> float:
     install_trace()
-    take_down()
+    uninstall_trace()
     value = torch.ones(1) + dist.get_rank()
     if dist.get_rank():
         dist.send(value, 0)
@@ -69,7 +69,7 @@ def test_messages_go_on_where_the_gate_was_taken_down(ranks: RankPool) -> None:
 @contextlib.contextmanager
 def _memory_of_its_own() -> Iterator[None]:
     """A process of the pool has run other tests, whose words may have left no place."""
-    take_down()
+    uninstall_trace()
     before, trace_memory._own = trace_memory._own, None
     try:
         yield
@@ -111,7 +111,7 @@ def _notes_of_each_kind() -> list[tuple[Any, ...]]:
         dist.barrier()
     finally:
         set_location(None)
-        take_down()
+        uninstall_trace()
     dist.barrier()  # no more
     return [
         *[
@@ -154,7 +154,7 @@ def test_every_collective_is_noted(ranks: RankPool) -> None:
 
 
 def _past_the_gate(more: bool) -> list[tuple[str, bool, str]]:
-    take_down()
+    uninstall_trace()
     before = dist.all_reduce
     install_trace()
     assert collective_trace._trace is not None
@@ -172,7 +172,7 @@ def _past_the_gate(more: bool) -> list[tuple[str, bool, str]]:
         dist.all_reduce(torch.ones(2))
         return [(note.name, note.whole, note.group) for note in reading.notes(count + 1)]
     finally:
-        take_down()
+        uninstall_trace()
 
 
 def test_a_group_knows_of_calls_that_do_not_come_by(ranks: RankPool) -> None:
@@ -193,7 +193,7 @@ def test_ranks_by_which_other_calls_have_passed_are_not_compared(ranks: RankPool
 def _compiled() -> tuple[list[float], int, int]:
     from torch.distributed import _functional_collectives as functional
 
-    take_down()
+    uninstall_trace()
     install_trace()
     assert collective_trace._trace is not None
     reading = Reading(collective_trace._trace.memory.address)
@@ -209,7 +209,7 @@ def _compiled() -> tuple[list[float], int, int]:
         assert both(torch.ones(2)).tolist() == compiled
         return compiled, made - count, reading.count - made
     finally:
-        take_down()
+        uninstall_trace()
 
 
 @pytest.mark.slow
@@ -217,21 +217,6 @@ def test_a_compiled_graph_goes_past_the_gate_whole(ranks: RankPool) -> None:
     for compiled, in_graph, eager in ranks(2).run(_compiled, timeout=120):
         assert compiled == [6.0, 6.0]
         assert (in_graph, eager) == (0, 1)  # the functional one is not noted
-
-
-def test_taken_down_all_is_as_it_was() -> None:
-    take_down()
-    names = (*NOTED, *MESSAGES)
-    before = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names]
-    wait, counted = dist.Work.wait, [getattr(dist.ProcessGroup, name) for name in COUNTED]
-    install_trace()
-    assert dist.all_reduce is not before[0]
-    assert dist.Work.wait is not wait
-    take_down()
-    after = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names]
-    assert all(one is other for one, other in zip(before, after, strict=True))
-    assert dist.Work.wait == wait
-    assert [getattr(dist.ProcessGroup, name) for name in COUNTED] == counted
 
 
 def test_a_forked_process_writes_into_a_trace_of_its_own() -> None:
@@ -256,4 +241,4 @@ def test_a_forked_process_writes_into_a_trace_of_its_own() -> None:
         assert collective_trace._replaced
         assert reading.count == before
     finally:
-        take_down()
+        uninstall_trace()

@@ -139,17 +139,12 @@ def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
             listener.start()
             listener.join(20)
             assert ear.presses() == 0
-        press_in_silence(ear)
+        with interruptible(lambda: None, lambda: None):
+            press()
+        assert ear.presses() == 0  # after listening, nothing is heard
     finally:
         ear.close()
     assert heard[-1] == 1
-
-
-def press_in_silence(ear: SignalPipe) -> None:
-    """After listening, nothing is heard."""
-    with interruptible(lambda: None, lambda: None):
-        press()
-    assert ear.presses() == 0
 
 
 def test_an_ear_leaves_another_listener_alone() -> None:

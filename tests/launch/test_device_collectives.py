@@ -13,7 +13,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.supervise import collective_trace
-from lockstep.supervise.collective_trace import install_trace, take_down
+from lockstep.supervise.collective_trace import install_trace, uninstall_trace
 from lockstep.supervise.hang import diverged, overdue
 from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
@@ -30,7 +30,7 @@ def _second(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 def _two_backends() -> list[tuple[str, bool, str, str]]:
-    take_down()
+    uninstall_trace()
     if "second" not in dist.Backend.backend_list:
         dist.Backend.register_backend("second", _second, devices=["cuda"])
     install_trace()
@@ -60,7 +60,7 @@ def _two_backends() -> list[tuple[str, bool, str, str]]:
         on_device(far, group=group)
         return [(note.name, note.whole, note.group, note.operation) for note in reading.notes(before + 1)]
     finally:
-        take_down()
+        uninstall_trace()
         dist.destroy_process_group(group)
 
 
@@ -140,7 +140,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     dist.init_process_group("cuda:fake", rank=0, world_size=1, store=dist.HashStore())
-    take_down()
+    uninstall_trace()
     install_trace()
     trace = collective_trace._trace
     assert trace is not None
@@ -148,7 +148,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     trace._marks._new.clear()
     with FakeTensorMode():
         yield trace, torch.empty(2, device="cuda")
-    take_down()
+    uninstall_trace()
     trace._marks._new.clear()
     trace._marks._open.clear()
     trace._marks._free.clear()
@@ -160,7 +160,7 @@ def test_a_collective_in_a_devices_queue_is_done_when_the_device_is(queues: Any,
     """Its call returns at once; the note was left and done then, and whoever waited for a lost rank was never seen."""
     trace, tensor = queues
     reading = Reading(trace.memory.address)
-    trace._marks.look()
+    trace._marks.check()
     if how == "at once":
         dist.all_reduce(tensor)
     else:
@@ -170,10 +170,10 @@ def test_a_collective_in_a_devices_queue_is_done_when_the_device_is(queues: Any,
         work.wait()
     (note,) = reading.newest(1)
     assert (note.inside, note.queued, note.done) == (False, True, None)
-    trace._marks.look()
+    trace._marks.check()
     assert reading.newest(1)[0].queued
     _Event.done = True
-    trace._marks.look()
+    trace._marks.check()
     (note,) = reading.newest(1)
     assert note.done is not None
     assert not note.queued

@@ -15,8 +15,9 @@ import torch
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import spawn
+from lockstep.launch.environment import BY_NVML, ask_nvml
 from lockstep.launch.spawn import ForkLauncher, obstacle
-from tests.launch.forks import Net, data, trained, weights_of_a_rank
+from tests.launch.forks import weights_of_a_rank
 from tests.tools.fresh import PYTHONPATH, python
 from tests.tools.pool import RankPool
 
@@ -54,42 +55,6 @@ def test_a_script_that_has_done_all_that_makes_forks_hang(tmp_path: Path, ranks:
     assert found["group"][0] == "MisconfigurationException"
     assert "it has a process group" in found["group"][1]
     assert found["left"] == []
-
-
-@pytest.mark.slow
-def test_the_bits_are_those_of_spawned_ranks(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        module, trainer = trained("ddp_fork", str(tmp_path), 1)
-        spawned = Portable()
-        torch.manual_seed(3)
-        spawned.load_state_dict(Net().state_dict())
-        torch.manual_seed(3)
-        Net()  # draws what making the other one drew
-        again = type(trainer)(
-            devices=2, strategy="ddp_spawn", max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False
-        )
-        again.fit(spawned, data())
-    finally:
-        torch.set_num_threads(before)
-    assert module.seen == spawned.seen
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, spawned.state_dict()[name])
-    assert trainer.callback_metrics == again.callback_metrics
-
-
-class Portable(Net):
-    """The same, without what cannot be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.lock, self.doubled
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(batch_idx)
-        loss = (self.layer(batch[0]) * 2).square().mean()
-        self.log("loss", loss, on_epoch=True)
-        return loss
 
 
 def test_a_rank_is_as_a_fresh_process() -> None:
@@ -144,3 +109,45 @@ def test_a_build_for_cuda_on_a_machine_without_a_gpu_copies_itself(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(spawn, "is_there", lambda kind: False)
     ForkLauncher(TWO).launch(print)
+
+
+WITH_GPUS = """
+import os
+import torch
+
+asked = []
+
+
+def is_available():  # as torch's where there is a driver: without NVML it starts CUDA, and marks forks as bad
+    if os.getenv("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+        asked.append(os.getpid())
+    return False
+
+
+torch.cuda.is_available = is_available
+torch.cuda._is_in_bad_fork = lambda: bool(asked) and os.getpid() not in asked
+from tests.loop.pieces import Slope, numbers, quiet
+
+if __name__ == "__main__":
+    trainer = quiet(accelerator="auto", devices=2, strategy="ddp_fork", max_steps=2)
+    trainer.fit(Slope(), numbers(8, 2))
+    print("fitted", trainer.global_step)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_asked_whether_there_are_gpus_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(WITH_GPUS)
+    monkeypatch.delenv(BY_NVML, raising=False)
+    found = python(script, folder=tmp_path, seconds=100, PYTHONPATH=PYTHONPATH)
+    assert "fitted 2" in found.stdout, found.stderr
+
+
+@pytest.mark.parametrize("users", [None, "0"])
+def test_nvml_is_asked_unless_the_user_says_otherwise(users: str | None) -> None:
+    environ = {} if users is None else {BY_NVML: users}
+    ask_nvml(environ)
+    assert environ == {BY_NVML: users or "1"}

@@ -112,32 +112,6 @@ def test_what_has_changed_of_ranks_travels_as_json() -> None:
     assert sizes[2] < 60 < sizes[1] < sizes[0]
 
 
-def test_a_rank_that_goes_on_as_it_did_is_not_told_again() -> None:
-    """Its clocks go on where it is known; one that begins to stand still, works again or is gone is told."""
-    changes, there = Changes(), {}
-    lives = {
-        1: [0.0, 0.0, 1.0, 2.1, 3.0, 0.0, 0.0],  # still
-        2: [4.0, 5.0, 6.2, 6.9, 8.0, 9.0, 10.0],
-        3: [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None],
-    }
-    told = []
-    for second in range(7):
-        now = [
-            replace(snapshot(rank, note(3)), at=100.0 + second, still=still)
-            for rank, each in lives.items()
-            if (still := each[second]) is not None
-        ]
-        message = changes.of(now, 100.0 + second)
-        changes.keep()
-        there = apply(there, message)
-        told.append(([each["rank"] for each in message["ranks"]], message["gone"]))
-        assert there.keys() == {each.rank for each in now}
-        for each in now:
-            assert replace(there[each.rank], still=each.still) == each
-            assert abs(there[each.rank].still - each.still) <= 0.5
-    assert told == [([1, 2, 3], []), ([], []), ([1], []), ([], []), ([], []), ([1], []), ([], [3])]
-
-
 def test_a_call_of_autograds_is_where_the_backward_was_called() -> None:
     backward = Stack((Frame(f"{TORCH}autograd/graph.py", 5, "backward"), Frame("/me/train.py", 140, "training_step")))
     ranks = [snapshot(0, note(4, location=""), stack=backward), snapshot(1, note(4, "barrier"), stack=WORKING)]

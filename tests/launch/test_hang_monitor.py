@@ -6,13 +6,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep.supervise import hang_monitor
+from lockstep.supervise import elsewhere, hang_monitor
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.hang_monitor import HangMonitor
+from lockstep.supervise.snapshot import SLEEPS, STOPPED
 from lockstep.supervise.stack import Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 from lockstep.supervise.traces import MOST
@@ -57,12 +60,14 @@ class Scene:
     def __init__(self, timeout: float | None = 3.0, kill: float | None = 1800.0, channel: Any = None) -> None:
         self.ranks = [Rank(rank, timeout, kill) for rank in range(2)]
         self.lookout = HangMonitor(channel)
+        self.later = 0.0
 
     def look(self, later: float = 0.0) -> Divergence | None:
         """What is seen, so many seconds from now."""
+        self.later = later
         inside = {rank.position.rank: rank.position for rank in self.ranks}
         still = {rank.position.rank: rank.still for rank in self.ranks}
-        return self.lookout.look(inside, still, time.monotonic() + later)
+        return self.lookout.check(inside, still, time.monotonic() + later)
 
     def ask(self, process: int, answers: str) -> Stack:
         return self.ranks[int(answers)].stack
@@ -110,22 +115,16 @@ def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: C
 
 def test_since_when_a_rank_waits_is_that_of_its_newest_collective(scene: Callable[..., Scene]) -> None:
     played = scene()
-    rank = played.ranks[1]
-    assert played.lookout.traces.waits_since(1) is None  # its trace is not open
+    rank, since = played.ranks[1], played.lookout.traces.waits_since
+    assert since(1) is None  # its trace is not open
     played.lookout.traces.open({1: rank.position})
-    assert played.lookout.traces.waits_since(1) is None
     rank.make("barrier")
-    assert played.lookout.traces.waits_since(1) is None
+    assert since(1) is None
     before = time.monotonic()
     index = rank.enter()
-    since = played.lookout.traces.waits_since(1)
-    assert since is not None
-    assert before <= since <= time.monotonic()
+    assert before <= (since(1) or 0.0) <= time.monotonic()
     rank.collectives.leave(index, complete=True)
-    assert played.lookout.traces.waits_since(1) is None
-    rank.enter()
-    played.lookout.traces.close()
-    assert played.lookout.traces.waits_since(1) is None
+    assert since(1) is None
 
 
 def test_a_rank_that_keeps_others_waiting_is_told_once(
@@ -168,13 +167,6 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     assert "all_reduce #3" in str(played.lookout.divergence())
     played.ranks[1].make()
     assert played.lookout.divergence() is None
-
-
-def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None:
-    played = scene(3.0, 20.0)
-    played.ranks[0].queue()
-    played.ranks[0].collectives.watched()
-    assert "ended after hang_kill=20 s" in str(played.look(25.0))
 
 
 def test_ranks_whose_stacks_alone_wait_are_told(
@@ -225,14 +217,47 @@ def test_both_flags_off_is_all_off(scene: Callable[..., Scene], capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
-def two_nodes(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, timeout: float = 3.0) -> list[Scene]:
+def two_nodes(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, *limits: float) -> list[Scene]:
     """Rank 0 is on node 0, and rank 1 on node 1."""
     ends: list[End] = []
-    nodes = [scene(timeout, channel=End(ends)), scene(timeout, channel=End(ends))]
+    nodes = [scene(*limits, channel=End(ends)), scene(*limits, channel=End(ends))]
     nodes[0].ranks.pop()
     nodes[1].ranks.pop(0)
-    monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: WORKING)
+    monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: nodes[int(answers)].ranks[0].stack)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + max(node.later for node in nodes))
+    monkeypatch.setattr(elsewhere, "time", clock)
     return nodes
+
+
+def test_hang_kill_ends_a_wait_that_only_a_stack_of_another_node_tells(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 looked at its own ranks, and the other node left it to node 0."""
+    zero, one = two_nodes(scene, monkeypatch, 3.0, 20.0)
+    one.ranks[0].stack = REDUCING
+    for second in range(40):
+        one.ranks[0].still = float(second)
+        found = [each for each in (one.look(second), zero.look(second)) if each is not None]
+        if found:
+            break
+    assert 20 <= second < 32
+    assert "rank 1 waits in reducing gradients in backward" in str(found[0])
+    assert "ended after hang_kill=20 s" in str(found[0])
+
+
+@pytest.mark.parametrize("halted", [0, 1])
+def test_a_stopped_rank_is_named_with_its_line_by_its_own_node(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, halted: int
+) -> None:
+    nodes = two_nodes(scene, monkeypatch, 3.0, 20.0)
+    nodes[halted].ranks[0].position = replace(nodes[halted].ranks[0].position, process=1)
+    monkeypatch.setattr(hang_monitor, "_state", lambda process: STOPPED if process == 1 else SLEEPS)
+    monkeypatch.setattr(hang_monitor, "ask_stopped", lambda process, answers: WORKING)
+    other = nodes[1 - halted].ranks[0]
+    other.stack, other.still = REDUCING, 3.0
+    looks = (node.look(number / 4) for number in range(20) for node in reversed(nodes))
+    found = str(next(each for each in looks if each is not None))
+    assert f"rank {halted} is stopped, /me/train.py:31 (SIGSTOP), and rank {1 - halted} waits in reducing" in found
 
 
 def test_node_0_compares_the_ranks_of_all(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,41 +63,24 @@ from tests.loop.pieces import Slope, numbers, quiet
 class Module(Slope):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 1:
-            {what}
+            raise ValueError("no")
         return super().training_step(batch, batch_idx)
 
 def broken(*args):
     raise OSError("the hook")
 
-sys.excepthook = {hook}
+sys.excepthook = broken
 quiet(devices=2, max_epochs=1).fit(Module(), numbers(16, 2))
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "hook", "says"),
-    [
-        # these messages without a script, every day: test_whatever_a_message_says_the_last_line_names_the_rank_...
-        pytest.param(
-            f"raise ValueError({FORGED!r})",
-            "sys.excepthook",
-            "ValueError: it broke\\nlockstep",
-            id="forged",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "raise ValueError('m' * 6_000_000)", "sys.excepthook", "ValueError: mmm", id="6 MB", marks=pytest.mark.slow
-        ),
-        pytest.param("raise ValueError('no')", "broken", "ValueError: no", id="hook"),
-    ],
-)
-def test_the_last_line_of_a_script(ranks: RankPool, tmp_path: Path, what: str, hook: str, says: str) -> None:
-    """A message of 6 MB ended the script with 137; a broken excepthook had everything printed twice."""
+def test_the_last_line_of_a_script_whose_excepthook_is_broken(ranks: RankPool, tmp_path: Path) -> None:
+    """Everything was printed twice."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(what=what, hook=hook))
+    script.write_text(SCRIPT)
     (ended,) = run_script(ranks, script, folder=tmp_path, environ=ON_PATH)
     lines = ended.stderr.rstrip("\n").split("\n")
-    assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:8: {says}")
+    assert lines[-1] == f"lockstep: rank 1 failed first, at {script}:8: ValueError: no"
     assert len(lines) <= 40
     assert ended.returncode == 1
 
@@ -156,8 +139,6 @@ quiet(devices=int(sys.argv[2]), strategy=sys.argv[3], max_epochs=1).fit(Module()
         ("worker", 1, "auto"),  # on a rank of the pool
         # every day by parts: chains and ranks that failed alike, above
         pytest.param("chain", 3, "ddp", marks=pytest.mark.slow),
-        pytest.param("chain", 1, "ddp", marks=pytest.mark.slow),
-        pytest.param("worker", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("chain", 2, "ddp_spawn", marks=pytest.mark.slow),
     ],
 )
@@ -189,40 +170,18 @@ class Module(Slope):
     def on_validation_epoch_end(self):
         if self.global_rank == 0:
             self.all_gather(torch.zeros(1000))
-    def on_train_start(self):
-        {fsdp}
-
-def shard(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh("cpu", (2,))
-    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(layers, mesh=mesh)
-    layers(torch.zeros(1, 64))
-    layers[rank](torch.zeros(1, 64))  # rank 1 skips a layer
 
 quiet(devices=2, max_epochs=1, strategy="ddp", num_sanity_val_steps=0).fit(Module(), numbers(16, 2), numbers(16, 2))
 """
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "line", "operation"),
-    [
-        pytest.param("pass", 10, "all_gather", id="all_gather"),
-        pytest.param("shard(self.global_rank)", 23, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_that_gather_other_sizes_are_named(
-    ranks: RankPool, tmp_path: Path, fsdp: str, line: int, operation: str
-) -> None:
+def test_ranks_that_gather_other_sizes_are_named(ranks: RankPool, tmp_path: Path) -> None:
     """gloo aborts a rank then, and the last line was "killed by SIGABRT"."""
     script = tmp_path / "train.py"
-    script.write_text(GATHERS.format(fsdp=fsdp))
+    script.write_text(GATHERS)
     (ended,) = run_script(ranks, script, folder=tmp_path, environ=ON_PATH)
     lines = ended.stderr.rstrip("\n").split("\n")
     assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr
-    assert f"{script}:{line}" in lines[-1]
-    assert operation in lines[-1]
+    assert f"{script}:10" in lines[-1]
+    assert "all_gather" in lines[-1]
     assert len(lines) <= 40

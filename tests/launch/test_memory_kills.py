@@ -33,9 +33,9 @@ def test_a_stranger_that_was_killed_for_memory_explains_nothing(
     made = MemoryKills()
     made.add(7)
     kills(machine, 4)
-    assert made.why(7) == ""
+    assert made.explain(7) == ""
     kills(own, 1)
-    assert made.why(7) == CERTAIN
+    assert made.explain(7) == CERTAIN
 
 
 @pytest.mark.parametrize(

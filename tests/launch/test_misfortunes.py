@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.sessions import kill, left_of, marked, started
+from tests.launch.sessions import Watched, marked
 from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("misfortunes.py")
@@ -25,49 +25,17 @@ def line(word: str) -> str:
     return re.escape(marked(SCRIPT, rf"\b{word}\b"))
 
 
-class Run:
-    """The script, from its start to the end of its last process."""
+def run(folder: Path, what: str, strategy: str = "ddp", workers: int = 0, **more: Any) -> Watched:
+    return Watched(SCRIPT, folder, what, strategy, str(workers), **more)
 
-    def __init__(
-        self,
-        folder: Path,
-        what: str,
-        strategy: str = "ddp",
-        workers: int = 0,
-        press: Callable[[int], None] | None = None,
-        presses: int = 1,
-        command: Sequence[str] = (sys.executable,),
-    ) -> None:
-        with started(folder, *command, str(SCRIPT), what, strategy, str(workers)) as process:
-            try:
-                seen = ""
-                if press is not None:
-                    assert process.stdout is not None
-                    while seen.count("now") < 2:  # on both ranks
-                        more = process.stdout.readline()
-                        assert more, process.communicate()[1]
-                        seen += more
-                    for number in range(presses):
-                        time.sleep(0.5 if number else 0.0)
-                        press(process.pid)
-                out, err = process.communicate(timeout=90)
-                self.left = left_of(process.pid)
-            finally:
-                kill(process.pid)
-        self.code, self.out = process.returncode, seen + out
-        self.errors = [text for text in err.splitlines() if text.strip()]
-        moments = re.findall(r"now ([\d.]+)", self.out)
-        assert moments, err
-        self.seconds = time.monotonic() - float(moments[-1])
 
-    def ends_with(self, last: str, code: int = 1) -> None:
-        """All is gone in time, and the last line says why."""
-        told = "\n".join(self.errors)
-        assert re.search(last, self.errors[-1]), told
-        assert (self.code, self.left) == (code, []), told
-        assert self.seconds < at_most(SECONDS)
-        others = [text for text in self.errors[:-1] if "closed by peer" in text or "reset by peer" in text]
-        assert not others, told
+def ends_with(run: Watched, last: str, code: int = 1) -> None:
+    """All is gone in time, and the last line says why."""
+    said = "\n".join(run.lines)
+    assert re.search(last, [text for text in run.lines if text.strip()][-1]), said
+    assert (run.code, run.left) == (code, []), said
+    assert run.seconds < at_most(SECONDS)
+    assert not any("closed by peer" in text or "reset by peer" in text for text in run.lines[:-1]), said
 
 
 @pytest.mark.parametrize(
@@ -91,7 +59,7 @@ class Run:
 def test_one_rank_leaves_in_the_middle(tmp_path: Path, what: str, last: str, strategy: str, workers: int) -> None:
     """With exit code 0 the other one was blamed, for the connection that it had lost; workers lived on for seconds."""
     where = line(what) if "{}" in last else ""
-    Run(tmp_path, what, strategy, workers).ends_with(last.format(where))
+    ends_with(run(tmp_path, what, strategy, workers), last.format(where))
 
 
 @pytest.mark.slow
@@ -103,10 +71,10 @@ def test_under_torchrun_the_first_cause_is_the_last_that_is_said_before_its_repo
 ) -> None:
     """Rank 0 said that it had lost the others, after the line that says why."""
     agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = Run(tmp_path, what, command=agent)
-    own = [text for text in run.errors if text.startswith(("lockstep: ", "[rank", "trainer.fit ended"))]
-    assert re.search(last.format(line(what) if "{}" in last else ""), own[-1]), "\n".join(run.errors)
-    assert (run.code, run.left) == (1, [])
+    ended = run(tmp_path, what, command=agent)
+    own = [text for text in ended.lines if text.startswith(("lockstep: ", "[rank", "trainer.fit ended"))]
+    assert re.search(last.format(line(what) if "{}" in last else ""), own[-1]), "\n".join(ended.lines)
+    assert (ended.code, ended.left) == (1, [])
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------
@@ -136,16 +104,16 @@ def test_ctrl_c_ends_a_fit_with_its_result(
     tmp_path: Path, strategy: str, workers: int, press: Callable[[int], None]
 ) -> None:
     """One that only the parent got killed the ranks of ddp_spawn after 10 s; from a terminal, workers died of it."""
-    run = Run(tmp_path, "nothing", strategy, workers, press)
-    assert run.code == 0, "\n".join(run.errors)
-    assert run.out.count("result interrupted by Ctrl-C") == (2 if strategy == "ddp" else 1)
-    assert sum("a second Ctrl-C ends it at once" in text for text in run.errors) == 1
-    assert (run.left, run.seconds < at_most(SECONDS)) == ([], True)
+    ended = run(tmp_path, "nothing", strategy, workers, meets=press, moments=2)
+    assert ended.code == 0, "\n".join(ended.lines)
+    assert ended.lines.count("result interrupted by Ctrl-C") == (2 if strategy == "ddp" else 1)
+    assert sum("a second Ctrl-C ends it at once" in text for text in ended.lines) == 1
+    assert (ended.left, ended.seconds < at_most(SECONDS)) == ([], True)
 
 
 @pytest.mark.slow  # every day in one process: tests/launch/test_ctrl_c.py, by what the main thread cannot handle
 def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) -> None:
     """No handler of Python's runs in a process that waits in a collective: Ctrl-C had no effect, however often."""
-    run = Run(tmp_path, "deadlock", press=to_all)
-    run.ends_with(f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
-    assert any("rank 0 is still in recv" in text for text in run.errors)
+    ended = run(tmp_path, "deadlock", meets=to_all, moments=2)
+    ends_with(ended, f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
+    assert any("rank 0 is still in recv" in text for text in ended.lines)

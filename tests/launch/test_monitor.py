@@ -173,7 +173,7 @@ def test_calls_after_one_whose_exception_was_caught_are_looked_at(
 ) -> None:
     """As long as the note on that exception was there, no hang of any later call was named."""
     endings: list[bool] = []
-    look = scene.watch.hangs.look
+    look = scene.watch.hangs.check
 
     def watched(*args: Any) -> Divergence | None:
         endings.append(args[-1])
@@ -182,7 +182,7 @@ def test_calls_after_one_whose_exception_was_caught_are_looked_at(
     failed(scene, 1)
     for rank in range(2):
         scene.position(rank, call=2)
-    monkeypatch.setattr(scene.watch.hangs, "look", watched)
+    monkeypatch.setattr(scene.watch.hangs, "check", watched)
     assert scene.verdict(0.5) is None
     assert endings
     assert not any(endings)
@@ -194,7 +194,7 @@ def test_ranks_of_a_node_that_has_said_farewell_are_not_looked_at_here(
     """One that had been ended in its call was said to be gone by another node, behind the first cause."""
     looked: list[set[int]] = []
     monkeypatch.setattr(scene.watch, "positions", lambda: {2: RankPosition(2, 0.0, 1, True, "fit.py:1", 2)})
-    monkeypatch.setattr(scene.watch.hangs, "look", lambda inside, *args: looked.append(set(inside)))
+    monkeypatch.setattr(scene.watch.hangs, "check", lambda inside, *args: looked.append(set(inside)))
     assert scene.verdict(0.5) is None
     assert looked
     assert all(ranks == {0, 1} for ranks in looked)

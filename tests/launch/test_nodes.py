@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import time
@@ -26,6 +27,12 @@ class Node:
         self.lost: queue.Queue[tuple[int, str, str]] = queue.Queue()
         self.hub = Hub(number, f"host{number}", lambda *what: self.lost.put(what))
         self.hub.listen("news", lambda node, body: self.heard.put((node, body)))
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """Where others join it."""
+        assert self.hub._server is not None
+        return "127.0.0.1", self.hub._server.getsockname()[1], self.hub._token
 
 
 @pytest.fixture
@@ -57,9 +64,7 @@ def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -
 
 
 def test_a_stranger_is_not_let_in(nodes: list[Node]) -> None:
-    assert nodes[0].hub._server is not None
-    port = nodes[0].hub._server.getsockname()[1]
-    stranger = Channel(socket.create_connection(("127.0.0.1", port)))
+    stranger = Channel(socket.create_connection(nodes[0].place[:2]))
     assert stranger.send({"token": "guessed", "node": 7, "host": "x"})
     assert stranger.receive() is None
     stranger.close()
@@ -101,7 +106,7 @@ def test_the_first_claim_is_believed_by_all() -> None:
         one.claim(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))
         name, what = events[0].get(timeout=SECONDS)
         assert name == "claim"
-        zero.claimed(what)
+        zero.handle_claim(what)
         zero.claim(Cause(0, 0.5, "KeyError: later heard", "train.py:4", ""))
         name, body = events[1].get(timeout=SECONDS)
         assert name == "first"
@@ -118,13 +123,11 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
     nodes: list[Node], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It took the place of the first, which then believed that node 0 was gone, and ended the run."""
-    assert nodes[0].hub._server is not None
-    place = "127.0.0.1", nodes[0].hub._server.getsockname()[1], nodes[0].hub._token
     second = Nodes(1, 3, lambda event, what: None, lambda first: None)
     assert second.hub is not None
     second.hub.host = "another"
-    second._call(*place)
-    told = "lockstep: another connected as node 1, which is host1 already: the run continues with that node"
+    second._call(*nodes[0].place)
+    told = "lockstep: another connected as node 1, but host1 has this number already: the run continues with that node"
     said, end = capfd.readouterr().err, time.monotonic() + SECONDS
     while told not in said and time.monotonic() < end:  # node 0 says it in a thread of its own
         time.sleep(0.01)
@@ -140,9 +143,60 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
 
 def test_a_node_that_calls_again_is_let_in_again(nodes: list[Node]) -> None:
     """Its first call may have come to nothing on its side alone."""
-    assert nodes[0].hub._server is not None
-    place = "127.0.0.1", nodes[0].hub._server.getsockname()[1], nodes[0].hub._token
-    assert nodes[1].hub.join(*place)
+    assert nodes[1].hub.join(*nodes[0].place)
     nodes[1].hub.send("news", "again", to=0)
     assert nodes[0].heard.get(timeout=SECONDS) == (1, "again")
     assert nodes[0].lost.empty()
+
+
+# -- broken lines: whoever sends them is sent away, and everybody else is served on
+
+VALUES: list[Any] = [
+    *("", "é", "\x1b[2J", "x" * 5000, "\0", "node", 0, 1, -1, 1.5, 10**30, float("nan"), float("inf"), True),
+    *(None, [], {}, ["a"], {"a": {}}, [[[[[]]]]], [None, {}]),
+]
+
+
+def is_served(nodes: list[Node]) -> None:
+    zero, one, _ = nodes
+    assert one.hub.send("news", "and now", to=0)
+    while zero.heard.get(timeout=SECONDS) != (1, "and now"):
+        pass
+    late = Hub(7, "late", lambda *what: None)
+    assert late.join(*zero.place)
+    late.close()
+    assert zero.lost.empty()
+
+
+def test_a_token_that_is_not_ascii_ended_the_supervision(nodes: list[Node]) -> None:
+    """One line of a stranger ended the thread that serves all connections."""
+    for value in ("é", "\ud800", ["a"], None, 1):
+        with socket.create_connection(nodes[0].place[:2]) as stranger:
+            stranger.sendall(json.dumps({"token": value, "node": 2}).encode() + b"\n")
+            assert stranger.recv(1) == b""
+    is_served(nodes)
+
+
+def test_messages_without_sense_of_a_node_change_nothing(nodes: list[Node], capfd: pytest.CaptureFixture[str]) -> None:
+    """One that another version has sent, say. It is told once."""
+    zero, one, _ = nodes
+    zero.hub.listen("numbers", lambda node, body: body["number"])
+    for value in VALUES:
+        one.hub.send("numbers", value, to=0)
+        one.hub._pass("x", json.dumps({"topic": value, "to": 0}).encode() + b"\n", 0)
+        one.hub._pass("x", json.dumps({"node": value, "topic": "news", "to": 0}).encode() + b"\n", 0)
+    is_served(nodes)
+    assert capfd.readouterr().err.count("could not be read") == 1
+    assert zero.hub.nodes[:1] == [1]
+
+
+def test_a_stranger_who_never_ends_his_line_is_sent_away(nodes: list[Node]) -> None:
+    with socket.create_connection(nodes[0].place[:2]) as stranger:
+        stranger.settimeout(SECONDS)
+        try:
+            for _ in range(64):
+                stranger.sendall(b"x" * 2**16)
+            assert stranger.recv(1) == b""
+        except ConnectionError:  # which is the same
+            pass
+    is_served(nodes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -19,7 +18,7 @@ if find_spec("ipykernel") is None:  # imported, it would make this process a not
 nbformat = pytest.importorskip("nbformat")
 
 DEFINED = """
-    import os, signal, time, torch
+    import torch
     from lockstep import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,14 +41,6 @@ DEFINED = """
             if self.global_rank == 1:
                 raise ValueError("no such column")
 
-    class Interrupted(Net):
-        def training_step(self, batch, batch_idx):
-            if self.global_rank == 0 and self.global_step == 2:
-                # what a front end does for "interrupt the kernel"; once, also where the machine is slow to stop
-                os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
-            time.sleep(0.05)
-            return super().training_step(batch, batch_idx)
-
     torch.optim.SGD(Net().parameters(), 0.1)  # imports torch's compiler, here and not in each rank that is forked
     torch.manual_seed(3)
     data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=2)
@@ -61,7 +52,6 @@ FIT = """
     trainer = Trainer(strategy="{}", max_epochs=2, **flags)
     result = trainer.fit(net, data)
 """
-SPAWNED = FIT.format("ddp_notebook")
 USED = """
     print(result.epochs, float(trainer.callback_metrics["loss"]) == result.metrics["loss"])
     print(result.metrics["loss"] < 2.0, torch.equal(net.layer.weight, before), float(net.scale(1)))
@@ -71,9 +61,6 @@ LINE = textwrap.dedent(DEFINED).strip().splitlines().index(" " * 12 + 'raise Val
 AGAIN = """
     again = Trainer(strategy="{}", max_epochs=1, enable_progress_bar=False, **flags).fit(net, data)
     print(again.epochs, again.metrics["loss"] < result.metrics["loss"])
-"""
-INTERRUPTED = """
-    print(Trainer(strategy="{}", max_epochs=9, **flags).fit(Interrupted(), data).interrupted)
 """
 
 
@@ -136,13 +123,3 @@ def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Execute
     assert raised(fails).strip().splitlines()[-1] == last
     assert f"Cell In[1], line {LINE}, in setup\n" in raised(fails)
     assert "ipykernel" not in raised(fails)
-
-
-@pytest.mark.slow  # every day from a script: tests/launch/test_fork.py
-def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute: Executes) -> None:
-    cells = (DEFINED, SPAWNED, FAILS.format("ddp_fork"), AGAIN.format("ddp_fork"), INTERRUPTED.format("ddp_fork"))
-    _, _, fails, again, interrupted = execute(*cells)
-    last = raised(fails).strip().splitlines()[-1]
-    assert re.search(r"strategy='ddp_fork': rank 1 failed first, at Cell In\[1\], line \d+: .*no such column$", last)
-    assert said(again).splitlines()[-1] == "1 True"
-    assert said(interrupted).splitlines()[-1] == "True"

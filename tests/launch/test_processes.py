@@ -77,16 +77,6 @@ def test_a_wait_that_ctrl_c_interrupted_still_waits_for_all(children: RankProces
     assert children.running[:1] == [1]
 
 
-def test_wait_gives_up_in_time(children: RankProcesses) -> None:
-    start(children, "pass", SLEEP)
-    while 1 in children.running:  # a process takes a while to begin and to end
-        assert not children.wait(0.05)
-    began = time.monotonic()
-    assert not children.wait(0.3)
-    assert time.monotonic() - began >= 0.3
-    assert children.running == [2]
-
-
 @pytest.mark.parametrize(
     ("code", "exit_code", "text"),
     [
@@ -162,29 +152,6 @@ class Clock:
         self.now += seconds
 
 
-class WithOneThatEnds(RankProcesses):
-    """Of ranks 1 and 2, rank 2 is there for some time only."""
-
-    clock: Clock
-    ends: float
-
-    @property
-    def running(self) -> list[int]:
-        return [1, 2] if self.clock.now < self.ends else [1]
-
-
-@pytest.mark.parametrize(("ends", "seconds"), [(100.3, GRACE / 4 + 0.3), (101.9, GRACE)])
-def test_the_end_of_a_rank_lets_go_of_others_which_get_half_a_second_then(
-    monkeypatch: pytest.MonkeyPatch, ends: float, seconds: float
-) -> None:
-    clock = Clock()
-    watched = WithOneThatEnds(waits_since=lambda rank: None if rank == 2 else 90.0)
-    watched.clock, watched.ends = clock, ends
-    monkeypatch.setattr(processes, "time", clock)
-    watched.wind_up(100.0)
-    assert clock.now - 100.0 == pytest.approx(seconds, abs=2.5 * processes.LOOK)
-
-
 @pytest.mark.parametrize(
     ("since", "said", "hurries", "seconds"),
     [
@@ -231,20 +198,8 @@ def one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", popen)
 
 
-def test_no_more_processes_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line was "BlockingIOError: [Errno 11] Resource temporarily unavailable"; to end the others hung."""
-    one_start(monkeypatch)
-    watched = RankProcesses()
-    try:
-        watched.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
-        with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* limit of processes \(`ulimit -u`"):
-            watched.start(2, [sys.executable, "-c", ""], dict(os.environ))
-    finally:
-        watched.stop(0.0)
-
-
 def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 was told that the supervisor had ended with exit code 1."""
+    """Rank 0 was told that the supervisor had ended with exit code 1, and before "[Errno 11]"; to end others hung."""
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     zero = subprocess.Popen(sleep)
     one_start(monkeypatch)
@@ -258,7 +213,7 @@ def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monk
         message = here.receive()
         assert message is not None
         assert message["do"] == "end"
-        assert message["text"].startswith("lockstep: rank 2 could not be started (")
+        assert re.match(r"lockstep: rank 2 could not be started .* limit of processes \(`ulimit -u`", message["text"])
         assert list(supervisor._processes.running) == [0]
     finally:
         zero.kill()

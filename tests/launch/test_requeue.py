@@ -82,7 +82,7 @@ def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
     end(second)  # and it stays so when the second has come to its end
     for touch in (first.check, first.enter, lambda: first.saved("a", 1)):
         with pytest.raises(
-            Superseded, match=r"SLURM job 7 has been restarted \(SLURM_RESTART_COUNT=1; this process belongs to 0"
+            Superseded, match=r"SLURM job 7 has been restarted \(SLURM_RESTART_COUNT=1, but 0 in this process"
         ):
             touch()
     second.check()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import attempts
-from lockstep.launch.attempts import Run, Superseded, leave_nothing
+from lockstep.launch.attempts import Run, Superseded, remove_records
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def test_the_agent_leaves_nothing_of_a_run_that_is_done(tmp_path: Path) -> None:
     run.saved(run.checkpoint(1), 1)
     kept = {checkpoint(tmp_path, "epoch=1.ckpt"), checkpoint(tmp_path, Path(other.checkpoint(1)).name), other.path}
     Path(run.checkpoint(1)).touch()
-    leave_nothing(run.path, done=False)  # it may be resumed
+    remove_records(run.path, done=False)  # it may be resumed
     assert Path(run.checkpoint(1)).exists()
-    leave_nothing(run.path, done=True)
+    remove_records(run.path, done=True)
     assert {str(path) for path in tmp_path.iterdir()} == kept
-    leave_nothing(other.path, done=False)  # of this one there is nothing to go on from
+    remove_records(other.path, done=False)  # of this one there is nothing to go on from
     assert not Path(other.path).exists()

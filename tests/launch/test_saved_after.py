@@ -33,20 +33,11 @@ class Net(Slope):
         checkpoint["epochs of mine"] = self.trainer.current_epoch
 
 
-STRATEGIES: dict[str, Any] = {
-    "ddp_fork": lambda: "ddp_fork",
-    "ddp_spawn": lambda: "ddp_spawn",
-    "fsdp, whole": lambda: FSDPStrategy(start_method="fork"),
-    "fsdp, in parts": lambda: FSDPStrategy(start_method="fork", state_dict_type="sharded"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "ddp_spawn" else []) for name in STRATEGIES]
-)
-def test_after_a_fit_in_processes_of_its_own_its_weights_are_saved(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_after_a_fit_in_processes_of_its_own_its_weights_are_saved(in_parts: bool, tmp_path: Path) -> None:
     net, path = Net(), tmp_path / "after.ckpt"
-    trainer = quiet(strategy=STRATEGIES[name](), devices=2, max_epochs=1, callbacks=[MovingAverage(0.5)])
+    strategy = FSDPStrategy(start_method="fork", state_dict_type="sharded") if in_parts else "ddp_fork"
+    trainer = quiet(strategy=strategy, devices=2, max_epochs=1, callbacks=[MovingAverage(0.5)])
     trainer.fit(net, numbers(4))
     assert net.w.item() != 0
     with pytest.warns(UserWarning, match="writes the weights alone: .*in other processes"):

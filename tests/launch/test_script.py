@@ -84,45 +84,22 @@ def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
 @pytest.mark.parametrize(
     ("main", "argv", "original", "words"),
     [
-        (main_module("/a/train.py"), ["train.py", "x"], ["python", "train.py", "x"], ["/a/train.py", "x"]),
-        (
-            main_module("/a/train.py"),
-            ["train.py"],  # the script took its argument out
-            ["python", "-W", "error", "train.py", "x"],
-            ["/a/train.py", "x"],
-        ),
-        (
-            main_module("/a/train.py"),
-            ["/a/train.py", "x"],  # under a debugger that was given another spelling
-            ["python", "-m", "debugger", "train.py", "y"],
-            ["/a/train.py", "x"],
-        ),
-        (
-            main_module("/a/pkg/train.py", "pkg.train"),
-            ["/a/pkg/train.py", "x"],
-            ["python", "-m", "pkg.train", "x"],
-            ["-m", "pkg.train", "x"],
-        ),
-        (
-            main_module("/a/pkg/__main__.py", "pkg.__main__"),
-            ["/a/pkg/__main__.py"],
-            ["python", "-m", "pkg", "-v"],
-            ["-m", "pkg.__main__", "-v"],
-        ),
-        (
-            main_module("/a/app.zip/__main__.py", "__main__"),
-            ["app.zip", "x"],
-            ["python", "app.zip", "x"],
-            ["app.zip", "x"],
-        ),
-        (main_module(), ["-c", "x"], ["python", "-Bc", "print()", "x"], ["-c", "print()", "x"]),
+        (main_module("/a/train.py"), "train.py x", "python train.py x", "/a/train.py x"),
+        # the script took its argument out
+        (main_module("/a/train.py"), "train.py", "python -W error train.py x", "/a/train.py x"),
+        # under a debugger that was given another spelling
+        (main_module("/a/train.py"), "/a/train.py x", "python -m debugger train.py y", "/a/train.py x"),
+        (main_module("/a/pkg/train.py", "pkg.train"), "/a/pkg/train.py x", "python -m pkg.train x", "-m pkg.train x"),
+        (main_module("/a/m.py", "pkg.__main__"), "/a/m.py", "python -m pkg -v", "-m pkg.__main__ -v"),
+        (main_module("/a/app.zip/__main__.py", "__main__"), "app.zip x", "python app.zip x", "app.zip x"),
+        (main_module(), "-c x", "python -Bc print() x", "-c print() x"),
     ],
 )
-def test_command_line(main: ModuleType, argv: list[str], original: list[str], words: list[str]) -> None:
-    command = command_line(main, argv, original)
+def test_command_line(main: ModuleType, argv: str, original: str, words: str) -> None:
+    command = command_line(main, argv.split(), original.split())
     assert command is not None
     assert command[0] == sys.executable
-    assert command[-len(words) :] == words
+    assert command[-len(words.split()) :] == words.split()
 
 
 def test_no_script_no_command() -> None:
@@ -171,7 +148,10 @@ def test_a_rank_may_launch_again() -> None:
 
 def test_another_process_with_its_variables_is_refused() -> None:
     environ = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", RANK_OF: "1 1/2 127.0.0.1:4000"}
-    says = r"of rank 1 of 2 at 127.0.0.1:4000, which is process 1, .*\(env -u LOCAL_RANK -u WORLD_SIZE \.\.\.\)"
+    says = (
+        r"of rank 1 of 2 at 127.0.0.1:4000 from process 1, which is that rank: "
+        r".*\(env -u LOCAL_RANK -u WORLD_SIZE \.\.\.\)"
+    )
     with pytest.raises(MisconfigurationException, match=says):
         check_not_nested(RANK, environ)
 
@@ -206,7 +186,7 @@ def test_a_rank_that_begins_with_a_call_that_rank_0_has_made_alone_is_told_so(tm
     assert ended.returncode == 1
     assert sorted(ended.stdout.splitlines()) == ["0 two", "None auto"]
     assert ended.stderr.splitlines()[-1].startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
-    assert f"this rank was started by the call at {path}:12, but its first call is the one at {path}:10" in ended.stderr
+    assert f"in the call at {path}:12, but this rank's first call is at {path}:10" in ended.stderr
     path.write_text(FIRST.replace("DEVICES", "(2, 1, 2)"))  # "auto" are the two by then
     ended = python(path, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -40,11 +40,11 @@ def test_a_handler_of_the_users_is_called_beside_the_note() -> None:
     users = lambda number, frame: heard.append(number)  # noqa: E731
     before = signal.signal(signal.SIGTERM, users)
     try:
-        with handling([signal.SIGTERM], noted.append, beside=[signal.SIGTERM]):
+        with handling([signal.SIGTERM], noted.append, shared=[signal.SIGTERM]):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is users
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with handling([signal.SIGTERM], noted.append, beside=[signal.SIGTERM]):
+        with handling([signal.SIGTERM], noted.append, shared=[signal.SIGTERM]):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

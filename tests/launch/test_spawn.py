@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.cluster.detect import Placement
-from lockstep.cluster.meeting import listen
+from lockstep.cluster.rendezvous import listen
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
@@ -131,12 +131,12 @@ def test_the_port_where_ranks_will_meet_is_not_given_to_others() -> None:
 def test_a_script_holds_the_port_where_its_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "Supervised", lambda world, command, environ: (world, environ))
     monkeypatch.setattr(script, "command_line", lambda main, argv, original: ["python"])
-    monkeypatch.setattr(script, "_held_ports", [])
+    monkeypatch.setattr(script, "_reserved_ports", [])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     world, environ = cast(tuple[World, dict[str, str]], script._start_supervisor(TWO))
     assert environ["MASTER_PORT"] == str(world.port)
     assert is_taken(world.port)
-    script._held_ports[0].close()
+    script._reserved_ports[0].close()
     assert not is_taken(world.port)
 
 

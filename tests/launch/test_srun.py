@@ -58,7 +58,7 @@ def test_processors_of_a_task_are_handed_on() -> None:
     ("environ", "says"),
     [
         ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 has SLURM_NTASKS=4, but srun.* is not on PATH"),
-        ({**BATCH, STARTED: "7"}, "is not one of its tasks.*start the script by srun yourself"),
+        ({**BATCH, STARTED: "7"}, "is not one of its tasks.*start the script with srun yourself"),
     ],
 )
 def test_where_srun_cannot_be_started(environ: dict[str, str], says: str) -> None:

@@ -159,7 +159,7 @@ SLEEPS = """
 import ctypes, time
 from lockstep.supervise import stack_request as sample
 print(sample.offer(), flush=True)
-sample.answer_with(lambda: ("training_step", 1204))
+sample.set_phase_source(lambda: ("training_step", 1204))
 def sleeps(library):
     began = time.monotonic()
     left = library.sleep(1)

@@ -150,7 +150,7 @@ def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
         os.kill(run.parents[1], signal.SIGKILL)
         code, errors = run.end()
         assert code == 1
-        assert errors[-1].endswith("was killed by signal 9, so that all ranks were ended")
+        assert errors[-1].endswith("was killed by signal 9, so all ranks were ended")
         assert not run.is_left()
 
 
@@ -265,61 +265,65 @@ def test_the_exit_code_is_never_zero(codes: list[int | None], code: int) -> None
 # -- the others --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_lost_another_is_told_why() -> None:
+@pytest.fixture
+def notes() -> Iterator[Mailbox]:
+    """For a rank's calls in this process, which has none afterwards."""
+    made = Mailbox()
+    yield made
+    status.record_call(0, "").__enter__()
+    made.close()
+
+
+def test_a_rank_that_lost_another_is_told_why(notes: Mailbox) -> None:
     """It said "Connection closed by peer", which is no reason."""
-    notes = Mailbox()
     notes.leave({"first": "rank 1 (process 7) was killed by SIGKILL", "rank": 1})
     with pytest.raises(
-        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost it in"
+        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(raised on rank 0, which lost its connection in"
     ) as raised:
-        with status.noted_call(0, notes.address):
+        with status.record_call(0, notes.address):
             lose()
-    status.noted_call(0, "").__enter__()
-    notes.close()
     assert raised.value.rank == 1
     assert isinstance(raised.value, RuntimeError)
     assert "closed by peer" in str(raised.value.__cause__)
 
 
-def test_errors_of_its_own_stay() -> None:
-    notes = Mailbox()
+def test_errors_of_its_own_stay(notes: Mailbox) -> None:
     notes.leave({"first": "rank 1 failed", "rank": 1})
-    with pytest.raises(RuntimeError, match="mine"), status.noted_call(0, notes.address):
+    with pytest.raises(RuntimeError, match="mine"), status.record_call(0, notes.address):
         raise RuntimeError("mine")
-    status.noted_call(0, "").__enter__()
-    notes.close()
 
 
-@pytest.mark.parametrize(("first", "said"), [([{"first": "rank 1 failed", "rank": 1}], ""), ([], "lost the others")])
+@pytest.mark.parametrize(
+    ("first", "said"), [([{"first": "rank 1 failed", "rank": 1}], ""), ([], "lost the connection to other ranks")]
+)
 def test_the_line_with_the_first_cause_stays_the_last(
-    first: list[dict[str, object]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    first: list[dict[str, object]],
+    said: str,
+    notes: Mailbox,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
     monkeypatch.setattr(status, "CAUSE_TIMEOUT", 0.05)
-    notes = Mailbox()
     for note in first:
         notes.leave(note)
-    with pytest.raises(RuntimeError) as raised, status.noted_call(0, notes.address):
+    with pytest.raises(RuntimeError) as raised, status.record_call(0, notes.address):
         lose()
     sys.excepthook(type(raised.value), raised.value, None)
-    status.noted_call(0, "").__enter__()
-    notes.close()
     error = capsys.readouterr().err
     assert said in error
     assert bool(said) == bool(error)
 
 
-def test_a_run_whose_ranks_went_different_ways_is_given_up() -> None:
+def test_a_run_whose_ranks_went_different_ways_is_given_up(notes: Mailbox) -> None:
     """A rank that was stopped, and went on to tell where it was, trained on and said last how its fit had ended."""
-    notes = Mailbox()
-    with status.noted_call(0, notes.address):
+    with status.record_call(0, notes.address):
         notes.leave({"first": "rank 1 failed", "rank": 1})
         assert not status.is_ending()
         notes.leave({"first": "rank 1 is stopped", "rank": -1})
         assert status.is_ending()
-    status.noted_call(0, "").__enter__()
+    status.record_call(0, "").__enter__()
     assert not status.is_ending()
-    notes.close()
 
 
 def lose() -> None:

@@ -54,23 +54,6 @@ def test_a_note_that_was_half_written_told_of_a_wait_since_the_machine_started()
     assert reading.newest() == []
 
 
-def test_a_call_is_left_and_complete_later() -> None:
-    collectives = TraceMemory()
-    reading = Reading(collectives.address)
-    first, second = enter(collectives, 1), enter(collectives, 2)
-    collectives.leave(first, complete=True)
-    collectives.leave(second, complete=False)
-    newest, oldest = reading.newest()
-    assert [newest.number, oldest.number] == [2, 1]
-    assert oldest.left == oldest.done
-    assert newest.left is not None
-    assert newest.done is None
-    collectives.complete(second)
-    done = reading.newest(1)[0].done
-    assert done is not None
-    assert done >= newest.left
-
-
 def test_only_the_newest_are_kept() -> None:
     collectives = TraceMemory()
     reading = Reading(collectives.address)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise import elsewhere, hang_monitor
+from lockstep.supervise import elsewhere
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.elsewhere import NotesOfAll
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.snapshot import RUNS, STOPPED, RankPosition, RankSnapshot
+from lockstep.supervise.snapshot import RUNS, RankPosition, RankSnapshot
 from lockstep.supervise.stack import Stack
 from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note
@@ -60,7 +60,7 @@ class World:
         found = None
         for each in reversed(self.ranks):
             inside, outside = ({each.rank: each.position}, []) if each.position.inside else ({}, [each.position])
-            found = self.monitors[each.rank].look(inside, {}, self.now, outside)
+            found = self.monitors[each.rank].check(inside, {}, self.now, outside)
         return found
 
     def proves(self, looks: int = 8) -> Divergence | None:
@@ -133,7 +133,7 @@ def test_a_rank_that_has_left_its_call_on_another_node_is_named(monkeypatch: pyt
 
 def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> None:
     assert world.monitors[1].others is not None
-    one = world.monitors[1].others.last([replace(world.ranks[1].position, inside=False, ended=True)])
+    one = world.monitors[1].others.farewell([replace(world.ranks[1].position, inside=False, ended=True)])
     world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
     world.ranks.pop()
     world.ends.pop()
@@ -154,59 +154,6 @@ def test_answers_to_an_older_question_do_not_count() -> None:
     question.take(1, 2, {1: one})
     assert question.answers({0, 1}, 21.0) == {1: one}
     assert question.answers({0, 1}, 40.0) is None  # what is concluded is concluded
-
-
-# -- the monitor
-
-
-class Lookouts:
-    """Monitors of two nodes with a rank each, whose processes are played."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ends: list[End] = []
-        self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
-        limits: dict[str, Any] = {"hang_timeout": 3.0, "hang_kill": 20.0}
-        self.positions = [position(rank, process=rank + 1, answers=str(rank), **limits) for rank in range(2)]
-        self.states = {1: "sleeps", 2: "sleeps"}
-        self.stacks = {1: REDUCING, 2: WORKING}
-        self.still = {0: 0.0, 1: 0.0}
-        self.now = time.monotonic()
-        monkeypatch.setattr(elsewhere, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(hang_monitor, "_state", lambda process: self.states[process])
-        monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: self.stacks[process])
-        monkeypatch.setattr(hang_monitor, "ask_stopped", lambda process, answers: self.stacks[process])
-
-    def look(self, later: float) -> list[Divergence | None]:
-        self.now += later
-        return [
-            self.monitors[rank].look({rank: self.positions[rank]}, {rank: self.still[rank]}, self.now)
-            for rank in (1, 0)
-        ]
-
-
-def test_hang_kill_ends_a_wait_that_only_a_stack_of_another_node_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 looked at its own ranks, and the other node left it to node 0."""
-    played = Lookouts(monkeypatch)
-    played.stacks = {1: WORKING, 2: REDUCING}
-    played.states[1] = RUNS
-    for second in range(40):
-        played.still[1] = float(second)
-        found = [each for each in played.look(1.0) if each is not None]
-        if found:
-            break
-    assert 20 <= second < 32
-    assert "rank 1 waits in reducing gradients in backward" in str(found[0])
-    assert "ended after hang_kill=20 s" in str(found[0])
-
-
-@pytest.mark.parametrize("halted", [0, 1])
-def test_a_stopped_rank_is_named_with_its_line_by_its_own_node(monkeypatch: pytest.MonkeyPatch, halted: int) -> None:
-    played = Lookouts(monkeypatch)
-    played.stacks = {halted + 1: WORKING, 2 - halted: REDUCING}
-    played.states[halted + 1] = STOPPED
-    played.still[1 - halted] = 3.0
-    found = next(each for _ in range(20) for each in played.look(0.25) if each is not None)
-    assert f"rank {halted} is stopped, /me/train.py:31 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
 
 
 # -- sizes

@@ -240,30 +240,7 @@ def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path
     assert [status.history.failures for status in statuses] == [0, 1, 0]
 
 
-def test_cancelled_trials(slurm: Lab, tmp_path: Path) -> None:
-    search = submit(slurm, tmp_path, "--pause", "0.5", "--at_most", "1")
-    await_steps(search.trials()[:1], 1)
-    assert "cancelled: trial(s) 2, 4" in lockstep_trials(slurm, search, "--cancel", "2,4").stderr
-    assert "cancelled: trial(s) 0-1, 3, 5-8" in lockstep_trials(slurm, search, "--cancel").stderr
-    await_states(slurm, search, "cancelled", seconds=120)
-
-
 # -- bad input -----------------------------------------------------------------------------------------------
-
-
-def test_a_partition_that_does_not_exist(slurm: Lab, tmp_path: Path) -> None:
-    """In sbatch's own words, with the trials that did not go in."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from lockstep.extensions.search.cluster import SlurmCluster\n"
-        f"cluster = SlurmCluster(log_path={str(tmp_path)!r})\n"
-        "cluster.add_slurm_cmd('partition', 'none such')\n"
-        "cluster.optimize_parallel_cluster_cpu(print, nb_trials=2, job_name='refused')\n"
-    )
-    done = python(slurm, str(script), check=False)
-    assert done.returncode == 1
-    assert "invalid partition specified: none such" in done.stderr
-    assert "not submitted: trial(s) 0-1" in done.stderr
 
 
 HOSTILE = """

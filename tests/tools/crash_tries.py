@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 
 import torch
 
-from lockstep.launch.environment import HeldPort
+from lockstep.launch.environment import ReservedPort
 from tests.tools import crash_training
 from tests.tools.crash import Kill, Life, Moment, lived
 from tests.tools.crash_training import DATA, EPOCHS, EVERY, STRATEGIES, Setting, seen
@@ -92,7 +92,7 @@ def _play(words: list[str], ranks: int) -> None:
     """Train in this process; with several ``ranks``, in a copy of it for each of the others, too."""
     if ranks == 1:
         return crash_training.main(words)
-    held = HeldPort()
+    held = ReservedPort()
     others = []
     for rank in range(1, ranks):
         pid = os.fork()

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep.launch.environment import HeldPort
+from lockstep.launch.environment import ReservedPort
 from lockstep.launch.processes import stat_of
 from lockstep.launch.spawn import pack
 from tests.tools.pool_worker import LEAVE, STACKS_SIGNAL, PoolCall, PoolOutcome
@@ -172,7 +172,7 @@ class RankPool:
         body = _pickle(fn, args)
         self._heal(world)
         workers = dict(enumerate(self._workers[:world]))
-        held = HeldPort()
+        held = ReservedPort()
         self._send(workers, body, timeout, group, held.number)
         progress = _Progress(dict(workers))
         try:

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from lockstep.cluster import meeting
+from lockstep.cluster import rendezvous
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
 from lockstep.data.feed import Feed
@@ -341,7 +341,7 @@ class SimulatedRun:
             if event in ("lost", "silent"):
                 found.lost.append(str(what))
             if event == "claim":
-                found.nodes.claimed(what)
+                found.nodes.handle_claim(what)
             elif event == "first":
                 found.nodes.accept(what)
             elif event == "lost":
@@ -392,7 +392,7 @@ class SimulatedRun:
         }
         began, off = time.thread_time(), self._off.get(node.nodes._node, 0.0)
         self.clock.off[threading.get_ident()] = off
-        found = node.monitor.look(positions, {}, self.clock.now + off)
+        found = node.monitor.check(positions, {}, self.clock.now + off)
         self.clock.off.pop(threading.get_ident())
         if node is self._nodes[0]:
             self._looked += time.thread_time() - began
@@ -450,7 +450,7 @@ class SimulatedRun:
         found.append(Cost(part, self._count, self.ranks, *counts[0], most, seconds, busy))
 
 
-# -- the meeting ---------------------------------------------------------------------------------------------
+# -- the rendezvous -----------------------------------------------------------------------------------------
 
 
 class MemoryStore:
@@ -528,9 +528,9 @@ def meet(ranks: int) -> Mapping[str, int]:
 
     def agree(rank: int) -> int:
         world = World(rank, ranks, 0, 1, rank, ranks, ADDRESS, 1)
-        return meeting._agreed(clients[rank], world, timedelta(seconds=SECONDS))  # type: ignore[arg-type]
+        return rendezvous._agree_on_attempt(clients[rank], world, timedelta(seconds=SECONDS))  # type: ignore[arg-type]
 
-    with mock.patch.object(meeting, "LOOK", SECONDS), ThreadPoolExecutor(ranks) as pool:
+    with mock.patch.object(rendezvous, "LOOK", SECONDS), ThreadPoolExecutor(ranks) as pool:
         numbers = set(pool.map(agree, range(ranks)))
     if numbers != {1}:
         raise RuntimeError(f"{ranks} ranks did not agree on their attempt: {numbers}")

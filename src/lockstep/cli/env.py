@@ -18,7 +18,7 @@ from lockstep.cluster.detect import explained
 from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.device import accelerator_kinds, device_name, devices_of
 from lockstep.ground.memory_use import total_memory
-from lockstep.launch.environment import cores, in_force
+from lockstep.launch.environment import cores, variables_in_use
 
 ABOUT = """\
 Show what a run depends on: versions, devices, the cluster that started this process, its rank, and the variables that
@@ -97,7 +97,7 @@ def report() -> Report:
             "address": world.address,
             "port": world.port,
         },
-        "variables": in_force(),
+        "variables": variables_in_use(),
     }
 
 

@@ -1,1 +1,1 @@
-"""Detection of this process' rank: one file per cluster, with pure functions of the environment."""
+"""Detection of this process' rank from environment variables, in one file per cluster. Mostly pure functions."""

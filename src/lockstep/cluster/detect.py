@@ -1,4 +1,4 @@
-"""Detection of this process' rank, and of whether other ranks have to be started, from environment and flags."""
+"""Detection of this process' rank from environment variables and flags, and whether it has to start other ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def cluster_named(name: str) -> str:
 
 
 def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster, World] | None:
-    """Return the cluster that started this process, and its world. None if no cluster did.
+    """Return the cluster that started this process, and the World in its variables. Return None without a cluster.
 
     Args:
         environ: the environment.
@@ -91,8 +91,9 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
                 return cluster, world
             if named is not None and not (named == "slurm" and slurm.is_batch(environ)):
                 raise MisconfigurationException(
-                    f"cluster_environment={named!r}, but {cluster.started} did not start this process (it sets "
-                    f"{cluster.needs}): start the script by {cluster.started}, or omit cluster_environment and plugins"
+                    f"cluster_environment={named!r}, but {cluster.started} did not start this process, since it would "
+                    f"have set {cluster.needs}: start the script with {cluster.started}, or omit cluster_environment "
+                    "and plugins"
                 )
     return None
 
@@ -101,12 +102,12 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
 
 
 def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
-    """Refuse flags that ask for a different world than the one that was started.
+    """Raise if the Trainer's flags ask for other numbers of ranks or nodes than the launcher started.
 
     Args:
-        cluster: the cluster that started it.
-        given: the world.
-        devices: number of ranks on each node; None: as many as there are. Then ``num_nodes`` of 1 is ignored, too.
+        cluster: the cluster that started the ranks.
+        given: the World of the started ranks.
+        devices: number of ranks on each node; None: any number. With None, ``num_nodes=1`` fits any number of nodes.
         num_nodes: number of nodes.
         environ: the environment.
 
@@ -118,7 +119,8 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {launcher} started {given.num_nodes}: use num_nodes={given.num_nodes}"
+                f"num_nodes={num_nodes}, but {launcher} started ranks on {given.num_nodes} node(s): "
+                f"use num_nodes={given.num_nodes}"
             )
         return
     if devices * num_nodes != given.size:
@@ -135,7 +137,7 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
 
 
 def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
-    """Refuse flags that ask for other ranks than the tasks of the SLURM job, in its batch script.
+    """Raise if the flags in a SLURM batch script ask for other numbers of ranks or nodes than its job has.
 
     Raises:
         MisconfigurationException: the flags do not match. The message names matching ones.
@@ -150,7 +152,7 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> 
     flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
     raise MisconfigurationException(
         f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}, or start a single "
-        "process by `srun --ntasks=1`"
+        "process with `srun --ntasks=1`"
     )
 
 
@@ -164,7 +166,7 @@ def _launcher_name(cluster: Cluster, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """This process' world, and how it was started."""
+    """The World of this process, the cluster that placed its ranks, and what still has to start them."""
 
     world: World
     launched: bool  #: the ranks are running; False: this process is local rank 0 and has to start the others
@@ -217,7 +219,7 @@ def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
 
 
 def early_rank(environ: Mapping[str, str]) -> int:
-    """Return this process' rank as far as it is known before the flags are: 0 on global rank 0 only."""
+    """Return a preliminary rank for this process before a Trainer's flags are known. Only global rank 0 gets 0."""
     if "RANK" in environ:
         return read_number(environ, "RANK")
     if local.is_started(environ):
@@ -235,7 +237,7 @@ def early_rank(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """The result of the detection, with a reason."""
+    """The cluster that `explained` found for this process, and the reason in words."""
 
     cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: no launcher started it
     why: str  #: one sentence
@@ -243,7 +245,7 @@ class EnvironmentFinding:
 
 
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """Return the result of `detect` for a Trainer without ``devices``.
+    """Detect the cluster as a Trainer without ``devices`` would, and explain the result. Contradictions do not raise.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster
@@ -253,7 +255,7 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
         try:
             world = cluster.given_world(environ)
         except MisconfigurationException as error:
-            return EnvironmentFinding(cluster.name, f"its variables are set, but cannot be used: {error}")
+            return EnvironmentFinding(cluster.name, f"its variables are set, but invalid: {error}")
         if world is not None:
             return EnvironmentFinding(cluster.name, f"{cluster.started} started this process", world)
     try:
@@ -262,7 +264,7 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
         job = slurm.allocation(environ)
         if job is not None:
             why = f"this is the batch script of the SLURM job {job.job}, not a rank; a Trainer starts its {job.tasks} "
-            return EnvironmentFinding("slurm", why + "tasks by srun")
+            return EnvironmentFinding("slurm", why + "tasks with srun")
         return EnvironmentFinding(
             None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
         )

@@ -17,9 +17,9 @@ from lockstep.ground.rank import rank_zero_only
 
 
 class ClusterEnvironment(ABC):
-    """Base class of objects that describe this process' rank among those that a cluster has started.
+    """Base class of objects that report this process' rank on a cluster.
 
-    Derive from it for a cluster that lockstep does not know, and pass an instance to ``Trainer(plugins=...)``.
+    Derive from it for a cluster that lockstep does not recognize, and pass an instance to ``Trainer(plugins=...)``.
 
     Example::
 
@@ -47,11 +47,11 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """A port of that host, for the rendezvous."""
+        """The port on the host of rank 0 at which the ranks connect."""
 
     @staticmethod
     def detect() -> bool:
-        """Return True if this process runs in such a cluster. lockstep does not call it."""
+        """Return True if this process runs on the cluster of this class. lockstep does not call it."""
         return False
 
     @abstractmethod
@@ -77,23 +77,23 @@ class ClusterEnvironment(ABC):
         """Do nothing: the cluster has assigned the ranks."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Check the Trainer's flags against the started ranks.
+        """Raise if the Trainer's flags do not match the number of started ranks.
 
         Raises:
-            MisconfigurationException: the flags ask for another number of ranks.
+            MisconfigurationException: the flags ask for a different number of ranks.
         """
         if num_devices * num_nodes != self.world_size():
             raise MisconfigurationException(
                 f"devices={num_devices}, num_nodes={num_nodes} make {num_devices * num_nodes} rank(s), but "
-                f"{type(self).__name__}.world_size() is {self.world_size()}: use the numbers that were started"
+                f"{type(self).__name__}.world_size() is {self.world_size()}: pass the numbers that the cluster started"
             )
 
     def teardown(self) -> None:  # noqa: B027, may be left as it is
-        """Clean up. lockstep does not call it."""
+        """Release resources. lockstep does not call it."""
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Ranks that lockstep starts itself. This is the default; passed explicitly, it disables all clusters.
+    """Environment of ranks that lockstep starts itself. Passed explicitly, it disables the detection of clusters.
 
     The methods of a derived class determine the rank where ``LOCAL_RANK`` is set.
     """
@@ -103,7 +103,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Return True: it is available everywhere."""
+        """Return True, because lockstep can start ranks on any machine."""
         return True
 
     @property
@@ -122,19 +122,19 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "MASTER_PORT", default=0)
 
     def world_size(self) -> int:
-        """Return the size that was set, else ``WORLD_SIZE``, else 1."""
+        """Return the size from `set_world_size`, else ``WORLD_SIZE``, else 1."""
         return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
 
     def set_world_size(self, size: int) -> None:
-        """Set the size. For users who start ranks by other means."""
+        """Set the number of processes. For users who start ranks by other means."""
         self._size = size
 
     def global_rank(self) -> int:
-        """Return the rank of `rank_zero_only`. It is correct once there is a Trainer."""
+        """Return ``rank_zero_only.rank``. It is correct once a Trainer exists."""
         return rank_zero_only.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Set the rank of `rank_zero_only`. For users who start ranks by other means."""
+        """Set ``rank_zero_only.rank``. For users who start ranks by other means."""
         rank_zero_only.rank = rank
 
     def local_rank(self) -> int:
@@ -147,7 +147,7 @@ class LightningEnvironment(ClusterEnvironment):
 
 
 class KnownEnvironment(ClusterEnvironment):
-    """Ranks that a cluster known to lockstep has started. It is detected automatically.
+    """Base class for ranks that a recognized cluster has started. The cluster is detected automatically.
 
     Pass an instance to ``Trainer(plugins=...)`` or ``DDPStrategy(cluster_environment=...)`` to allow no other cluster.
 
@@ -170,7 +170,7 @@ class KnownEnvironment(ClusterEnvironment):
         if found is None:
             raise MisconfigurationException(
                 f"{type(self).__name__}: this process is the batch script of a SLURM job, not one of its tasks: start "
-                "the script by srun, or use this object only after a Trainer has started the tasks"
+                "the script with srun, or use this object only after a Trainer has started the tasks"
             )
         return found[1]
 
@@ -181,7 +181,7 @@ class KnownEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """The port of the rendezvous. ``MASTER_PORT`` takes precedence."""
+        """The port on the host of rank 0 at which the ranks connect. ``MASTER_PORT`` takes precedence."""
         return self._world().port
 
     def world_size(self) -> int:
@@ -202,7 +202,7 @@ class KnownEnvironment(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(KnownEnvironment):
-    """Ranks that ``torchrun`` started."""
+    """Environment of ranks that ``torchrun`` started."""
 
     cluster = "torchelastic"
 
@@ -213,30 +213,30 @@ class TorchElasticEnvironment(KnownEnvironment):
 
 
 class LSFEnvironment(KnownEnvironment):
-    """Ranks that LSF's ``jsrun`` started."""
+    """Environment of ranks that LSF's ``jsrun`` started."""
 
     cluster = "lsf"
 
 
 class KubeflowEnvironment(KnownEnvironment):
-    """Ranks that Kubeflow's PyTorchJob started, one in each pod."""
+    """Environment of ranks that Kubeflow's PyTorchJob started, one in each pod."""
 
     cluster = "kubeflow"
 
 
 class MPIEnvironment(KnownEnvironment):
-    """Ranks that ``mpirun`` started. They are read from its variables, so that mpi4py is not needed."""
+    """Environment of ranks that ``mpirun`` started. It reads mpirun's variables and does not need mpi4py."""
 
     cluster = "mpi"
 
 
 class SLURMEnvironment(KnownEnvironment):
-    """Ranks that SLURM's ``srun`` started.
+    """Environment of ranks that SLURM's ``srun`` started.
 
     Args:
         auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and requeue the job. The
             run resumes when the job starts again.
-        requeue_signal: the signal that requests it. Default: SIGUSR1 (``#SBATCH --signal=USR1@90``).
+        requeue_signal: the signal that requests saving and requeuing. Default: SIGUSR1 (``#SBATCH --signal=USR1@90``).
     """
 
     cluster = "slurm"
@@ -247,24 +247,24 @@ class SLURMEnvironment(KnownEnvironment):
 
     @staticmethod
     def job_name() -> str | None:
-        """Return the job's name, or None outside a job."""
+        """Return the SLURM job's name, or None outside a job."""
         return os.environ.get("SLURM_JOB_NAME")
 
     @staticmethod
     def is_in_job() -> bool:
-        """Return True if this process is inside a job, whatever started it."""
+        """Return True if this process runs inside a SLURM job, whether or not srun started it."""
         return "SLURM_JOB_ID" in os.environ
 
     @staticmethod
     def job_id() -> int | None:
-        """Return the job's number. None outside a job, or in an interactive shell of a job."""
+        """Return the SLURM job's number. None outside a job, or in an interactive shell of a job."""
         if slurm.is_interactive(os.environ) or "SLURM_JOB_ID" not in os.environ:
             return None
         return read_number(os.environ, "SLURM_JOB_ID")
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """Return the first host of a list in SLURM's short form."""
+        """Return the first host in a compressed host list from SLURM: ``"node1"`` for ``"node[1-3]"``."""
         return first_host(nodes)
 
 
@@ -279,7 +279,7 @@ KNOWN: dict[str, type[ClusterEnvironment]] = {
 
 
 def environment_named(name: str) -> ClusterEnvironment:
-    """Return the object for a name, as in ``DDPStrategy(cluster_environment="SLURM")``.
+    """Return the environment object for a name, as in ``DDPStrategy(cluster_environment="SLURM")``.
 
     Raises:
         MisconfigurationException: there is no cluster of this name.
@@ -291,7 +291,7 @@ def environment_named(name: str) -> ClusterEnvironment:
 
 
 class DescribesRanks(Protocol):
-    """Interface of an object that describes started ranks. Used in the Trainer's constructor and calls."""
+    """Attributes that the Trainer reads from a user's cluster environment, whatever its base class."""
 
     creates_processes_externally: bool
     main_address: str
@@ -311,17 +311,17 @@ METHODS = ("world_size", "global_rank", "local_rank", "node_rank")
 
 
 def describes_ranks(thing: object) -> bool:
-    """Return True if an object has all attributes of :class:`DescribesRanks`. None of them is evaluated."""
+    """Return True if an object has all attributes of :class:`DescribesRanks`. No property is evaluated."""
     kind = type(thing)
     return all(hasattr(kind, name) for name in NAMES) and all(callable(getattr(kind, name, None)) for name in METHODS)
 
 
 def described_world(environment: DescribesRanks, devices: int | None, num_nodes: int) -> World:
-    """Return the World that an environment describes.
+    """Return the World that a user's cluster environment describes.
 
     Args:
         environment: the user's environment, whose ranks are running.
-        devices: number of ranks on each node that the flags ask for; None: as many as there are.
+        devices: number of ranks on each node that the flags ask for; None: any number.
         num_nodes: as in ``Trainer(num_nodes=...)``. All nodes have the same number of ranks.
 
     Raises:
@@ -330,8 +330,8 @@ def described_world(environment: DescribesRanks, devices: int | None, num_nodes:
     size = environment.world_size()
     if size % num_nodes:
         raise MisconfigurationException(
-            f"Trainer(plugins={type(environment).__name__}(), num_nodes={num_nodes}): its world_size() of {size} is "
-            "not divisible by num_nodes: start the same number of ranks on each node."
+            f"Trainer(plugins={type(environment).__name__}(), num_nodes={num_nodes}): world_size() is {size}, which "
+            "is not divisible by num_nodes: start the same number of ranks on each node."
         )
     if devices is not None and devices * num_nodes != size:
         raise MisconfigurationException(

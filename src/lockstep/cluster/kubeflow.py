@@ -1,4 +1,4 @@
-"""Ranks with ``RANK`` and ``WORLD_SIZE`` and one rank per host, like the pods of Kubeflow's PyTorchJob."""
+"""Detection of Kubeflow's PyTorchJob: one rank per pod, with ``RANK`` and ``WORLD_SIZE`` but no ``LOCAL_RANK``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from lockstep.cluster.world import World, missing, read_number, world_of
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-_WAY_OUT = "Each pod has one process: give them RANK=0 to WORLD_SIZE - 1, or remove the variables"
+_WAY_OUT = "Run one process in each pod and set RANK from 0 to WORLD_SIZE - 1, or remove the variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a pod. None if ``RANK`` or ``WORLD_SIZE`` is not set, or a launcher has set ``LOCAL_RANK``.
+    """Return the World for one rank per pod. None without ``RANK`` and ``WORLD_SIZE``, or with ``LOCAL_RANK``.
 
     Raises:
         MisconfigurationException: a variable is missing, is not a number, or contradicts another.

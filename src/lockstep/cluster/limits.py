@@ -1,4 +1,4 @@
-"""The limit of open files of this process. Each rank connects to every other, and node 0 to every node."""
+"""Limit on open files. A rank opens a connection to every other rank, and node 0's supervisor to every node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPARE = 64
 
 
 def raise_limit() -> bool:
-    """Raise this process' limit of open files to the hard limit. Return False if it is there already."""
+    """Raise this process' limit on open files to the hard limit. Return True if the limit changed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
@@ -24,7 +24,7 @@ def raise_limit() -> bool:
 
 
 def provide_files(ranks: int) -> None:
-    """Make sure that this rank can connect to all others. Raise its limit of open files if necessary.
+    """Ensure that this rank may open enough files to connect to all others. Raise its limit if necessary.
 
     Args:
         ranks: number of ranks of the run.
@@ -44,7 +44,7 @@ def provide_files(ranks: int) -> None:
     raise_limit()
     if hard != resource.RLIM_INFINITY and hard < there + ranks:
         raise MisconfigurationException(
-            f"this process may open {hard} files (`ulimit -Hn`) and has opened {there}, but each of {ranks} ranks "
-            f"connects to all others: raise the limit to {wanted} on all nodes (limits.conf, a service's LimitNOFILE=, "
-            "a container's --ulimit nofile=)."
+            f"the limit on open files is too low: this process may open {hard} files (`ulimit -Hn`) and has opened "
+            f"{there}, but each of {ranks} ranks connects to all others: raise the limit to {wanted} on all nodes "
+            "(limits.conf, a service's LimitNOFILE=, a container's --ulimit nofile=)."
         )

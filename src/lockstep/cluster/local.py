@@ -1,4 +1,4 @@
-"""Ranks on this machine, or on several without a cluster: one manual start of the script on each node.
+"""Ranks without a cluster: on this machine, or on several where the user starts the script on each node.
 
 The variables are those of Lightning's own launcher, so that scripts that read them behave the same: ``LOCAL_RANK``,
 ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
@@ -20,7 +20,7 @@ from lockstep.ground.rank import log
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
-    """Return True if a launcher started this process as a rank, lockstep's own or another."""
+    """Return True if lockstep's launcher or another one started this process as a rank."""
     return "LOCAL_RANK" in environ
 
 
@@ -28,7 +28,7 @@ def is_started(environ: Mapping[str, str]) -> bool:
 def local_rank_set(local_rank: int) -> Iterator[None]:
     """Set ``LOCAL_RANK``, which DeepSpeed reads itself, inside the context.
 
-    If no launcher has set it, it is removed afterwards: a process with this variable counts as a started rank.
+    Without a launcher, the variable is removed afterwards, because it marks a process as a started rank.
     """
     if "LOCAL_RANK" in os.environ:
         yield
@@ -41,7 +41,7 @@ def local_rank_set(local_rank: int) -> Iterator[None]:
 
 
 def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> World:
-    """Return the world of ``devices`` ranks on each of ``num_nodes`` nodes, as seen by this process.
+    """Return this process' World in a run with ``devices`` ranks on each of ``num_nodes`` nodes.
 
     A process that no launcher started is local rank 0 of its node. Its port is 0 ("choose one") if the environment does
     not set one.
@@ -96,11 +96,11 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Gloo's variable with the network interface of its connections. By default, that of the host's name."""
+"""Gloo's variable with its network interface. By default, gloo uses the interface of the host's name."""
 
 
 def loopback_of(address: str) -> str:
-    """Return the loopback address that a host name resolves to, ``"127.0.0.1"``; "" if others can connect to it."""
+    """Return the loopback address of a host name, such as ``"127.0.0.1"``; "" if other hosts can connect to it."""
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)})
         return found[0] if found and all(ipaddress.ip_address(each).is_loopback for each in found) else ""
@@ -109,7 +109,7 @@ def loopback_of(address: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Return True if an address is a loopback address on every host: 127.0.0.1, localhost.
+    """Return True if an address means the local host on every machine, such as 127.0.0.1 or localhost.
 
     A name that only this host resolves to 127.0.1.1 does not count: it may be another address elsewhere.
     """
@@ -121,11 +121,11 @@ def is_own(address: str) -> bool:
         return False
 
 
-def let_others_call(world: World) -> None:
-    """Let gloo announce an address by which other nodes can reach this one.
+def choose_gloo_interface(world: World) -> None:
+    """Choose gloo's network interface if other nodes cannot reach this host by its name.
 
-    Gloo announces the address of the host's name, which /etc/hosts often maps to 127.0.1.1. Ranks of other nodes would
-    connect to themselves. In that case, `GLOO_SOCKET_IFNAME` is set to the interface that leads to node 0.
+    Gloo sends other ranks the address of the host's name, which /etc/hosts often maps to 127.0.1.1. Ranks on other
+    nodes would connect to themselves. In that case, set `GLOO_SOCKET_IFNAME` to the interface that leads to node 0.
     """
     if world.num_nodes == 1 or INTERFACE in os.environ or is_own(world.address):
         return
@@ -145,7 +145,7 @@ def let_others_call(world: World) -> None:
 
 
 def _interface_towards(address: str, port: int) -> str:
-    """Return the name of the interface by which this host reaches an address; "" if unknown."""
+    """Return the name of the network interface through which this host reaches an address; "" if unknown."""
     with contextlib.suppress(ImportError):
         import fcntl
 
@@ -163,7 +163,7 @@ def _interface_towards(address: str, port: int) -> str:
 
 
 SIOCGIFADDR = 0x8915
-"""Linux' ioctl for the address of an interface."""
+"""Number of Linux' ioctl that returns the address of a network interface."""
 
 
 def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -173,7 +173,7 @@ def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_variables(world: World) -> dict[str, str]:
-    """Return the environment variables from which `local_world` reads this world."""
+    """Return the environment variables from which a rank's `local_world` rebuilds this World."""
     return {
         "LOCAL_RANK": str(world.local_rank),
         "NODE_RANK": str(world.node_rank),

@@ -1,4 +1,4 @@
-"""Ranks that LSF's job step manager (``jsrun``) started."""
+"""Detection of ranks that LSF's job step manager (``jsrun``) started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from lockstep.cluster.world import World, missing, node_of, port_of, read_number, slots, world_of
 
 _NAMES = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
-_WAY_OUT = "Start the script by jsrun, or remove the JSM_NAMESPACE_* variables that somebody has set"
+_WAY_OUT = "Start the script with jsrun, or remove the JSM_NAMESPACE_* variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a task of ``jsrun``. None in any other process.
+    """Return the World of a process that LSF's ``jsrun`` started as a rank. None in any other process.
 
-    The rendezvous is on the first host of the job other than the batch script's, at a port derived from the job.
+    The rendezvous is on the first host of the job other than the batch script's, at a port derived from the job's id.
     ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Hosts are read from ``LSB_MCPU_HOSTS``, else ``LSB_HOSTS``,
     else the file in ``LSB_DJOB_RANKFILE``.
 
@@ -51,11 +51,11 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
-    """Return the first host of an LSF job that runs ranks. None without such a job.
+    """Return the first host on which an LSF job runs ranks. None outside an LSF job.
 
     Args:
         environ: the environment.
-        nodes: number of nodes with ranks. A job has one more if the batch script has a host of its own, the first one.
+        nodes: number of nodes with ranks. A job has one more host if its batch script runs on a host of its own.
     """
     hosts = _hosts(environ)
     return None if not hosts else hosts[1] if len(hosts) > nodes else hosts[0]

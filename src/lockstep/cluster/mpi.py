@@ -1,4 +1,4 @@
-"""Ranks that ``mpirun`` started, from the variables of Open MPI, MPICH (and Intel MPI), and MVAPICH."""
+"""Detection of ranks that ``mpirun`` started, from the variables of Open MPI, MPICH, Intel MPI and MVAPICH."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ FAMILIES = (OPEN_MPI, MVAPICH, HYDRA)
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 """Variables with a number that all ranks of a job share, and that other jobs are unlikely to have."""
 
-_WAY_OUT = "Start the script by mpirun, or remove these variables"
+_WAY_OUT = "Start the script with mpirun, or remove these variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a rank of ``mpirun``. None in any other process.
+    """Return the World of a process that ``mpirun`` started as a rank. None in any other process.
 
-    mpirun does not set the host of rank 0. If all ranks are on one host, it is this one. Otherwise it is the first host
-    of the surrounding SLURM or LSF job, or has to be set by ``MASTER_ADDR``, which takes precedence. The port is
-    derived from the job. ``MASTER_PORT`` takes precedence.
+    mpirun does not pass the host of rank 0. The host is ``MASTER_ADDR`` if set, or this host if all ranks are here, or
+    the first host of the surrounding SLURM or LSF job. The port is ``MASTER_PORT`` or derived from the job's id.
 
     Raises:
         MisconfigurationException: a variable is missing, is not a number, or contradicts another.
@@ -37,7 +36,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
     port = port_of(environ, _job(environ))
     if port is None:
         raise missing(
-            "MPI", "MASTER_PORT", "set it to a free port, the same for all ranks, since no number of a job is set"
+            "MPI", "MASTER_PORT", "set it to a free port, the same for all ranks, because no variable has a job id"
         )
     return world_of(
         "MPI",
@@ -56,7 +55,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def _family(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the names of the variables of the MPI that started this process, or None."""
+    """Return the variable names of the MPI implementation that started this process, or None without MPI."""
     for names in FAMILIES:
         if names[0] in environ and names[1] in environ:
             if names is HYDRA and names[2] not in environ and "SLURM_STEP_ID" in environ:

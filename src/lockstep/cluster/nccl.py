@@ -1,4 +1,4 @@
-"""NCCL: its variables, set unless the shell or the cluster sets them, and a check of its availability.
+"""NCCL: environment variables from ``DDPStrategy(nccl=...)``, and a check that NCCL is available.
 
 NCCL reads a variable from the environment, else from the user's file (``~/.nccl.conf``, or ``NCCL_CONF_FILE``), else
 from the cluster's (``/etc/nccl.conf``), when it creates its first communicator.
@@ -27,47 +27,47 @@ USER_FILE = "~/.nccl.conf"
 
 
 class NcclVariables:
-    """NCCL's variables for a run.
+    """NCCL's environment variables for a run. Variables set by the shell or the cluster take precedence.
 
     Args:
-        asked: values by name, with or without ``NCCL_``. Values are text, integers, or booleans (1 and 0).
+        values: values by name, with or without ``NCCL_``. Values are text, integers, or booleans (1 and 0).
 
     Attributes:
-        wanted: variables and values as NCCL reads them.
+        wanted: variables and values in the form that NCCL reads.
 
     Example:
         >>> NcclVariables({"NSOCKS_PERTHREAD": 4, "IB_DISABLE": True}).wanted
         {'NCCL_NSOCKS_PERTHREAD': '4', 'NCCL_IB_DISABLE': '1'}
     """
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        self.asked = dict(asked)
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
         self.wanted = {
             PREFIX + name.removeprefix(PREFIX): str(int(value) if isinstance(value, bool) else value)
-            for name, value in asked.items()
+            for name, value in values.items()
         }
         self._set: list[str] = []
-        self._in_force = self._reported = False
+        self._is_set = self._reported = False
 
-    def apply(self, backend: str, group_is_there: bool) -> str | None:
-        """Set the variables for a run. Return a message about the result, at the first call only.
+    def apply(self, backend: str, group_exists: bool) -> str | None:
+        """Set the variables if they can have an effect. At the first call, return a message about the result.
 
         Args:
             backend: backend of the process group, such as "nccl" or "gloo".
-            group_is_there: whether the group already exists.
+            group_exists: whether the group already exists.
         """
         if "nccl" not in backend:
-            result = f"they have no effect, since the backend is {backend}."
-        elif group_is_there and not self._in_force:
-            result = "they have no effect, since the process group exists already. Set them in the shell."
+            result = f"they have no effect, because the backend is {backend}, not nccl."
+        elif group_exists and not self._is_set:
+            result = "they have no effect, because the process group exists already. Set them in the shell."
         else:
             result = self.set()
-            self._in_force = True
+            self._is_set = True
         first, self._reported = not self._reported, True
-        return f"DDPStrategy(nccl={self.asked}): {result}" if first else None
+        return f"DDPStrategy(nccl={self.values}): {result}" if first else None
 
     def set(self) -> str:
-        """Set the variables that are not set otherwise, until `restore`. Return a message with values and sources."""
+        """Set the variables that neither the shell nor a file sets. Return a message with values and sources."""
         files, results = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
@@ -105,7 +105,7 @@ def _files() -> dict[str, tuple[str, str]]:
 
 
 def check_nccl(device_type: str) -> None:
-    """Refuse a run over NCCL that cannot work here.
+    """Raise if the run requests NCCL but this device or build of torch does not support it.
 
     Args:
         device_type: type of this rank's device: "cuda", "cpu".

@@ -1,4 +1,4 @@
-"""Ranks that SLURM's ``srun`` started, and batch scripts, which are not ranks."""
+"""Detection of ranks that SLURM's ``srun`` started, and of batch scripts, which are not ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from lockstep.cluster.world import World, first_host, port_of, read_number, tasks_per_node, world_of
 
 INTERACTIVE = ("bash", "interactive")
-"""Names of jobs that are interactive shells. A script started there is a single process."""
+"""Job names of interactive shells. A script started in such a shell is a single process."""
 
 STARTS = "LOCKSTEP_TRIAL_STARTS"
 """Environment variable with the number of starts of a search trial before it was submitted as this job."""
 
 _SPECIAL = 0xFFFFFFF0
-"""Step numbers from here on are SLURM's own: the batch script, an allocation's shell."""
+"""Smallest step number that SLURM reserves for itself, for the batch script or an allocation's shell."""
 
-_WAY_OUT = "Start the script by srun, or remove the SLURM_* variables that somebody has set"
+_WAY_OUT = "Start the script with srun, or remove the SLURM_* variables"
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
@@ -31,12 +31,12 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def is_interactive(environ: Mapping[str, str]) -> bool:
-    """Return True in an interactive shell of a job."""
+    """Return True if this process runs in an interactive shell of a SLURM job."""
     return environ.get("SLURM_JOB_NAME") in INTERACTIVE or "SLURM_PTY_PORT" in environ
 
 
 def is_batch(environ: Mapping[str, str]) -> bool:
-    """Return True in a batch script, whose tasks have not been started yet."""
+    """Return True if this process runs in a SLURM batch script, where srun has not started the tasks yet."""
     if "SLURM_JOB_ID" not in environ or is_interactive(environ):
         return False
     return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ
@@ -48,10 +48,11 @@ def is_only_task(environ: Mapping[str, str]) -> bool:
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a task of ``srun``. None in any other process.
+    """Return the World of a process that SLURM's ``srun`` started as a task. None in any other process.
 
     Nodes may have different numbers of tasks (``2(x3),1``). The rendezvous is on the first host of the step's list, at
-    a port derived from job, step and attempt. ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence.
+    a port derived from the numbers of the job, the step and the attempt. ``MASTER_ADDR`` and ``MASTER_PORT`` take
+    precedence.
 
     Raises:
         MisconfigurationException: a variable is missing, is not a number, or contradicts another.
@@ -84,7 +85,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The resources of a batch script's job."""
+    """Numbers of nodes and tasks in a SLURM job, as its batch script sees them."""
 
     job: str
     nodes: int
@@ -93,7 +94,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of the job, in its batch script. None elsewhere, and for a single task."""
+    """Return the numbers of nodes and tasks in a batch script with several tasks. None in any other process."""
     if not is_batch(environ):
         return None
     nodes = read_number(environ, "SLURM_NNODES", default=read_number(environ, "SLURM_JOB_NUM_NODES", default=1))
@@ -106,7 +107,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Return how often SLURM has started this job, or the trial submitted as this job, before. 0 without a job."""
+    """Return how many earlier starts this SLURM job, or the search trial that it runs, has had. 0 without a job."""
     if "SLURM_JOB_ID" not in environ:
         return 0
     return read_number(environ, STARTS, default=0) + read_number(environ, "SLURM_RESTART_COUNT", default=0)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun (torchelastic) or `lockstep run` started, or anything that sets the same variables."""
+"""Detection of ranks that torchrun (torchelastic), `lockstep run`, or a launcher with the same variables started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CAUSE = "LOCKSTEP_CAUSE"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the world that ``torchrun`` describes in the environment. None if it did not start this process.
+    """Return the World that ``torchrun`` describes in the environment. None if torchrun did not start this process.
 
-    ``RANK`` and ``LOCAL_RANK`` together identify it: lockstep's own launcher does not set ``RANK``.
+    ``RANK`` and ``LOCAL_RANK`` together identify torchrun. lockstep's own launcher does not set ``RANK``.
 
     Raises:
         MisconfigurationException: variables are missing, are not numbers, or contradict each other.
@@ -31,7 +31,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         "torchrun",
         environ,
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"),
-        "Start the script by torchrun, or remove these variables",
+        "Start the script with torchrun, or remove these variables",
         rank=read_number(environ, "RANK"),
         size=size,
         local_rank=read_number(environ, "LOCAL_RANK"),
@@ -44,12 +44,12 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if every rank sees all devices of its node. `lockstep run` does not assign them, as a cluster may."""
+    """Return True if `lockstep run` started this rank. Its ranks see all devices of their node."""
     return STARTED in environ
 
 
 def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
-    """Announce to the agent of ``lockstep run``, if any, that this process will pass it the cause of a failure."""
+    """Announce to the agent of ``lockstep run``, if any, that this process will report the cause of a failure."""
     path = environ.get(CAUSE)
     if path:
         with contextlib.suppress(OSError), open(f"{path}.promised", "w"):
@@ -57,10 +57,10 @@ def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Pass the cause of a failure to the agent of ``lockstep run``, which prints it as the last line on the terminal.
+    """Report the cause of a failure to the agent of ``lockstep run``, which prints the cause as the last line.
 
     Args:
-        text: the line.
+        text: the cause, in one line.
         environ: environment of a rank, or of a child process of a rank.
 
     Returns:

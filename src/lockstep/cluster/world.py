@@ -1,4 +1,4 @@
-"""The World: the ranks of a run and this process' place among them, with a parser for lists of hosts."""
+"""`World`: this process' rank, the number of ranks and nodes, and the rendezvous. Parsers for schedulers' lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, as seen by one of them.
+    """The rank of this process, the number of ranks and nodes in the run, and the address of their rendezvous.
 
     Raises:
         MisconfigurationException: the numbers contradict each other.
@@ -35,19 +35,19 @@ class World:
         ):
             if not 0 <= value < limit:
                 raise MisconfigurationException(
-                    f"{name} {value} with a {limit_name} of {limit}: it has to be from 0 to {limit - 1}"
+                    f"{name} {value} is out of range for a {limit_name} of {limit}: expected 0 to {limit - 1}"
                 )
         if self.local_size > self.size or self.num_nodes > self.size:
             raise MisconfigurationException(
-                f"a world size of {self.size} with {self.num_nodes} node(s) and {self.local_size} rank(s) on this one: "
-                "it has to be at least the number of nodes, and at least the number of ranks on this one"
+                f"a world size of {self.size} is too small for {self.num_nodes} node(s) with {self.local_size} rank(s) "
+                "on this one"
             )
         if not 0 <= self.port <= 65535:
             raise MisconfigurationException(f"port {self.port} is invalid: choose a free one between 1024 and 65535")
 
     @classmethod
     def single(cls) -> World:
-        """Return the world of a single process."""
+        """Return the World of a run on one process."""
         return cls(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
     @property
@@ -81,12 +81,12 @@ def read_number(environ: Mapping[str, str], name: str, default: int | None = Non
 
 
 def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], way_out: str, **numbers: Any) -> World:
-    """Return the World with these numbers.
+    """Return the World with the given fields. Errors name the variables that the fields were read from.
 
     Args:
         cluster: name of the cluster, for messages.
         environ: the environment.
-        names: names of the variables that the numbers were read from.
+        names: names of the variables.
         way_out: remedy for contradictions, for messages.
         numbers: fields of the World.
 
@@ -101,12 +101,12 @@ def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], w
 
 
 def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int, int]:
-    """Return the node of a rank, and the number of nodes, if a launcher sets neither.
+    """Compute a rank's node and the number of nodes, for a launcher that passes neither.
 
-    All nodes have as many ranks as this one.
+    All nodes are assumed to have the same number of ranks.
 
     Raises:
-        MisconfigurationException: the numbers match neither order.
+        MisconfigurationException: the ranks are ordered neither node by node nor round-robin.
     """
     nodes, rest = divmod(size, max(local_size, 1))
     # node by node, as most launchers do, or else round-robin
@@ -115,20 +115,20 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
     if not rest and rank // nodes == local_rank:
         return rank % nodes, nodes
     raise MisconfigurationException(
-        f"rank {rank} of {size} is local rank {local_rank} of {local_size}, so the nodes have different numbers of "
-        "ranks: start the same number on each"
+        f"rank {rank} of {size} is local rank {local_rank} of {local_size}, which is only possible if the nodes have "
+        "different numbers of ranks: start the same number of ranks on each node"
     )
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """Return the port of the rendezvous: the user's, else one derived from numbers that all ranks share.
+    """Return ``MASTER_PORT``, or else a port derived from numbers that all ranks share.
 
     Args:
-        environ: the environment. ``MASTER_PORT`` takes precedence.
+        environ: the environment.
         numbers: numbers of the job, of its step, and of the attempt.
 
     Returns:
-        a port from 15000 to 29999. None if no number is known.
+        the port; if derived, from 15000 to 29999. None if the job's number is unknown.
     """
     if "MASTER_PORT" in environ:
         return read_number(environ, "MASTER_PORT")
@@ -140,7 +140,7 @@ def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
 
 
 def missing(cluster: str, name: str, way_out: str) -> MisconfigurationException:
-    """Return the error for a missing variable of a cluster."""
+    """Return the exception for an environment variable that a cluster has not set."""
     return MisconfigurationException(f"{cluster}: the environment variable {name} is not set: {way_out}")
 
 
@@ -153,7 +153,7 @@ _TASKS = r"(\d+)(?:\(x(\d+)\))?"
 
 
 def hostlist(text: str) -> list[str]:
-    """Return the hosts of a list in SLURM's short form, in its order.
+    """Expand a compressed host list from SLURM, in order.
 
     Args:
         text: names, separated by commas or spaces. They may have numbers and ranges of numbers in one or several pairs
@@ -170,7 +170,7 @@ def hostlist(text: str) -> list[str]:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a list in SLURM's short form, without expanding the others.
+    """Return the first host in a compressed host list from SLURM, without expanding the others.
 
     Raises:
         MisconfigurationException: the list is empty, or malformed as for :func:`hostlist`.
@@ -221,7 +221,7 @@ def _unreadable(text: str) -> MisconfigurationException:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node, from SLURM's short form.
+    """Expand SLURM's compressed list with the number of tasks on each node.
 
     Raises:
         MisconfigurationException: the text is malformed.
@@ -235,14 +235,14 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(_TASKS, item.strip())
         if match is None:
             raise MisconfigurationException(
-                f"tasks per node {text!r} are not in SLURM's format (2(x3),1): start the tasks by srun"
+                f"tasks per node {text!r} are not in SLURM's format (2(x3),1): start the tasks with srun"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def slots(text: str) -> dict[str, int]:
-    """Return hosts and their slots from LSF's ``LSB_MCPU_HOSTS``, in its order. Slots of repeated hosts are added.
+    """Return the hosts and their numbers of slots from LSF's ``LSB_MCPU_HOSTS``. Repeated hosts are added up.
 
     Raises:
         MisconfigurationException: not a list of hosts, each followed by a number.

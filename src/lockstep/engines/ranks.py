@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.limits import provide_files
-from lockstep.cluster.local import let_others_call
-from lockstep.cluster.meeting import meet
+from lockstep.cluster.local import choose_gloo_interface
+from lockstep.cluster.rendezvous import connect_ranks
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import column_group, group_among
 from lockstep.engines.strategy import Strategy
@@ -30,10 +30,10 @@ from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
-from lockstep.supervise.client import meet_nodes
+from lockstep.supervise.client import connect_nodes
 from lockstep.supervise.collective_trace import install_trace
 from lockstep.supervise.signals import ending_at_once
-from lockstep.supervise.status import met
+from lockstep.supervise.status import record_join
 
 if TYPE_CHECKING:
     from lockstep.cluster.nccl import NcclVariables
@@ -144,7 +144,7 @@ class RankedStrategy(Strategy):
             # nothing can be lost yet, and the others may be gone; one rank alone may be a notebook's kernel
             with ending_at_once() if world.size > 1 else contextlib.nullcontext():
                 self._make_group()
-        met()
+        record_join()
         install_trace()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
@@ -244,12 +244,12 @@ class RankedStrategy(Strategy):
         world, backend = self.world, self.process_group_backend
         if backend == "nccl" and self.root_device.type != "cuda":
             _check_nccl(self.root_device.type)  # `connect` checks it for several ranks only
-        let_others_call(world)
+        choose_gloo_interface(world)
         if world.size > 1 and ("gloo" in backend or "nccl" not in backend):  # NCCL has few connections
             provide_files(world.size)
         # one rank needs no rendezvous, and so no port
-        store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
-        meet_nodes(side(), world, store)
+        store = dist.HashStore() if world.size == 1 else connect_ranks(world, self._timeout)
+        connect_nodes(side(), world, store)
         # without it NCCL connects when it is first used, and once more for each pair that sends and receives
         device = self.root_device if _own(backend, self.root_device.type) in BOUND else None
         dist.init_process_group(

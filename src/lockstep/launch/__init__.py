@@ -1,1 +1,1 @@
-"""Start of ranks: the script once per rank, or a call in spawned processes."""
+"""Launchers, which start ranks by running the script once per rank, or by running one call in new processes."""

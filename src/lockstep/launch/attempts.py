@@ -1,4 +1,4 @@
-"""Attempts at one run: the fence against earlier ones, a requeued SLURM job, and a run of ``lockstep run``."""
+"""Attempts at a run that SLURM or ``lockstep run`` restarts. Ranks of earlier attempts may not touch checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Error on a rank of an earlier attempt that was about to touch the run's checkpoints."""
+    """Raised on a rank left over from an earlier attempt before it can touch the run's checkpoints."""
 
 
 class Attempts(ABC):
@@ -67,7 +67,7 @@ class Attempts(ABC):
 
     @abstractmethod
     def enter(self, agents: Sequence[str] = ()) -> None:
-        """Register this attempt as the newest one, on rank 0.
+        """Register this attempt as the newest in the run's file. Called on rank 0.
 
         Args:
             agents: names of the agents that started the ranks.
@@ -77,23 +77,23 @@ class Attempts(ABC):
         """
 
     def claim(self) -> tuple[str, int] | None:
-        """Return what the other ranks need after rank 0 has entered the attempt; None: nothing."""
+        """Return rank 0's path and number of the attempt for `join` on the other ranks. None if they need neither."""
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
-        """Take over the claim of rank 0, on the other ranks."""
+        """Store the path and the attempt's number from rank 0's `claim`. Called on the other ranks."""
 
     @abstractmethod
     def requeue(self) -> str:
-        """Request a restart of the run, which ends its processes. Return the reason if the request failed."""
+        """Request a restart of the run, which ends its processes. Return "", or the reason if the request failed."""
 
     def done(self, call: int) -> None:  # noqa: B027, nor to do
-        """Record on rank 0 that a fit has ended and the script continues."""
+        """Record that a fit has ended and that the script continues. Called on rank 0."""
 
     # -- the file, written by rank 0 -----------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Return the content of the file.
+        """Return the content of the run's file. Raise if the file names a newer attempt.
 
         Raises:
             Superseded: there is a newer attempt.
@@ -105,23 +105,23 @@ class Attempts(ABC):
         return known
 
     def saved(self, path: str, call: int) -> None:
-        """Record a checkpoint from which a fit can be resumed."""
+        """Record in the run's file a checkpoint from which the fit with number ``call`` can be resumed."""
         known = self.check()
         self.write({**known, "attempt": self.attempt, "saved": {**known.get("saved", {}), str(call): path}})
 
     def newest(self, call: int) -> str | None:
-        """Return the last checkpoint of this fit by an earlier attempt. None without one, or in a first attempt."""
+        """Return the last checkpoint that an earlier attempt recorded for a fit. None without such a checkpoint."""
         path = self.check().get("saved", {}).get(str(call)) if self.attempt else None
         return path if path is not None and storage.exists(path) else None
 
     def write(self, known: dict[str, Any]) -> None:
-        """Replace the file."""
+        """Replace the content of the run's file."""
         with storage.replacing(self.path) as file:
             file.write(json.dumps(known).encode())
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the content of such a file, or {} if it does not exist."""
+    """Return the content of a run's file, or {} if the file does not exist."""
     try:
         with storage.reading(path) as file:
             known: dict[str, Any] = json.load(file)
@@ -142,13 +142,13 @@ TRIAL = "LOCKSTEP_TRIAL"
 
 
 def trial_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder of the trial that this process belongs to, or None."""
+    """Return the folder of the search trial that this process belongs to, or None outside a trial."""
     return environ.get(TRIAL) or None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The search trial that this process belongs to."""
+    """Folder, attempt and SLURM job of the search trial that this process belongs to."""
 
     folder: str
     attempt: int  #: number of earlier starts
@@ -156,13 +156,13 @@ class Trial:
 
 
 def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
-    """Return the trial that this process belongs to, or None."""
+    """Return the search trial that this process belongs to, or None outside a trial."""
     folder = trial_folder(environ)
     return None if folder is None else Trial(folder, slurm.attempt(environ), slurm.job_name(environ))
 
 
 class Job(Attempts):
-    """The SLURM job of this process, and its file ``.lockstep-job-<number>.json``.
+    """Attempts at a run in a SLURM job, recorded in ``.lockstep-job-<number>.json``.
 
     The file records the newest attempt, and the checkpoint that each of its fits wrote last. Ranks left over from an
     earlier attempt find a newer one in the file, and stop touching checkpoints.
@@ -173,7 +173,7 @@ class Job(Attempts):
     Args:
         folder: folder of the file and of the checkpoints of :meth:`checkpoint`. All nodes see it.
         requeues: whether the job requeues itself on request.
-        asks: signals that request it.
+        asks: signals that request saving and requeuing.
         environ: the environment.
     """
 
@@ -198,12 +198,12 @@ class Job(Attempts):
         if self._trial is not None:
             what, counted = f"the trial in {self._trial}", "starts before this one"
         return (
-            f"{what} has been restarted ({counted}={newest}; this process belongs to {self.attempt}): this process "
-            "may no longer write or remove its checkpoints"
+            f"{what} has been restarted ({counted}={newest}, but {self.attempt} in this process): this process belongs "
+            "to an earlier attempt and may no longer write or remove checkpoints"
         )
 
     def checkpoint(self, call: int) -> str:
-        """Return the path where the run is saved before the job ends. ``call`` counts this process' fits from 1."""
+        """Return the path where a fit is saved before the job ends. ``call`` counts this process' fits from 1."""
         return os.path.join(self._folder, f"lockstep-{self._stem}-fit-{call}.ckpt")
 
     def enter(self, agents: Sequence[str] = ()) -> None:
@@ -212,15 +212,15 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """Schedule the removal of a finished fit's records for an orderly end of this process.
+        """Remove a finished fit's records once this process ends in order.
 
-        Until then the job may be stopped and restarted, for instance in a test after the fit. Without its records, the
-        fit would be trained again from the start.
+        SLURM may stop and restart the job before, for instance during a test after the fit. Without the records, the
+        restarted script would train the fit again from the start.
         """
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove the records of a fit. The number of the attempt remains, as a fence against earlier attempts."""
+        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts from checkpoints."""
         # keep the records if the script has failed after the fit
         if getattr(sys, "last_value", None) is not None:
             return
@@ -237,7 +237,7 @@ class Job(Attempts):
     # -- end -----------------------------------------------------------------------------------------------
 
     def requeue(self) -> str:
-        """Ask SLURM to requeue this job, which ends its processes. Return the reason if it failed."""
+        """Request from SLURM to requeue this job, which ends its processes. Return "", or the reason of a failure."""
         try:
             done = subprocess.run(
                 ["scontrol", "requeue", self._name], capture_output=True, text=True, timeout=60, check=False
@@ -251,7 +251,9 @@ class Job(Attempts):
 
 
 def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Job | None:
-    """Return the SLURM job of this process: a task of srun, or the batch script of a job with one task.
+    """Return the SLURM job in which this process is a rank. None for processes that are not ranks of a job.
+
+    Ranks are tasks that srun started, and the batch script of a job with a single task.
 
     Args:
         folder: folder of the file and the checkpoints.
@@ -267,7 +269,7 @@ def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = o
 
 
 def await_end(seconds: float = END_TIMEOUT) -> None:
-    """Wait until SLURM ends this process. If the process ended by itself, its job would be complete or failed."""
+    """Wait for SLURM to end this process. If the process exited by itself, its job would count as finished."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.2)
@@ -277,21 +279,21 @@ def await_end(seconds: float = END_TIMEOUT) -> None:
 
 
 RUN = "LOCKSTEP_RUN"
-"""Environment variable with the name of a run that may be restarted. The same command has the same name."""
+"""Environment variable with the name of a run that may be restarted. Equal commands have equal names."""
 AGENT = "LOCKSTEP_AGENT"
-"""Environment variable with the name of the agent that started this rank. It stays the same over all restarts."""
+"""Environment variable with the name of the agent that started this rank. Restarts do not change the name."""
 RESUME = "LOCKSTEP_RESUME"
-"""Environment variable that is ``1`` if the run resumes from what an earlier agent's ranks have saved."""
+"""Environment variable that is ``1`` if the run resumes from an earlier agent's checkpoints."""
 RECORDS = "LOCKSTEP_RECORDS"
 """Environment variable with the file in which rank 0 records the path of the run's file, for its agent."""
 
 
 class Run(Attempts):
-    """A run that ``lockstep run`` restarts after a failure. File: ``.lockstep-run-<name>-<agent>.json``.
+    """Attempts at a run that ``lockstep run`` restarts, recorded in ``.lockstep-run-<name>-<agent>.json``.
 
-    Agents of several nodes count their restarts independently, so the file counts the attempts. Rank 0 adds one at its
-    first fit. An attempt belongs to the same run as an earlier one if an agent has started ranks of both. With
-    ``--resume``, it belongs to the run with the newest file of that name.
+    Agents on several nodes count their restarts independently, so the file counts the attempts. Rank 0 increments the
+    count at its first fit. Two attempts belong to the same run if one agent has started ranks in both. With
+    ``--resume``, an attempt belongs to the run with the newest file for this name.
 
     Args:
         folder: folder of the file and of the checkpoints of :meth:`checkpoint`. All nodes see it.
@@ -321,7 +323,7 @@ class Run(Attempts):
     def superseded_by(self, newest: int) -> str:
         return (
             f"this run has been restarted ({self.path} is at attempt {newest}; this process belongs to attempt "
-            f"{self.attempt}): this process may no longer write or remove its checkpoints"
+            f"{self.attempt}): ranks of an earlier attempt may no longer write or remove checkpoints"
         )
 
     def checkpoint(self, call: int) -> str:
@@ -353,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the run's file. For a new run, return its future path and {}."""
+        """Return the path and the content of the run's file. A new run has a path and empty content."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
@@ -362,7 +364,10 @@ class Run(Attempts):
             # the newest run that has saved anything
             own = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
             if not own:
-                log.info(f"lockstep run --resume: no run of this command has saved anything in {self._folder!r}")
+                log.info(
+                    f"lockstep run --resume: no earlier run of this command has a checkpoint in {self._folder!r}, so "
+                    "this starts a new run"
+                )
         if own:
             return own[0], files[own[0]]
         return os.path.join(self._folder, f"{stem}{self.agent}.json"), {}
@@ -372,8 +377,8 @@ _entered: dict[tuple[str, str], Any] = {}
 """Path and number of this process' attempt, by folder and run. All fits of a process belong to one attempt."""
 
 
-def leave_nothing(path: str, done: bool) -> None:
-    """Remove what a run keeps for its next attempt: its file, and its own checkpoints.
+def remove_records(path: str, done: bool) -> None:
+    """Remove a run's file and the checkpoints that lockstep saved by itself for the next attempt.
 
     Args:
         path: path of the file.
@@ -390,7 +395,7 @@ def leave_nothing(path: str, done: bool) -> None:
 
 
 def attempts_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
-    """Return the attempt that this process belongs to: of ``lockstep run``, or of a SLURM job. None if it has none.
+    """Return this process' attempt at a run of ``lockstep run`` or of a SLURM job. None if neither restarts the run.
 
     Args:
         folder: folder of the file and the checkpoints.

@@ -1,4 +1,4 @@
-"""torch's elastic agent in ``lockstep run``: rendezvous of nodes, start and restart of ranks, and the first cause."""
+"""``lockstep run``: an agent, derived from torch's, that starts a node's ranks and restarts them after failures."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from lockstep.cluster.local import on_one_host
-from lockstep.cluster.meeting import listen
+from lockstep.cluster.rendezvous import listen
 from lockstep.cluster.torchelastic import CAUSE, STARTED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
-from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
-from lockstep.launch.environment import HeldPort, names_variables, site_variable
+from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, remove_records
+from lockstep.launch.environment import ReservedPort, names_variables, site_variable
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, wipe_line
@@ -73,7 +73,7 @@ PASSED_ON = ("SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The ranks that ``lockstep run`` starts, and how."""
+    """Parsed options of ``lockstep run``: the script, the ranks and nodes, the rendezvous, and restarts."""
 
     words: tuple[str, ...]  #: the script and its arguments, as after ``python``
     name: str  #: name of the run, the same for the same command
@@ -105,12 +105,13 @@ class LaunchPlan:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which prints a line for each restart.
+    """Agent of ``lockstep run``: torch's elastic agent, which also prints a line for each restart.
 
     Args:
         folder: folder of the files that ranks pass to the agent.
         grace: seconds that ranks have to end.
-        spec, options: arguments of torch's agent.
+        spec: arguments for torch's agent.
+        options: further arguments for torch's agent.
     """
 
     def __init__(self, folder: Path, grace: int, spec: WorkerSpec, **options: Any) -> None:
@@ -134,7 +135,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._result is None:
-            print_line("a node has joined or left, or restarts its ranks: all ranks are restarted")
+            print_line("a node has joined or left, or has restarted its ranks: all ranks are restarted")
         else:
             left = self._remaining_restarts
             print_line(f"{self.cause()}; all ranks are restarted ({left or 'no'} restart{'s' * (left != 1)} left)")
@@ -146,7 +147,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def cause(self) -> str:
-        """Return what ended the ranks: a supervisor's message, or otherwise a description of their exit codes."""
+        """Return the first cause that a supervisor has reported, or else a description of the ranks' exit codes."""
         path = Path(os.environ[CAUSE])
         until = time.monotonic() + CAUSE_TIMEOUT * path.with_name(f"{path.name}.promised").exists()
         while True:
@@ -157,17 +158,17 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
         if self._result is None or not self._result.failures:
             return "the ranks of this node hang in a system call and cannot be ended"
-        return _first(self._result.failures)
+        return _describe_first(self._result.failures)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal by sending it to the ranks."""
+        """Send a signal that the agent received on to the ranks. For use as a signal handler."""
         context = self._pcontext
         for process in () if context is None else context.pids().values():
             with contextlib.suppress(OSError):
                 os.killpg(process, number)
 
 
-def _first(failures: Mapping[int, ProcessFailure]) -> str:
+def _describe_first(failures: Mapping[int, ProcessFailure]) -> str:
     """Describe the first failure from the ranks' exit codes. Ranks killed by SIGTERM were ended by the agent."""
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     ends = by_itself or failures
@@ -188,13 +189,13 @@ def print_line(text: str) -> None:
 
 
 def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> int:
-    """Start the ranks of this node, restart them after failures, and return the exit code.
+    """Start this node's ranks, restart them after failures, and return the exit code for ``lockstep run``.
 
     Raises:
         MisconfigurationException: this process is a rank itself, or the port is taken.
     """
     refuse_nested(environ)
-    hosts = not plan.alone and _hosts(plan)
+    hosts = not plan.alone and _hosts_rendezvous(plan)
     if hosts:
         _check_port(plan)
     # LOGLEVEL is torch's variable: users who set it want to see the messages
@@ -203,7 +204,7 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    clear_away(Path(tempfile.gettempdir()))
+    remove_old_folders(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
     lock = _lock(folder)
     try:
@@ -220,7 +221,7 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
 
 
 def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
-    """Replace this process by the script, with Lightning's import names. Its Trainer starts the ranks.
+    """Replace this process with the script, under Lightning's import names. The script's Trainer starts the ranks.
 
     Raises:
         MisconfigurationException: this process is a rank itself.
@@ -229,11 +230,11 @@ def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> N
     os.execve(sys.executable, [sys.executable, "-m", "lockstep.lightning", *plan.words], dict(environ))
 
 
-def clear_away(temporary: Path) -> None:
-    """Remove the folders of killed agents.
+def remove_old_folders(temporary: Path) -> None:
+    """Remove the folders that killed agents have left in the system's folder for temporary files.
 
     Args:
-        temporary: the folder that contains them.
+        temporary: the system's folder for temporary files.
     """
     for folder in temporary.glob(f"{FOLDERS}*"):
         with contextlib.suppress(OSError):
@@ -258,10 +259,10 @@ def _lock(folder: Path) -> int | None:
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
-    """Refuse to start ranks from within a rank.
+    """Raise if ``lockstep run`` was started inside a rank.
 
     Raises:
-        MisconfigurationException: by its environment, this process is a rank.
+        MisconfigurationException: the environment variables mark this process as a rank.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     if "TORCHELASTIC_RUN_ID" not in environ and not {"RANK", "LOCAL_RANK"} & environ.keys():
@@ -275,7 +276,7 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
 
 
 def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for the ranks."""
+    """Return the environment variables that the agent sets for its ranks."""
     found = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
     found |= names_variables(environ) if plan.lightning else site_variable(environ)
     if plan.max_restarts or plan.resume:
@@ -287,8 +288,8 @@ def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> di
     return found
 
 
-def _hosts(plan: LaunchPlan) -> bool:
-    """Return True if this node hosts the rendezvous."""
+def _hosts_rendezvous(plan: LaunchPlan) -> bool:
+    """Return True if the nodes' rendezvous listens on this node."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
     assert plan.address is not None
@@ -312,7 +313,7 @@ def _check_port(plan: LaunchPlan) -> None:
         except OSError as error:
             raise MisconfigurationException(
                 f"lockstep run: --master-port {plan.port}: this host ({socket.gethostname()}) cannot listen on the "
-                f"port of the rendezvous ({error.strerror}): choose another one on all nodes, or end processes of an "
+                f"port of the rendezvous ({error.strerror}): choose another port on all nodes, or end processes of an "
                 "earlier run"
             ) from None
 
@@ -324,7 +325,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
         local_world_size=plan.devices,
         entrypoint=sys.executable,
         args=("-I", "-S", parent_death.__file__, str(os.getpid()), *python, *plan.words),
-        rdzv_handler=OneNode(plan.run_id) if plan.alone else _several(plan, hosts),
+        rdzv_handler=OneNode(plan.run_id) if plan.alone else _rendezvous_of_nodes(plan, hosts),
         max_restarts=plan.max_restarts,
         monitor_interval=0.1,
         local_addr=HERE if plan.alone else plan.local_address,
@@ -332,8 +333,8 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
     return Agent(folder, plan.grace, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
 
 
-def _several(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
-    """Return the rendezvous handler for several nodes. ``hosts`` is True on the node that hosts the rendezvous."""
+def _rendezvous_of_nodes(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
+    """Return the rendezvous handler for several nodes. With ``hosts``, the rendezvous listens on this node."""
     options = {
         "join_timeout": plan.patience,
         "last_call_timeout": 5,
@@ -363,7 +364,7 @@ def _run(agent: Agent, folder: Path) -> int:
     finally:
         with contextlib.suppress(OSError):
             for path in set((folder / "records").read_text().splitlines()):
-                leave_nothing(path, done)
+                remove_records(path, done)
     if done:
         return 0
     if result is None:
@@ -376,7 +377,7 @@ def _run(agent: Agent, folder: Path) -> int:
 
 
 def _rendezvous_failure(plan: LaunchPlan, error: BaseException) -> str:
-    """Return the message about a failed rendezvous of the nodes."""
+    """Return the message for a failed rendezvous, with its address and a remedy."""
     few = plan.nodes[0]
     place = f"--master-addr {plan.address} --master-port {plan.port}"
     reason = type(error).__name__
@@ -397,9 +398,9 @@ def _rendezvous_failure(plan: LaunchPlan, error: BaseException) -> str:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a single agent. Its store listens on this host alone, with a prefix for each round.
+    """Rendezvous handler for a single node. Its store listens on this host alone, with a prefix for each round.
 
-    torch's own store listens on all interfaces, where anybody can write to it.
+    torch's own store listens on all network interfaces, where anybody can write to the store.
 
     Args:
         run_id: name of the run.
@@ -407,7 +408,7 @@ class OneNode(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        port = HeldPort()
+        port = ReservedPort()
         self._store = TCPStore(
             HERE, port.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, port.number)
         )
@@ -420,7 +421,7 @@ class OneNode(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round."""
+        """Start the next round of the rendezvous, for the first start or a restart of the ranks."""
         self._round += 1
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HERE, self._store.port))
@@ -445,14 +446,14 @@ class OneNode(RendezvousHandler):
 
 
 class InOrder(RendezvousHandler):
-    """A rendezvous that orders the nodes of each round by ``--node-rank``. Rank 0 is on the first of them.
+    """Rendezvous handler that orders the nodes by ``--node-rank``. Rank 0 is on the first node.
 
-    torch orders them by host names and process ids. The nodes exchange their numbers through torch's store of the
+    torch orders the nodes by host names and process ids. The nodes exchange their numbers through torch's store of the
     round.
 
     Args:
         inner: torch's rendezvous handler.
-        node_rank: the number that the user gave this node; None: none. Such nodes come last.
+        node_rank: the number that the user gave this node; None: nodes without a number come last.
         address: address of this node for the others; None: its host name.
     """
 
@@ -466,23 +467,24 @@ class InOrder(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other nodes of this round.
+        """Wait for the other nodes in this round of the rendezvous.
 
         Raises:
             RendezvousStateError: two nodes have the same number.
         """
-        met = self._inner.next_rendezvous()
-        store = PrefixStore("lockstep", met.store)
+        joined = self._inner.next_rendezvous()
+        store = PrefixStore("lockstep", joined.store)
         store.set_timeout(timedelta(seconds=60))
-        store.set(f"node-{met.rank}", "" if self._node_rank is None else str(self._node_rank))
-        given = [each.decode() for each in store.multi_get([f"node-{rank}" for rank in range(met.world_size)])]
+        store.set(f"node-{joined.rank}", "" if self._node_rank is None else str(self._node_rank))
+        given = [each.decode() for each in store.multi_get([f"node-{rank}" for rank in range(joined.world_size)])]
         twice = sorted({number for number in given if number and given.count(number) > 1})
         if twice:
-            raise RendezvousStateError(f"--node-rank {twice[0]} is given on {given.count(twice[0])} of the nodes")
-        order = sorted(range(met.world_size), key=lambda rank: (not given[rank], int(given[rank] or 0), rank))
-        rank = order.index(met.rank)
+            count = given.count(twice[0])
+            raise RendezvousStateError(f"--node-rank {twice[0]} is given on {count} nodes: give each its own number")
+        order = sorted(range(joined.world_size), key=lambda rank: (not given[rank], int(given[rank] or 0), rank))
+        rank = order.index(joined.rank)
         place = RendezvousStoreInfo.build(rank, store, self._address)
-        return RendezvousInfo(met.store, rank, met.world_size, place)
+        return RendezvousInfo(joined.store, rank, joined.world_size, place)
 
     def get_backend(self) -> str:
         return self._inner.get_backend()

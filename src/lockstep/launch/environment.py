@@ -1,6 +1,6 @@
 """Environment variables that lockstep reads and sets for ranks: Trainer flags, threads, CUDA, and a free port.
 
-Also what a process inherits from the one that started it: its rank, the seed, and its end with the parent.
+A started process also inherits its rank and the seed, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
 from lockstep.launch.attempts import TRIAL
 from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
-from lockstep.supervise.status import hand_early, note_early
+from lockstep.supervise.status import pass_early_errors, watch_early_errors
 
 # -- flags of the Trainer ------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ from lockstep.supervise.status import hand_early, note_early
 def flags_of(
     given: Mapping[str, Any], defaults: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the flags that variables set and the script leaves at their defaults.
+    """Return the Trainer flags from ``PL_TRAINER_`` variables, for flags that the script does not set.
 
     Args:
         given: every flag as the script sets it.
@@ -78,11 +78,11 @@ _SECRET_VALUE = re.compile(r"\w+://[^/\s]*@|(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/
 HIDDEN = "(not shown)"
 
 
-def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are set and that lockstep reads, by name. Values that look like secrets are hidden.
+def variables_in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the set environment variables that lockstep reads. Values that look like secrets are hidden.
 
     Example:
-        >>> in_force({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
+        >>> variables_in_use({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
         {'OMP_NUM_THREADS': '2', 'PL_TRAINER_TOKEN': '(not shown)'}
     """
     found = {name: value for name, value in environ.items() if name in NAMES or name.startswith(FAMILIES)}
@@ -98,9 +98,9 @@ def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def share_cores(environ: Mapping[str, str], local_size: int) -> None:
     """Limit torch's threads to the cores of this node divided by its ranks.
 
-    Ranks that each used all cores would mostly wait for each other. The user's choice is kept: ``OMP_NUM_THREADS``, or
-    fewer threads by ``torch.set_num_threads``. Sums depend on the number of threads: bitwise comparisons of runs need
-    the same number in each process.
+    If each rank used all cores, the ranks would mostly wait for each other. The user's choice takes precedence, by
+    ``OMP_NUM_THREADS`` or by fewer threads in ``torch.set_num_threads``. Sums depend on the number of threads, so a
+    bitwise comparison of two runs needs equal numbers of threads.
 
     Args:
         environ: the environment.
@@ -115,7 +115,7 @@ def share_cores(environ: Mapping[str, str], local_size: int) -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use. A container or a scheduler may restrict it."""
+    """Return the number of cores that this process may use, within the limits of a container or a scheduler."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -128,29 +128,29 @@ VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def ask_nvml(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let ``torch.cuda.is_available()`` query NVML instead of starting CUDA, after which processes cannot be forked.
+    """Let ``torch.cuda.is_available()`` query NVML. It would otherwise start CUDA, which does not work in forks.
 
     Called when lockstep is imported. A value set by the user is kept.
     """
     environ.setdefault(BY_NVML, "1")
 
 
-def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make all ranks of this machine number its GPUs by PCI bus, like ``nvidia-smi``.
+def number_devices(is_assigned: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make all ranks on this machine number the GPUs by PCI bus, like ``nvidia-smi``.
 
-    A value set by the user is kept. On a cluster nothing is set, since it assigns devices to tasks itself. A torch
-    build without CUDA does not need it. If CUDA has already numbered the GPUs by speed in this process, the other ranks
-    get the GPUs' names in that order, so that two ranks do not use the same GPU.
+    A value set by the user is kept. On a cluster nothing is set, because the cluster assigns devices to tasks itself.
+    If CUDA has already numbered the GPUs by speed in this process, the other ranks get the GPUs' names in that order,
+    so that two ranks do not use the same GPU.
 
     Args:
-        dealt_out: whether a cluster places the ranks, or no GPU is used.
+        is_assigned: whether a cluster assigns the devices, or no GPU is used.
         environ: the environment. CUDA reads it once, on first use.
     """
     import torch
 
-    if dealt_out or torch.version.cuda is None:
+    if is_assigned or torch.version.cuda is None:
         return
-    if ORDER not in environ and cuda_has_begun():
+    if ORDER not in environ and has_cuda_started():
         found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         # a slice of a GPU has a name of its own
         if not any("MIG" in each.name for each in found):
@@ -162,8 +162,8 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
         environ[VISIBLE] = ",".join(map(str, range(count)))
 
 
-def cuda_has_begun() -> bool:
-    """Return True if this process has started CUDA, by torch or otherwise. The check does not start it."""
+def has_cuda_started() -> bool:
+    """Return True if torch or another library has started CUDA in this process. The check does not start CUDA."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -176,11 +176,11 @@ def cuda_has_begun() -> bool:
 
 
 _NOT_INITIALIZED = 3
-"""Result of the driver before it is initialized (CUDA_ERROR_NOT_INITIALIZED)."""
+"""Error code of the CUDA driver before its initialization (CUDA_ERROR_NOT_INITIALIZED)."""
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the GPUs that child processes see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that child processes see, as numbers or names for CUDA_VISIBLE_DEVICES."""
     if VISIBLE in environ:
         return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
     import torch
@@ -189,7 +189,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def fix_cublas_workspaces() -> None:
-    """Let cuBLAS use workspaces of fixed sizes. It reads the variable on first use.
+    """Make cuBLAS deterministic through workspaces of fixed sizes. cuBLAS reads the variable on first use.
 
     A value set by the user is kept. Ranks started from here inherit the variable.
 
@@ -201,12 +201,12 @@ def fix_cublas_workspaces() -> None:
 # -- ports ---------------------------------------------------------------------------------------------------
 
 
-class HeldPort:
+class ReservedPort:
     """A port of this machine that is reserved until the ranks' store listens on it.
 
     The port is bound without a listener. On Linux, a second socket with SO_REUSEADDR, such as the store's, can still
-    listen on it, and the system gives it to no process that asks for a free port. Other systems refuse the second
-    socket. The port is free there from the start, and another process may take it before the rendezvous.
+    listen on the port, and the system gives the port to no process that requests a free one. Other systems refuse the
+    second socket. There the port is not reserved, and another process may take it before the rendezvous.
 
     Attributes:
         number: number of the port.
@@ -226,7 +226,7 @@ class HeldPort:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is currently free. `HeldPort` reserves one."""
+    """Return a port of this machine that is currently free. `ReservedPort` also reserves the port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -237,19 +237,19 @@ def free_port() -> int:
 
 
 ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
-"""Environment variable with a Trainer's ``default_root_dir`` if the script does not set it."""
+"""Environment variable with the default for a Trainer's ``default_root_dir``."""
 
 
 def trial_environment(
     folder: str, at_a_time: int, devices: str | None, keeps: bool, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a trial's process, which ends with this one.
+    """Return the environment variables for the process of a search trial. The process will end with this one.
 
     Args:
         folder: folder of the trial.
         at_a_time: number of simultaneous trials, which share the cores.
-        devices: GPUs that it sees; "": none; None: the same as here.
-        keeps: whether logs and checkpoints go to the folder unless the script sets another one.
+        devices: GPUs that the trial sees; "": none; None: the same GPUs as this process.
+        keeps: whether the folder is the default for logs and checkpoints.
         environ: environment of this process.
     """
     found = {**environ, TRIAL: folder, PARENT: str(os.getpid())}
@@ -267,7 +267,7 @@ def trial_environment(
 
 
 STANDS_IN = "LOCKSTEP_LIGHTNING"
-"""Environment variable with the version of Lightning that lockstep replaces, in processes with its import names."""
+"""Environment variable with the version of Lightning that lockstep reports under Lightning's import names."""
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 """Folder on PYTHONPATH that gives child processes Lightning's import names.
@@ -276,7 +276,7 @@ It also lets a rank of `lockstep run` report an error of its script before locks
 """
 
 STANDS_FOR = "2.6.6"
-"""Default version."""
+"""Default version of Lightning for `STANDS_IN`."""
 
 
 def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -293,7 +293,7 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def site_variable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return PYTHONPATH with `SITE` in front."""
+    """Return PYTHONPATH with `SITE` as its first entry."""
     given = python_path(environ)
     others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
     return {"PYTHONPATH": os.pathsep.join([SITE, *others])}
@@ -305,7 +305,7 @@ def python_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def hand_down_names() -> tuple[str, Callable[[], None]]:
-    """Give Lightning's import names to processes started from now on.
+    """Let processes that are started from now on import lockstep under Lightning's names.
 
     Returns:
         the version of Lightning, and a function that restores the environment.
@@ -327,7 +327,7 @@ def hand_down_names() -> tuple[str, Callable[[], None]]:
 
 
 SEED = "PL_GLOBAL_SEED"
-"""Environment variable with the seed, under Lightning's name."""
+"""Environment variable with the seed. Lightning uses the same name."""
 
 
 try:
@@ -338,7 +338,7 @@ except OSError:  # the folder was removed
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Inherit rank and seed, and end with the parent.
+    """Read this process' rank and seed from the environment, and let the process end with its parent.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
     script before its Trainer.
@@ -354,17 +354,17 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
                 f"the environment variable {SEED} is {environ[SEED]!r}: set it to the seed for seed_everything(), an "
                 "integer from 0 to 4294967295, or remove it"
             ) from None
-    hand_early(environ)
+    pass_early_errors(environ)
     if PARENT in environ:
         end_with(int(environ[PARENT]))
         if environ[PARENT] == str(os.getppid()):
-            note_early(environ)
+            watch_early_errors(environ)
 
 
 def bind_loader_workers() -> None:
-    """Let the system kill loader workers that are forked from here when this process ends in any way.
+    """Let the system kill this process' forked loader workers at once when the process ends, even by SIGKILL.
 
-    By themselves they check for their parent every 5 seconds. Workers that are not forked still rely on that.
+    Torch's workers check for their parent every 5 seconds. Workers that are not forked still rely on these checks.
     """
     found = prctl()
     if found is not None:

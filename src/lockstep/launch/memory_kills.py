@@ -1,4 +1,4 @@
-"""Detection of processes that the system killed for lack of memory, by the counts of cgroups and of the machine."""
+"""Detection of processes that the system killed for lack of memory, from counters of cgroups and the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERHAPS = ": perhaps the machine ran out of memory, since it killed a process fo
 
 
 class MemoryKills:
-    """Detector of processes that SIGKILL ended for lack of memory.
+    """Detector for processes that the system killed (SIGKILL) because memory ran out.
 
     A kill is certain if the process' own cgroup counted it at about that time. Without such a count, or with that of
     the whole machine, a kill at about that time is only a possible explanation.
@@ -31,7 +31,7 @@ class MemoryKills:
         self._files: dict[int, Path] = {}  # file with the count of a process' cgroup
         self._samples: deque[tuple[float, dict[Path, int]]] = deque()
         self._lock = threading.Lock()
-        self.look()
+        self.update()
 
     def add(self, process: int) -> None:
         """Record the cgroup of a process while it lives."""
@@ -43,8 +43,8 @@ class MemoryKills:
                 for _, counts in self._samples:
                     counts.setdefault(file, _count(file))
 
-    def look(self) -> None:
-        """Read the counts, and the current cgroups of the processes. Called about once a second."""
+    def update(self) -> None:
+        """Read the counts of kills and the processes' current cgroups. Called about once a second."""
         for process in [*self._files]:
             self.add(process)
         now = time.monotonic()
@@ -53,8 +53,8 @@ class MemoryKills:
             while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
                 self._samples.popleft()
 
-    def why(self, process: int) -> str:
-        """Return the explanation for a process that SIGKILL has just ended; "" if memory was not the reason."""
+    def explain(self, process: int) -> str:
+        """Return the words that explain SIGKILL by a lack of memory, or "" if memory was not the reason."""
         with self._lock:
             own, before = self._files.get(process), self._samples[0][1]
         if own is not None:
@@ -66,7 +66,7 @@ class MemoryKills:
 
 
 def _events_of(process: int) -> Path | None:
-    """Return the file with the count of kills in a process' cgroup, or None."""
+    """Return the file that counts the kills in a process' cgroup, or None without a cgroup."""
     try:
         lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def _events_of(process: int) -> Path | None:
 
 
 def _count(file: Path) -> int:
-    """Return the number of kills in a file."""
+    """Return the number of kills that a file of the kernel counts."""
     try:
         lines = file.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,4 +1,4 @@
-"""The end of a process with its parent. As a script, this file runs the command of a rank that way."""
+"""Binding of a process to its parent, so that it ends when the parent does. Also a script that runs a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bind(prctl: Callable[..., int]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends. Does nothing on systems other than Linux.
+    """Let the system kill this process when its parent ends. Do nothing on systems other than Linux.
 
     A parent may be killed at any moment. A rank that outlived it would wait in a collective forever, and keep its port
     and its device.
@@ -47,8 +47,8 @@ def end_with(parent: int) -> None:
         os._exit(1)  # the parent ended before the call
 
 
-def bound() -> Callable[[], None]:
-    """Return the first function of a started rank: create a process group, and end with this process.
+def rank_preparation() -> Callable[[], None]:
+    """Return the function that a started rank calls first, to create a process group and to end with this process.
 
     The system watches the thread that starts the rank. That thread must not end before the process.
     """
@@ -64,7 +64,7 @@ def bound() -> Callable[[], None]:
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process by ``command``. The system kills it when the process ``parent`` ends.
+    """Replace this process with ``command``, and let the system kill it when the process ``parent`` ends.
 
     An agent may be killed at any moment, and its ranks would continue without it. The binding is in place before the
     first line of the script, whatever the script imports. There is none on systems other than Linux.

@@ -1,4 +1,4 @@
-"""Processes of ranks, started or adopted. When one fails, the others are ended."""
+"""The ranks' processes on this node. When one fails, the others are ended."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ PERIOD = 0.05
 
 
 class Process(Protocol):
-    """The part of ``subprocess.Popen`` that is needed to watch a child."""
+    """Interface of a child process that can be watched, such as ``subprocess.Popen``."""
 
     pid: int
 
     def wait(self) -> int:
-        """Wait for its end. Return the exit code, or the negative number of the signal that killed it."""
+        """Wait for the process to end. Return the exit code, or the negative number of the signal that killed it."""
 
 
 NO_MORE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors of a system that cannot start more processes."""
+"""Error numbers of a system that cannot start more processes."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process that ended by itself with a failure."""
+    """Record of a rank's process that failed by itself, without a signal from lockstep."""
 
     rank: int
     pid: int
@@ -73,9 +73,9 @@ class Ended:
 
 
 class RankProcesses:
-    """The processes of the ranks.
+    """The ranks' processes on this node. It detects failures and ends the other ranks.
 
-    A thread waits for each of them, so that failures are detected within milliseconds and in order. Each process that
+    A thread waits for each process, so that failures are detected within milliseconds and in order. Each process that
     is started here has a process group of its own.
 
     Args:
@@ -88,9 +88,9 @@ class RankProcesses:
         waits_since: time at which a rank entered its current collective; None: it is in none, or unknown.
 
     Attributes:
-        hurries: whether ranks get only half a second once each has failed or waits in a collective. A launcher needs
-            the ranks' own exit codes, so it is off there.
-        memory_kills: detects lack of memory as the reason for SIGKILL. Its ``look`` has to be called once a second.
+        hurries: whether ranks are ended half a second after each has failed or waits in a collective. It is False for
+            ranks that a launcher started, because the launcher needs their own exit codes.
+        memory_kills: detects lack of memory as the reason for SIGKILL. Call its ``update`` once a second.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RankProcesses:
         folder: str | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Start the process of a rank. Its standard input is closed.
+        """Start a rank's process, with its standard input closed.
 
         Args:
             rank: the rank.
@@ -156,28 +156,28 @@ class RankProcesses:
             limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
             most = "" if limit == resource.RLIM_INFINITY else f" is {limit}"
             raise RuntimeError(
-                f"rank {rank} could not be started ({error.strerror}): the limit of processes (`ulimit -u`{most}), of "
-                "open files (`ulimit -n`) or the memory is exhausted: raise it, or use fewer devices"
+                f"rank {rank} could not be started ({error.strerror}): the limit of processes (`ulimit -u`{most}), the "
+                "limit of open files (`ulimit -n`) or the memory is exhausted. Raise the limit, or use fewer devices"
             ) from None
         self._processes[rank] = _Started(process, group=True)
 
-    def take(self, rank: int, process: Process) -> None:
-        """Watch the process of a rank that was started otherwise, as a child of this process."""
+    def add(self, rank: int, process: Process) -> None:
+        """Watch a rank's process that other code has started as a child of this process."""
         self._processes[rank] = _Started(process, group=False)
 
     def adopt(self, rank: int, process: Foreign, stop: bool = True) -> None:
-        """Watch the process of a rank that another process started.
+        """Watch a rank's process that another process has started.
 
         Args:
             rank: the rank.
-            process: its process.
-            stop: whether :meth:`stop` ends it, too.
+            process: the rank's process.
+            stop: whether :meth:`stop` also ends the process.
         """
         process.stops = stop
         self._processes[rank] = process
 
     def watch(self) -> None:
-        """Start to watch the processes that are not watched yet."""
+        """Start a watching thread for each process that has none yet."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
@@ -194,7 +194,7 @@ class RankProcesses:
 
     @property
     def ended(self) -> dict[int, float]:
-        """The ranks that ended successfully, with the time."""
+        """The ranks that ended successfully, and when, on the clock of ``time.monotonic``."""
         with self._lock:
             return dict(self._ended)
 
@@ -204,12 +204,12 @@ class RankProcesses:
         with self._lock:
             return [rank for rank in self._processes if rank not in self._gone]
 
-    def has_left(self, rank: int, at: float | None) -> None:
-        """Record that a rank is done, and will not end before it gets permission.
+    def record_end(self, rank: int, at: float | None) -> None:
+        """Record that a rank's script has ended. Its process waits for permission to exit.
 
         Args:
             rank: the rank.
-            at: time of its successful end; None if it failed.
+            at: time of a successful end; None if the script failed.
         """
         with self._lock:
             self._gone.add(rank)
@@ -217,10 +217,10 @@ class RankProcesses:
                 self._ended[rank] = at
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all processes have ended and all consequences are handled.
+        """Wait until all processes have ended and their failures have been handled.
 
         Returns:
-            True if they have ended in that time.
+            True if all processes have ended within ``seconds``.
         """
         until = None if seconds is None else time.monotonic() + seconds
         for over in list(self._watchers.values()):
@@ -228,7 +228,7 @@ class RankProcesses:
         return all(over.is_set() for over in self._watchers.values())
 
     def stop(self, grace: float = GRACE) -> None:
-        """End all running processes: SIGTERM, and SIGKILL after ``grace`` seconds. Wait for their ends."""
+        """End all running processes by SIGTERM, and by SIGKILL after ``grace`` seconds. Wait until they have ended."""
         with self._lock:
             self._stopping = True
         processes = [process for process in self._processes.values() if process.stops]
@@ -259,18 +259,18 @@ class RankProcesses:
             process.signal_group(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to each rank that was started here."""
+        """Send a signal to each rank that this process has started."""
         for process in self._processes.values():
             if isinstance(process, _Started):
                 process.signal(number)
 
     def signal_groups(self, number: int) -> None:
-        """Send a signal to each rank that was started here, and to its child processes."""
+        """Send a signal to each rank that this process has started, and to the rank's child processes."""
         for process in self._processes.values():
             process.signal_group(number)
 
     def wind_up(self, at: float) -> None:
-        """End all ranks after a failure, once the others had time to raise and to save their state.
+        """End all ranks after a failure. First give the others time to raise and to save their state.
 
         Args:
             at: time of the failure, on the clock of ``time.monotonic``.
@@ -302,7 +302,7 @@ class RankProcesses:
         self._on_failure()
 
     def _failed_since(self, rank: int, at: float) -> float:
-        """Return the time at which a rank reported a failure since about ``at``; 0 if it has not."""
+        """Return the time at which a rank reported a failure since about ``at``; 0 without a report."""
         failed_at = self._failed_at(rank)
         return failed_at if failed_at is not None and failed_at > at - GRACE else 0.0
 
@@ -318,7 +318,7 @@ class RankProcesses:
                     self._ended.setdefault(rank, at)
                 fails = not (is_success or excused or self._stopping)
                 if fails:
-                    why = self.memory_kills.why(process.pid) if code in (None, -signal.SIGKILL) else ""
+                    why = self.memory_kills.explain(process.pid) if code in (None, -signal.SIGKILL) else ""
                     self._failed.append(Ended(rank, process.pid, code, at, why))
             self._on_end(rank)
             if not is_success:
@@ -333,7 +333,7 @@ class RankProcesses:
 
 
 class _Started:
-    """A child of this process."""
+    """A watched child of this process."""
 
     stops = True
 
@@ -346,7 +346,7 @@ class _Started:
         self._buried = False
 
     def end(self) -> int:
-        """Wait for its end and return the exit code. Its process id is not reused before :meth:`close`."""
+        """Wait for the process to end, and return the exit code. Its id is not reused before :meth:`close`."""
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
@@ -359,30 +359,30 @@ class _Started:
         return code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return True if it has ended in that time."""
+        """Wait for the process to end. Return True if it has ended within ``seconds``."""
         return self._over.wait(seconds)
 
     def signal(self, number: int) -> None:
-        """Send a signal if it is running."""
+        """Send a signal to the process if it is running."""
         with contextlib.suppress(ProcessLookupError):
             if not self._over.is_set():
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to it and its child processes, even after its end."""
+        """Send a signal to the process and its children, even after the process has ended."""
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
             if self._group and not self._buried:
                 os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """Reap the process."""
+        """Reap the ended process. The system may then reuse its id."""
         with self._lock:
             self._process.wait()
             self._buried = True
 
 
 class Foreign:
-    """A watched process that another process started. Its exit code is known as far as the system reports it.
+    """A watched process that another process has started. Its exit code may be unknown.
 
     Args:
         pid: process id.
@@ -390,7 +390,7 @@ class Foreign:
             report the code.
 
     Attributes:
-        stops: whether :meth:`RankProcesses.stop` ends it, too.
+        stops: whether :meth:`RankProcesses.stop` also ends the process.
     """
 
     def __init__(self, pid: int, reported: Callable[[], int | None] = lambda: None) -> None:
@@ -406,12 +406,12 @@ class Foreign:
             self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> int | None:
-        """Wait for its end and return the exit code, as ``Popen`` does. None if it is unknown."""
+        """Wait for the process to end, and return the exit code as ``Popen`` does, or None if unknown."""
         self.wait()
         return self._code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end. Return True if it has ended."""
+        """Wait for the process to end. Return True if it has ended within ``seconds``."""
         until = None if seconds is None else time.monotonic() + seconds
         while not self._ended:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -432,7 +432,7 @@ class Foreign:
         return True
 
     def signal(self, number: int) -> None:
-        """Send a signal if it is running."""
+        """Send a signal to the process if it is running."""
         with contextlib.suppress(OSError):  # it has ended
             if self._descriptor is not None:
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -440,10 +440,10 @@ class Foreign:
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Do nothing: its group is not ours."""
+        """Do nothing, because another process manages the group."""
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor that refers to the process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -453,7 +453,7 @@ class Foreign:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """Return the fields of a process' or thread's (``"7/task/8"``) stat file, from its state on.
+    """Return the fields of ``/proc/<process>/stat``, starting with the state. A thread is ``"7/task/8"``.
 
     Raises:
         OSError: there is no such process, or the system has no /proc.
@@ -466,7 +466,7 @@ def stat_of(process: int | str) -> list[str]:
 
 
 def is_stopped(process: int) -> bool:
-    """Return True if a process is stopped, for instance by SIGSTOP. It reacts only to SIGKILL."""
+    """Return True if a process is stopped, for instance by SIGSTOP. A stopped process reacts only to SIGKILL."""
     try:
         return stat_of(process)[0] in "Tt"
     except OSError:
@@ -474,14 +474,14 @@ def is_stopped(process: int) -> bool:
 
 
 _INFO = 0xC040FF0B
-"""Number of Linux' ioctl ``PIDFD_GET_INFO``, for the first 64 bytes of ``struct pidfd_info``."""
+"""Number of Linux' ioctl ``PIDFD_GET_INFO``, which returns the first 64 bytes of ``struct pidfd_info``."""
 
 _EXIT = 1 << 3
-"""Bit ``PIDFD_INFO_EXIT`` of the first field: the exit code is requested, and available."""
+"""Bit ``PIDFD_INFO_EXIT`` in the first field. It requests the exit code, and is set if the code is available."""
 
 
 def _exit_code(process: int, descriptor: int | None) -> int | None:
-    """Return the exit code of an ended process that another process started. None if the system does not report it."""
+    """Return the exit code of an ended process that is not a child of this one. None if unknown."""
     # at once: /proc shows the code until the parent reaps the process
     with contextlib.suppress(OSError):
         fields = stat_of(process)

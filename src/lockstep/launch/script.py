@@ -1,4 +1,4 @@
-"""The launcher of ``strategy="ddp"``: it starts this script once per rank of the node, or by ``srun`` for each task."""
+"""Launcher of ``strategy="ddp"``. It starts this script once per rank on the node, or by ``srun`` for each task."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.cluster.local import is_started, on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
-from lockstep.launch.environment import SEED, HeldPort, bind_loader_workers, share_cores, started_in
+from lockstep.launch.environment import SEED, ReservedPort, bind_loader_workers, share_cores, started_in
 from lockstep.supervise.mailbox import MAILBOX
-from lockstep.supervise.stack import calling
-from lockstep.supervise.status import calls_before, noted_call
+from lockstep.supervise.stack import current_stack
+from lockstep.supervise.status import calls_before, record_call
 
 if TYPE_CHECKING:
     from lockstep.supervise.client import Side, Supervised
@@ -41,10 +41,10 @@ VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_P
 
 
 class ScriptLauncher:
-    """Launcher that starts the script of this process for each other rank, and calls functions on all ranks.
+    """Launcher that runs this process' script once more for each other rank, and calls functions on all ranks.
 
     The calling process is local rank 0. Its first `launch` starts the others with the same command line. They run the
-    script from the top, reach the same `launch`, detect that they were started, and continue together. Later launches,
+    script from the top, reach the same `launch`, detect that they are ranks, and continue together. Later launches,
     of the same Trainer or another, reuse the ranks. A terminal's Ctrl-C reaches each rank by itself. A Ctrl-C that only
     this process received is passed on.
 
@@ -55,7 +55,7 @@ class ScriptLauncher:
         launched: whether the ranks are already running.
 
     Attributes:
-        world: the same, with a port. Final once `launch` calls its function.
+        world: the World of this process, with the port once `launch` calls its function.
     """
 
     def __init__(self, world: World, launched: bool = False) -> None:
@@ -84,14 +84,15 @@ class ScriptLauncher:
             found = at_launcher(self.world)
             _sides.extend([] if found is None else [found])
         with _sides[0].listening() if _sides else nullcontext():
-            with noted_call(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
+            with record_call(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
                 return function(*args, **kwargs)
 
 
 def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Record for child processes that this process is a rank. Refuse to be the same rank as a parent process.
+    """Raise if a parent process already is the rank that this process would be.
 
-    It would wait for ranks that do not expect it, at a port that is taken.
+    A script that a rank starts inherits the rank's variables. It would wait for ranks that do not expect it. Without an
+    error, record this process' rank for its own child processes.
 
     Args:
         world: world of this process, if there are other ranks.
@@ -107,18 +108,18 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
     if known == rendezvous and process != str(os.getpid()):
         there = " ".join(f"-u {name}" for name in VARIABLES.split() if name in environ)
         raise MisconfigurationException(
-            f"this process has the environment variables of rank {world.rank} of {world.size} at "
-            f"{world.address}:{world.port}, which is process {process}, its parent: start a run inside of a run "
-            f"without these variables (env {there} ...), with devices=1"
+            f"this process inherited the environment variables of rank {world.rank} of {world.size} at "
+            f"{world.address}:{world.port} from process {process}, which is that rank: to start a run inside of a "
+            f"rank, remove the variables (env {there} ...) and use devices=1"
         )
     environ[RANK_OF] = f"{os.getpid()} {rendezvous}"
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Refuse to start, as a rank, with a call that rank 0 made before it started this rank.
+    """Raise if this rank's first call is one that rank 0 ran alone, before it started the ranks.
 
-    ``devices="auto"`` on the CPU is one process before ranks exist, and all ranks afterwards. This rank would be in the
-    script's first call while rank 0 is in a later one.
+    ``devices="auto"`` on the CPU is one process before ranks exist, and all ranks afterwards. This rank would run the
+    script's first call while rank 0 runs a later one.
 
     Args:
         environ: the environment.
@@ -126,11 +127,11 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         MisconfigurationException: the calls differ. The message names both lines.
     """
-    started, here = environ.pop(STARTING_CALL, None), os.path.normpath(calling().location())
+    started, here = environ.pop(STARTING_CALL, None), os.path.normpath(current_stack().location())
     if started is not None and os.path.normpath(started) != here:
         raise MisconfigurationException(
-            f"this rank was started by the call at {started}, but its first call is the one at {here}, which rank 0 "
-            "has made alone: give both Trainers the same devices, num_nodes and strategy, or a script of their own each"
+            f"rank 0 started this rank in the call at {started}, but this rank's first call is at {here}, which rank 0 "
+            "ran alone: pass the same devices, num_nodes and strategy to both Trainers, or use two scripts"
         )
 
 
@@ -158,15 +159,15 @@ def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str])
 
 
 def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Sequence[str]:
-    """Return the script's arguments: the words after its name in the command."""
+    """Return the words after the script's name in a command line, which are the script's arguments."""
     at = next((i for i, word in enumerate(original) if i and word in names), None)
     return argv[1:] if at is None else original[at + 1 :]
 
 
 _sides: list[Side] = []
-"""This process' connection to its supervisor: one or none."""
+"""This process' connection to its supervisor. The list has one entry or none."""
 
-_held_ports: list[HeldPort] = []
+_reserved_ports: list[ReservedPort] = []
 """The reserved port of the rendezvous, if this process chose it."""
 
 
@@ -182,8 +183,8 @@ def _start_supervisor(world: World) -> Supervised:
         )
     if not world.port:
         # reserved until this process ends: other ranks connect at any time
-        _held_ports.append(HeldPort())
-        world = replace(world, port=_held_ports[0].number)
+        _reserved_ports.append(ReservedPort())
+        world = replace(world, port=_reserved_ports[0].number)
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
         if world.num_nodes == 1:
@@ -196,12 +197,12 @@ def _start_supervisor(world: World) -> Supervised:
     from lockstep.supervise.client import Supervised  # as above
 
     if calls_before():
-        environ[STARTING_CALL] = calling().location()
+        environ[STARTING_CALL] = current_stack().location()
     return Supervised(world, command, environ)
 
 
 def side() -> Side | None:
-    """Return this process' connection to its supervisor. None without one, or if that started this process."""
+    """Return this process' connection to its supervisor. None without one, or in ranks that the supervisor started."""
     return _sides[0] if _sides else None
 
 
@@ -213,7 +214,7 @@ STARTED = "LOCKSTEP_SRUN"
 
 
 def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
-    """Replace this process by ``srun`` with the same command line, which starts it once for each task of the job.
+    """Replace this process with ``srun``, which runs the same command line once for each task of the SLURM job.
 
     The lines of the script before its first Trainer have run once here, and run again in each task. srun takes the
     numbers of nodes and tasks from the job. All environment variables of this process reach every task.
@@ -228,7 +229,7 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
     if environ.get(STARTED) == job:
         raise MisconfigurationException(
             f"{STARTED}={job}: srun was started for SLURM job {job}, but this process is not one of its tasks "
-            "(SLURM_STEP_ID is not set): start the script by srun yourself, and keep all of SLURM's variables"
+            "(SLURM_STEP_ID is not set): start the script with srun yourself, and keep all of SLURM's variables"
         )
     program = shutil.which("srun", path=environ.get("PATH"))
     if program is None:
@@ -252,7 +253,7 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
 
 
 def arguments(program: str, command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the words of srun's command.
+    """Return srun's command line.
 
     Args:
         program: path of srun.

@@ -1,4 +1,4 @@
-"""Launchers that run a call in other processes: new ones (``ddp_spawn``), or forks of this one (``ddp_fork``)."""
+"""Launchers that call a function in new processes (``ddp_spawn``) or in forks of this one (``ddp_fork``)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork_and_exit import flush_open_files, wait_for_torch_threads
 from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
-from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, share_cores
+from lockstep.launch.environment import ReservedPort, bind_loader_workers, inherit, share_cores
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
-from lockstep.supervise.stack import calling
-from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
+from lockstep.supervise.stack import current_stack
+from lockstep.supervise.status import count_call_without_ranks, record_call, record_failure, watch_uncaught
 
 # -- pickling ------------------------------------------------------------------------------------------------
 
@@ -48,14 +48,14 @@ from lockstep.supervise.status import failed, noted_call, watch_uncaught, withou
 T = TypeVar("T")
 
 STAYS = ("cpu", "meta")
-"""Types of devices whose tensors are pickled as they are."""
+"""Types of devices whose tensors are pickled without a copy to the CPU."""
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object with cloudpickle, with all its tensors moved to the CPU, and code with its file name.
+    """Write an object with cloudpickle. Its tensors move to the CPU, and code keeps its file name.
 
-    The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. cloudpickle omits
-    file names from 3.1.3 on, and tracebacks would show "<dynamic-code>".
+    The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. Since version
+    3.1.3, cloudpickle omits file names, and tracebacks would show "<dynamic-code>".
 
     Raises:
         any error of pickling: some objects cannot be pickled, such as locks and open files.
@@ -78,7 +78,7 @@ def _with_file(name: str, make: Callable[..., CodeType], parts: tuple[Any, ...])
 
 
 def unpack(file: IO[bytes]) -> Any:
-    """Read the next object that `pack` wrote."""
+    """Read and return the next object that `pack` wrote."""
     return pickle.load(file)
 
 
@@ -102,7 +102,7 @@ work(call, *sys.argv[2:])
 
 
 class SpawnLauncher:
-    """Launcher that calls functions in new processes, one per rank of the node, and returns rank 0's result.
+    """Launcher that calls a function in a new process for each rank on the node, and returns rank 0's result.
 
     Function and arguments are sent with cloudpickle. Definitions of the script or notebook itself are pickled by value,
     so that the script is not run again and does not need ``if __name__ == "__main__"``. The processes end with the
@@ -120,7 +120,7 @@ class SpawnLauncher:
         self.strategy = strategy or self.name
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call ``function(*args, **kwargs)`` in each of the processes.
+        """Call ``function(*args, **kwargs)`` in a new process for each rank, and wait for all of them.
 
         Returns:
             the result of this node's local rank 0. Its tensors are on the CPU.
@@ -130,9 +130,9 @@ class SpawnLauncher:
             RuntimeError: a rank failed, and the others were ended. The last line names the rank and the reason.
             KeyboardInterrupt: a second Ctrl-C was pressed, or the first one before an orderly end was possible.
         """
-        without_ranks()
-        held = None if self.world.port else HeldPort()
-        world = self.world if held is None else replace(self.world, port=held.number)
+        count_call_without_ranks()
+        port = None if self.world.port else ReservedPort()
+        world = self.world if port is None else replace(self.world, port=port.number)
         mailbox, verdicts = Mailbox(), list[Verdict]()
         processes = RankProcesses(
             is_busy=mailbox.is_inside,
@@ -146,21 +146,21 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def report(rank: int) -> None:
-            """Report the first cause to the other ranks, whose collectives raise now."""
+            """Report the first cause to the other ranks, for the errors that their collectives raise now."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
-        look = processes.memory_kills.look
-        monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_look=look)
+        update = processes.memory_kills.update
+        monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_check=update)
         # The files are unnamed and open in parent and child: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result, contextlib.ExitStack() as ends:
-            if held is not None:
-                ends.callback(held.close)
+            if port is not None:
+                ends.callback(port.close)
             ends.callback(mailbox.close)
             ends.callback(processes.stop)
             ends.callback(monitor.stop)
-            self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
+            self.start(processes, Call(function, args, kwargs, world, current_stack().location()), result, mailbox)
             monitor.start()
             try:
                 processes.wait()
@@ -180,7 +180,7 @@ class SpawnLauncher:
         return returned
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
-        """Start the ranks of this node, and start to watch them."""
+        """Start this node's ranks as new processes, and watch them."""
         world = call.world
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
@@ -204,7 +204,7 @@ def _on_one_host(world: World) -> dict[str, str]:
 
 @dataclass
 class Call:
-    """The call that the ranks make."""
+    """The function that the ranks call, its arguments, and the World of local rank 0."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -214,7 +214,7 @@ class Call:
 
 
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
-    """Write the call, and the state of this process that it may depend on."""
+    """Write the call, and the parts of this process' state that its result may depend on."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     surroundings = {
         "argv": sys.argv,
@@ -240,7 +240,7 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
-    """Return the ranks' tracebacks or stacks, to print above the first cause."""
+    """Return the ranks' tracebacks or stacks as text, to be printed above the first cause."""
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:
@@ -251,7 +251,7 @@ def _traces(cause: Cause | Ended | Divergence | None) -> str:
 def _failure(
     strategy: str, processes: RankProcesses, mailbox: Mailbox, verdict: Verdict | None, monitor: RankMonitor
 ) -> BaseException:
-    """Return the exception to raise in the calling process: the first cause, or KeyboardInterrupt."""
+    """Return the exception that the calling process raises: KeyboardInterrupt, or an error with the first cause."""
     interrupted = verdict is not None and verdict.interrupted
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not interrupted:
@@ -269,11 +269,13 @@ def _failure(
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
-    """Run as a rank in a new process: read the call, and make it.
+    """Read the call from a file, and run it as a rank. Entry point of new processes.
 
     Args:
         file: file with the call.
-        result, mailbox, rank: as for :func:`run_rank`.
+        result: as for :func:`run_rank`, like the following arguments, but as text.
+        mailbox: address of the mailbox.
+        rank: global rank of this process.
     """
 
     def read() -> Call:
@@ -285,27 +287,27 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
     run_rank(read, int(result), mailbox, int(rank))
 
 
-def run_rank(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """Run as a rank: make the call, and leave its result, or a note on its failure.
+def run_rank(load: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
+    """Run the call as a rank. Write its result to a file, or a failure to the mailbox. End the process.
 
     Args:
-        take: returns the call.
+        load: returns the call.
         result: descriptor of the file for the result.
         mailbox: address of the mailbox.
         rank: global rank of this process.
     """
     try:
         inherit(os.environ)
-        call = take()
+        call = load()
         share_cores(os.environ, call.world.local_size)
         bind_loader_workers()
-        with noted_call(rank, mailbox, call.called):
+        with record_call(rank, mailbox, call.called):
             returned = call.function(*call.args, **call.kwargs)
         with os.fdopen(result, "wb") as out:
             if rank == call.world.rank:
                 pack(returned, out)
     except BaseException as error:
-        failed(error, rank, mailbox)
+        record_failure(error, rank, mailbox)
         _end(1)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -314,9 +316,9 @@ def run_rank(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> 
 
 
 def _end(code: int) -> NoReturn:
-    """End this process like Python, but without freeing its memory.
+    """Run the exit functions and end this process without freeing its memory.
 
-    On a busy machine that takes seconds, in which the other ranks do not know yet that this one has failed.
+    On a busy machine, freeing takes seconds, in which the other ranks cannot see that this rank has failed.
     """
     with contextlib.suppress(BaseException):  # it was printed, and did not end the call
         atexit._run_exitfuncs()
@@ -334,7 +336,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _restore(surroundings: dict[str, Any]) -> None:
-    """Restore the state of the calling process that results may depend on."""
+    """Restore the parts of the calling process' state that results may depend on, such as seeds and precision."""
     sys.argv[:] = surroundings["argv"]
     hand_down_seed(surroundings["seed"])
     set_random_states(surroundings["random states"])
@@ -362,7 +364,7 @@ _CUDA = "it has used CUDA, which does not work in a fork: use strategy='ddp_spaw
 
 
 class ForkLauncher(SpawnLauncher):
-    """Launcher that calls functions in forks of this process, one per rank of the node.
+    """Launcher that calls a function in a fork of this process for each rank on the node.
 
     Args:
         world: world of the calling process, which takes the place of local rank 0 and is not a rank itself.
@@ -382,7 +384,7 @@ class ForkLauncher(SpawnLauncher):
         return super().launch(function, *args, **kwargs)
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
-        """Fork this process for each rank of the node, and start to watch them."""
+        """Start this node's ranks as forks of this process, and watch them."""
         # each fork would write their buffers again
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -396,24 +398,24 @@ class ForkLauncher(SpawnLauncher):
             rank = replace(call.world, rank=call.world.rank + local_rank, local_rank=local_rank)
             environ = {**rank_variables(rank), **_on_one_host(rank), **parent}
 
-            def take(environ: Mapping[str, str] = environ) -> Call:
+            def load(environ: Mapping[str, str] = environ) -> Call:
                 if there and in_bad_fork():
                     raise _refusal(strategy, _CUDA)
                 torch.set_num_threads(threads)
                 return call
 
             def body(
-                number: int = rank.rank, environ: Mapping[str, str] = environ, take: Callable[[], Call] = take
+                number: int = rank.rank, environ: Mapping[str, str] = environ, load: Callable[[], Call] = load
             ) -> None:
                 os.environ.update(environ)
-                run_rank(take, result.fileno(), mailbox.address, number)
+                run_rank(load, result.fileno(), mailbox.address, number)
 
-            processes.take(rank.rank, _fork(body, f"lockstep-rank-{rank.rank}"))
+            processes.add(rank.rank, _fork(body, f"lockstep-rank-{rank.rank}"))
         processes.watch()
 
 
 def why_not() -> str | None:
-    """Return why forks of this process could not work, or None if they can."""
+    """Return the reason why a fork of this process could not run a rank, or None if it can."""
     threads = []
     with contextlib.suppress(OSError):  # a system without /proc
         for thread in os.listdir("/proc/self/task"):
@@ -428,7 +430,7 @@ def why_not() -> str | None:
 
 
 def obstacle(can_fork: bool, cuda: bool, group: bool, threads: list[str]) -> str | None:
-    """Return the first obstacle to forking a process, or None.
+    """Return the reason why a fork of a process in this state could not run a rank, or None if it can.
 
     Args:
         can_fork: whether the system supports forks.
@@ -458,9 +460,9 @@ def _refusal(strategy: str, reason: str) -> MisconfigurationException:
 
 
 def end_openmp_pools() -> bool:
-    """End libgomp's pool of threads for this thread. The next parallel region creates new ones.
+    """End libgomp's thread pool for this thread, because the threads do not exist in a fork.
 
-    Other OpenMP libraries (LLVM's, Intel's) handle forks themselves.
+    The next parallel region creates new threads. Other OpenMP libraries (LLVM's, Intel's) handle forks themselves.
 
     Returns:
         True if a fork of this process may compute on several threads.
@@ -475,7 +477,7 @@ def end_openmp_pools() -> bool:
 
 
 class ForkedProcess:
-    """A fork of this process, with the part of :class:`subprocess.Popen` that is needed to watch it.
+    """A fork of this process that can be watched like a :class:`subprocess.Popen`.
 
     Attributes:
         pid: process id.
@@ -487,7 +489,7 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def wait(self) -> int:
-        """Wait for its end. Return the exit code, or the negative number of the signal that killed it."""
+        """Wait for the fork to end. Return the exit code, or the negative number of the signal that killed it."""
         with self._lock:
             if self._code is None:
                 try:
@@ -499,7 +501,7 @@ class ForkedProcess:
 
 
 def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
-    """Fork this process. The child calls ``body`` and ends."""
+    """Fork this process. The child calls ``body`` and then ends."""
     # Only the child's side of multiprocessing's process is used: it resets what a fork must reset. Its parent's side
     # does not let two threads wait for a child.
     process = multiprocessing.get_context("fork").Process(target=body, name=name, daemon=False)

@@ -1,4 +1,4 @@
-"""The placement of this process, read from its environment, and the launcher for it."""
+"""Choice of the launcher for a Trainer's calls, from the strategy and this process' environment variables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from lockstep.cluster.detect import NAMES, Placement, detect, is_placed
 from lockstep.cluster.environments import DescribesRanks, described_world
 from lockstep.launch.script import ScriptLauncher, become_srun, check_first_call, command_line
-from lockstep.supervise.status import watch_uncaught, without_ranks
+from lockstep.supervise.status import count_call_without_ranks, watch_uncaught
 
 T = TypeVar("T")
 
 
 def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = None) -> Placement:
-    """Return this process' placement among the ranks.
+    """Return this process' World, and whether its ranks still have to be started.
 
     Does not return in the batch script of a SLURM job with several tasks: the process becomes ``srun``.
 
@@ -38,14 +38,14 @@ def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = N
     return placement
 
 
-def dealt_out(cluster: DescribesRanks | None = None) -> bool:
+def is_placed_by_cluster(cluster: DescribesRanks | None = None) -> bool:
     """Return True if a cluster, not lockstep, places the ranks and assigns devices. ``cluster`` is as for `here`."""
     name = _known(cluster)
     return True if cluster is not None and name is None else is_placed(os.environ, name)
 
 
 def _known(cluster: object) -> str | None:
-    """Return the name of a cluster whose variables lockstep reads itself, or None."""
+    """Return the recognized cluster of a user's cluster environment, or None for any other object."""
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
 
@@ -60,7 +60,7 @@ def is_interactive(placement: Placement) -> bool:
 def directly(function: Callable[..., T], *args: object) -> T:
     """Call ``function`` in this process, without other ranks."""
     check_first_call()
-    without_ranks()
+    count_call_without_ranks()
     try:
         return function(*args)
     except BaseException:
@@ -68,13 +68,13 @@ def directly(function: Callable[..., T], *args: object) -> T:
         raise
 
 
-def launcher(kind: str | None, placement: Placement, asked: object = None) -> Callable[..., Any]:
-    """Return the function that calls another one on all ranks: ``launch(function, *args)``.
+def launcher(kind: str | None, placement: Placement, strategy: object = None) -> Callable[..., Any]:
+    """Return the ``launch(function, *args)`` that calls a function on all ranks.
 
     Args:
         kind: a strategy's ``launcher``: None, "script", "spawn" or "fork".
         placement: result of :func:`here`.
-        asked: the user's ``strategy`` argument of the Trainer, for error messages.
+        strategy: the user's ``strategy`` argument of the Trainer, for error messages.
     """
     if kind is None or placement.world.size == 1 or (kind != "script" and placement.launched):
         return directly
@@ -84,5 +84,5 @@ def launcher(kind: str | None, placement: Placement, asked: object = None) -> Ca
     # spawned ranks alone need it, and the monitor that it brings
     from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
 
-    name = "ddp_notebook" if asked == "auto" else asked if isinstance(asked, str) else None
+    name = "ddp_notebook" if strategy == "auto" else strategy if isinstance(strategy, str) else None
     return (ForkLauncher if kind == "fork" else SpawnLauncher)(placement.world, name).launch

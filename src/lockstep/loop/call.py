@@ -130,8 +130,8 @@ def _call(session: Session, request: Asked) -> Iterator[None]:
         name_death(error)
         if signals is not None:
             signals.failing = True
-        status.failed(error)  # first: other ranks then need not wait for the hooks below
-        reason = status.named(error)
+        status.record_failure(error)  # first: other ranks then need not wait for the hooks below
+        reason = status.name_first_cause(error)
         _note_place(session, error)
         _failed(session, reason)
         if reason is not error:
@@ -201,7 +201,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
     _give_logs(session.callbacks, module, watched)
     check_module(session, fn)  # before the rendezvous: a mistake in the script then costs no waiting
     strategy.setup_environment()
-    status.expect(session.config.hang_timeout, session.config.hang_kill)
+    status.record_wait_limits(session.config.hang_timeout, session.config.hang_kill)
     set_location(partial(_whereabouts, session))  # for reports of hangs
     ckpt_path = _choose_checkpoint(session, request)
     session.agreement = strategy.make_agreement()
@@ -513,7 +513,7 @@ def _interruptible(session: Session) -> Iterator[None]:
                 clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
                 # past Python's buffers, which may be in use while a handler runs
                 os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
-                status.reported_ctrl_c()
+                status.record_ctrl_c_report()
 
     def end() -> None:
         session.interrupt(None)  # the exception ends the loop, so it does not wait for a boundary

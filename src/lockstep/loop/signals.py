@@ -91,7 +91,7 @@ class Signals:
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
-            with handling(numbers, self._note, beside=(signal.SIGTERM,)):  # the script's own handler, to end in order
+            with handling(numbers, self._note, shared=(signal.SIGTERM,)):  # the script's own handler, to end in order
                 yield
         finally:
             if self._clock is not None:

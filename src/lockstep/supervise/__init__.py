@@ -1,1 +1,1 @@
-"""Supervision: the state of all ranks, what they wait for, and the first cause when one fails or hangs."""
+"""Supervision of all ranks. It detects failures and hangs, and reports the first cause."""

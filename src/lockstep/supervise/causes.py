@@ -1,4 +1,4 @@
-"""The first cause of a failure, found from the records of all ranks, and its message. Pure functions."""
+"""Pure functions that find a run's first failure in the records of all ranks, and word the message about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.launch.processes import Ended
 from lockstep.supervise.hang_text import different_places, group_ranks, has_left_call, rank_list
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
 from lockstep.supervise.snapshot import RankPosition
-from lockstep.supervise.stack import Stack, calling, stack_of
+from lockstep.supervise.stack import Stack, current_stack, stack_of
 
 # -- causes --------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ EXIT = "sys.exit("
 
 @dataclass(frozen=True)
 class Cause:
-    """An exception that ended a rank's run or one of its calls."""
+    """Record of an exception that ended a rank's script or one of its calls."""
 
     rank: int
     at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
@@ -51,7 +51,7 @@ class Cause:
         return self.reason.startswith(INTERRUPTED)
 
     def is_like(self, other: Cause) -> bool:
-        """Return True if another rank failed at the same line with the same message."""
+        """Return True if both ranks failed at the same line with the same message."""
         return (self.reason, self.location, self.lost) == (other.reason, other.location, other.lost)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Ranks that took different paths, so that each would wait for another forever."""
+    """Description of ranks whose calls do not match, so that they would wait for each other forever."""
 
     text: str
     trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
@@ -70,7 +70,7 @@ class Divergence:
 
 
 def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -> Cause:
-    """Return the record of an exception. Call it where the exception is caught.
+    """Return the record for an exception. Call this function where the exception is caught.
 
     Args:
         rank: rank of this process.
@@ -80,7 +80,7 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     """
     stack = stack_of(error)
     # a traceback starts at the frame that caught the exception
-    stack = Stack(stack.frames + calling().frames)
+    stack = Stack(stack.frames + current_stack().frames)
     # torch raises RuntimeError for failed collectives; RankFailed is raised here for another rank's error
     lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
@@ -94,18 +94,18 @@ def first_cause(
     caught: Sequence[Cause] = (),
     proof: Divergence | None = None,
 ) -> Ended | Cause | Divergence | None:
-    """Return what ended the run, or None if nothing failed.
+    """Return the first failure in a run, or None if nothing failed.
 
-    A process that ended without a record (killed, crashed, ``os._exit``) breaks its connections. Exceptions of
-    other ranks around that time are consequences of it. Otherwise, the earliest exception that no collective raised
-    is the cause. If collectives raised all of them, either a rank had left, or the ranks' calls did not match.
+    A process that ended without a record (killed, crashed, ``os._exit``) breaks its connections. Exceptions on other
+    ranks around that time are consequences. Otherwise, the earliest exception that no collective raised is the cause.
+    If collectives raised all exceptions, either a rank had left, or the ranks' calls did not match.
 
     Args:
         ended: processes that failed by themselves, ordered by time.
         noted: records of ranks whose exceptions were not caught, ordered by time.
         positions: positions of the ranks, by rank.
         caught: records of exceptions that ended the newest call of a rank and that its script caught.
-        proof: evidence that the ranks' calls did not match. Such calls abort processes and break connections.
+        proof: evidence that the ranks' calls did not match. Mismatched calls abort processes and break connections.
     """
     own = [cause for cause in noted if not cause.lost]
     silent = _silent_end(ended, noted, own)
@@ -144,8 +144,8 @@ def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
     return position is not None and not cause.lost and position.call == cause.call and not position.inside
 
 
-def went_on(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if the script caught an exception, made another call, and other ranks are still in the first one."""
+def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
+    """Return True if a script caught an exception and continued, while other ranks are still in the failed call."""
     position = positions.get(cause.rank)
     if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
@@ -153,14 +153,14 @@ def went_on(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
 
 
 def has_left(position: RankPosition, call: int) -> bool:
-    """Return True if the rank has left the ``call``, or will never reach it."""
+    """Return True if the rank has left the call with this number, or will never reach the call."""
     return position.ended or position.call > call or (position.call == call and not position.inside)
 
 
 def endless_wait(
     positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool
 ) -> Divergence | None:
-    """Find waiting ranks whose wait can never end. Return None if there are none.
+    """Find ranks whose wait for other ranks can never end. Return None without such ranks.
 
     Args:
         positions: positions of the ranks of this node.
@@ -191,7 +191,7 @@ First = Cause | Ended | Divergence
 
 @dataclass(frozen=True)
 class Judgement:
-    """The final message of a run, and its exit code."""
+    """The final message on the terminal, and the exit code."""
 
     text: str  #: text for the terminal; the last line is the first cause
     code: int
@@ -203,7 +203,9 @@ def early_cause(
     positions: Mapping[int, RankPosition],
     exiting: Collection[int] = (),
 ) -> Cause | Ended | None:
-    """Return the first cause as soon as it is certain. Return None while only lost connections are known.
+    """Return the first cause while ranks are still ending. Return None while the cause is uncertain.
+
+    Lost connections alone are consequences, so the cause is still unknown.
 
     Args:
         failed: processes that failed by themselves, ordered by time.
@@ -238,7 +240,7 @@ def final_cause(
         failed, notes, positions: as for `early_cause`.
         exiting: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
         printing: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
-        folded: ranks that left their traceback to a rank with the same error.
+        folded: ranks that printed no traceback, because another rank of the node had printed one.
         proof: evidence that ranks were in different collectives, if there is any.
 
     Returns:
@@ -253,7 +255,7 @@ def final_cause(
 
 
 def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
-    """Return True if the traceback of the cause, or one like it, is on the terminal.
+    """Return True if the terminal shows the first cause's traceback, or another rank's with the same error.
 
     Args:
         cause: the first cause.
@@ -267,11 +269,11 @@ def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Ca
 
 
 OTHERS = 2
-"""Maximum number of further ways to fail that are described."""
+"""Maximum number of further kinds of failure with a line of their own."""
 
 
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
-    """Return one line for each additional kind of failure. Kinds beyond the first `OTHERS` share a line.
+    """Return one line for each kind of failure besides the first cause. Kinds beyond `OTHERS` share a line.
 
     Args:
         cause: the first cause.
@@ -315,12 +317,12 @@ def judgement(
     code = max((code for code in codes if code is not None), default=1)
     if isinstance(cause, Ended) and cause.code in (-signal.SIGINT, -signal.SIGTERM):
         code = 128 - cause.code  # as a shell reports it
-    lines = [f"lockstep: {one_line(each, None)}" for each in (*also, located(cause, host))]
+    lines = [f"lockstep: {one_line(each, None)}" for each in (*also, with_host(cause, host))]
     return Judgement("\n".join([trace.rstrip()] * bool(trace) + lines), code if code > 0 else 1)
 
 
-def located(cause: First | None, host: str) -> str:
-    """Return the message of a cause, with the host of its rank."""
+def with_host(cause: First | None, host: str) -> str:
+    """Return the message for a cause, with the host name after the rank."""
     if not host or cause is None or isinstance(cause, Divergence):
         return str(cause)
     return str(cause).replace(f"rank {cause.rank}", f"rank {cause.rank} on {host}", 1)

@@ -1,4 +1,4 @@
-"""Snapshots of ranks as JSON messages between nodes. A message contains the ranks that changed since the last one."""
+"""JSON messages that send ranks' snapshots between nodes. A message contains only the ranks that changed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TOLERANCE = 0.5
 
 
 def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
-    """Return the snapshot of a rank whose activity has not changed for so many more seconds."""
+    """Return a rank's snapshot as it would be ``seconds`` later if the rank's activity does not change."""
     clocks = {name: value + seconds for name in CLOCKS if (value := getattr(snapshot, name))}
     return replace(snapshot, at=snapshot.at + seconds, **clocks)
 
 
 class Changes:
-    """Builder of the next message for a receiver that has applied all earlier ones with `apply`."""
+    """Builder for messages with changed snapshots. The receiver combines them with `apply`."""
 
     def __init__(self) -> None:
         self._known: dict[int, RankSnapshot] = {}  # as they were last sent
         self._next: dict[int, RankSnapshot] = {}
 
     def of(self, snapshots: Sequence[RankSnapshot], at: float) -> dict[str, Any]:
-        """Return the message: the ranks that changed, and the ranks that are gone.
+        """Return the next message, with the snapshots that changed and the ranks that no longer exist.
 
         Args:
             snapshots: current snapshots.
@@ -55,12 +55,12 @@ class Changes:
         return {"at": at, "ranks": [plain(now) for now in changed], "gone": gone}
 
     def keep(self) -> None:
-        """Record that the last message was sent."""
+        """Record that the last message was sent, so that the next message contains only later changes."""
         self._known = self._next
 
 
 def apply(before: Mapping[int, RankSnapshot], message: Mapping[str, Any]) -> dict[int, RankSnapshot]:
-    """Return the snapshots of a node's ranks after a message of `Changes`, by rank.
+    """Return a node's snapshots, by rank, updated by a message from `Changes`.
 
     Args:
         before: the snapshots before the message.
@@ -79,7 +79,7 @@ def plain(snapshot: RankSnapshot) -> dict[str, Any]:
 
 
 def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
-    """Return the snapshot from the JSON data of `plain`."""
+    """Return the snapshot that `plain` converted to JSON data."""
     position, notes = RankPosition(**plain["position"]), notes_of(plain["notes"])
     stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
     return RankSnapshot(**{**plain, "position": position, "notes": notes, "stack": stack, "worker": worker})
@@ -102,13 +102,13 @@ def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
 
 
 def notes_of(plain: Iterable[dict[str, Any]]) -> tuple[Note, ...]:
-    """Return the notes from the JSON data of `plain_notes`."""
+    """Return the notes that `plain_notes` converted to JSON data."""
     return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
 
 
 @functools.lru_cache(maxsize=4096)
 def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
-    """Compress ranks into runs ``[[first, last, step], ...]``. A group of thousands of ranks takes one run or a few."""
+    """Compress ranks into ranges ``[[first, last, step], ...]``, since a group may have thousands of ranks."""
     found: list[list[int]] = []
     for rank in ranks:
         run = found[-1] if found else None
@@ -123,5 +123,5 @@ def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def members(runs: tuple[tuple[int, int, int], ...]) -> Members:
-    """Return the ranks from the runs of `ranges`."""
+    """Expand the ranges from `ranges` to ranks."""
     return shared(tuple(rank for first, last, step in runs for rank in range(first, last + 1, step)))

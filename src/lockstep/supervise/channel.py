@@ -1,4 +1,4 @@
-"""Channels: messages as JSON between two processes of one machine."""
+"""Channels, which pass JSON messages between two processes on one machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of a connection. Any thread may send; one thread at a time may receive.
+    """One end of a connection between two processes. Any thread may send; one thread at a time may receive.
 
     Args:
         connection: a connected stream socket. The channel owns it.
@@ -45,7 +45,7 @@ class Channel:
 
     @contextlib.contextmanager
     def patient(self, seconds: int) -> Iterator[None]:
-        """Let sending block for longer inside the context. A process that is still starting does not read yet."""
+        """Let `send` block for up to ``seconds`` inside the context, for a receiver that is still starting."""
         self._wait_at_most(seconds)
         try:
             yield
@@ -74,7 +74,7 @@ class Channel:
         return True
 
     def receive(self) -> Message | None:
-        """Wait for the next message and return it. Return None once the connection has ended."""
+        """Wait for the next message, and return the message. Return None once the connection has ended."""
         while b"\n" not in self._rest:
             more = self._take()
             # a sender of more is not a process of lockstep, and would fill the memory
@@ -85,7 +85,7 @@ class Channel:
         return message_in(text)
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
-        """Return the first message of a channel, and the file descriptor sent with it."""
+        """Return the channel's first message, and the file descriptor that was sent with the message."""
         try:
             text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
         except OSError:
@@ -112,7 +112,7 @@ class Channel:
 
 
 def line_of(message: Message) -> bytes:
-    """Return the encoded line of a message."""
+    """Encode a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -126,7 +126,7 @@ def message_in(line: bytes) -> Message | None:
 
 
 def listen_at(name: str) -> socket.socket | None:
-    """Open the socket where the ranks of this machine find a supervisor. Its name is abstract, not a file.
+    """Open the socket at which ranks on this machine connect to a supervisor. The name is abstract, not a file.
 
     Returns:
         the listening socket; None on systems other than Linux, and where the name is taken.
@@ -141,7 +141,7 @@ def listen_at(name: str) -> socket.socket | None:
 
 
 def peer_process(connection: socket.socket) -> int:
-    """Return the process id of the other end, or 0 if it belongs to another user."""
+    """Return the id of the process at the other end, or 0 if the process belongs to another user."""
     # the kernel fills them in, so that the other end cannot forge them
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", credentials)

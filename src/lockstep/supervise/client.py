@@ -1,4 +1,4 @@
-"""The rank's side of its node's supervisor: local rank 0 starts the supervisor, the other ranks connect to it."""
+"""A rank's connection to its node's supervisor. Local rank 0 starts the supervisor, and other ranks connect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 OFF = "LOCKSTEP_SUPERVISE"
-"""Variable that turns supervision off for ranks that a launcher started, if it is 0."""
+"""Environment variable that, if 0, turns supervision off for ranks that a launcher started."""
 
 END_TIMEOUT = 30.0
 """Seconds after which a script that has ended logs which ranks it waits for."""
@@ -64,7 +64,7 @@ main(*order["descriptors"])
 
 
 class Supervised:
-    """Local rank 0's connection to the supervisor that it starts.
+    """Connection of local rank 0 to the supervisor, which this class starts.
 
     Args:
         world: world of this process, with a port.
@@ -88,8 +88,8 @@ class Supervised:
         self.listening: Callable[[], AbstractContextManager[None]] = (
             self._signal_pipe.listening if self._starts else nullcontext
         )
-        self._answers: dict[str, Message] = {}
-        self._answered = threading.Condition()
+        self._replies: dict[str, Message] = {}
+        self._reply_arrived = threading.Condition()
         self._is_over = False
         here, there = socket.socketpair()
         self._channel = Channel(here)
@@ -119,37 +119,37 @@ class Supervised:
         threading.Thread(target=self._receive, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
-        """On the first node, return the port of its supervisor and the token that other nodes need to connect."""
+        """On the first node, return the supervisor's port, and the token that other nodes need to connect."""
         self._channel.send({"say": "hub", "address": self._world.address})
-        answer = self._answer("hub", SUPERVISOR_TIMEOUT)
-        return None if answer is None else (answer["port"], answer["token"])
+        reply = self._await_reply("hub", SUPERVISOR_TIMEOUT)
+        return None if reply is None else (reply["port"], reply["token"])
 
     def join_hub(self, address: str, port: int, token: str) -> None:
-        """On another node, pass the address of the first node's supervisor to this node's."""
+        """On other nodes, let this node's supervisor connect to the supervisor of the first node."""
         self._channel.send({"say": "join", "address": address, "port": port, "token": token})
 
     def _receive(self) -> None:
-        """Carry out the supervisor's messages, in a thread."""
+        """Carry out the supervisor's orders. Runs in a thread."""
         while (message := self._channel.receive()) is not None:
             if message["do"] == "end":
                 self._end(message["text"], message["code"])
-            with self._answered:
+            with self._reply_arrived:
                 if message["do"] == "go":
                     # from now on, the supervisor's end is not a failure
                     self._is_over = True
-                self._answers[message["do"]] = message
-                self._answered.notify_all()
+                self._replies[message["do"]] = message
+                self._reply_arrived.notify_all()
         if not self._is_over and self._starts and os.getpid() == self._process:
             code = self._supervisor.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            text = f"lockstep: the supervisor (process {self._supervisor.pid}) {how}, so that all ranks were ended"
+            text = f"lockstep: the supervisor (process {self._supervisor.pid}) {how}, so all ranks were ended"
             self._end(text, 1)
-        with self._answered:
+        with self._reply_arrived:
             self._is_over = True
-            self._answered.notify_all()
+            self._reply_arrived.notify_all()
 
     def _end(self, text: str, code: int) -> None:
-        """Print a text as the last on the terminal, and exit."""
+        """Print the last text on the terminal, and exit."""
         # workers of a data loader, for instance
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -162,30 +162,30 @@ class Supervised:
             os.write(2, f"{text}\n".encode(errors="replace") if text else b"")
         os._exit(code)
 
-    def _answer(self, kind: str, seconds: float | None) -> Message | None:
-        """Wait for an answer. Return None if it does not arrive in time, or never will."""
-        with self._answered:
-            self._answered.wait_for(lambda: kind in self._answers or self._is_over, seconds)
-            return self._answers.get(kind)
+    def _await_reply(self, kind: str, seconds: float | None) -> Message | None:
+        """Wait for a reply from the supervisor. Return None after ``seconds``, or if the supervisor is gone."""
+        with self._reply_arrived:
+            self._reply_arrived.wait_for(lambda: kind in self._replies or self._is_over, seconds)
+            return self._replies.get(kind)
 
     def _finish(self) -> None:
-        """Wait for the other ranks at exit. Does not return if the run has failed."""
+        """Wait for the other ranks at exit. Do not return if the run has failed."""
         if os.getpid() != self._process:  # a forked child
             return
         if not self._starts:
             if _report_end(self._channel, self.address, self._world.rank):
-                self._answer("go", PRINT_TIMEOUT)
+                self._await_reply("go", PRINT_TIMEOUT)
             return
         self._channel.send(_end_note(self._world.rank))
         try:
-            if self._answer("go", END_TIMEOUT) is None and not self._is_over:
+            if self._await_reply("go", END_TIMEOUT) is None and not self._is_over:
                 self._channel.send({"say": "running"})
-                running = self._answer("running", SUPERVISOR_TIMEOUT)
+                running = self._await_reply("running", SUPERVISOR_TIMEOUT)
                 log.info("waiting for ranks %s to end", running and running["ranks"])
-                self._answer("go", None)
+                self._await_reply("go", None)
         except KeyboardInterrupt:
             self._channel.send({"say": "stop"})
-            self._answer("go", END_TIMEOUT)
+            self._await_reply("go", END_TIMEOUT)
         self._is_over = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.wait(END_TIMEOUT)
@@ -215,7 +215,7 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
 
 
 def socket_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name under which ranks find their supervisor. It is unique to the node, the run and the attempt."""
+    """Return the name of the socket at which a node's ranks find their supervisor in this attempt at a run."""
     names = (
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_RESTART_COUNT",
@@ -228,7 +228,7 @@ def socket_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
 
 
 class FoundSupervisor:
-    """Another local rank's connection to the supervisor that local rank 0 started.
+    """Connection of any other local rank to the supervisor that local rank 0 has started.
 
     Args:
         world: world of this process.
@@ -251,7 +251,7 @@ class FoundSupervisor:
         status.at_exit.append(self._finish)
 
     def _find(self) -> None:
-        """Find the supervisor and receive its messages, in a thread."""
+        """Find the supervisor and receive its messages. Runs in a thread."""
         name, until = "\0" + socket_name(self._world), time.monotonic() + SUPERVISOR_TIMEOUT
         while time.monotonic() < until and self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -288,17 +288,17 @@ class FoundSupervisor:
 
 
 def _end_note(rank: int) -> Message:
-    """Return the message that this process' script has ended, with its error if there is one."""
+    """Return the message that reports the end of this process' script, with the error if the script failed."""
     error = getattr(sys, "last_value", None)
-    cause = None if error is None else asdict(status.note_on(error, rank))
+    cause = None if error is None else asdict(status.record_for(error, rank))
     return {"say": "left", "at": time.monotonic(), "cause": cause}
 
 
 def _report_end(channel: Channel, address: str, rank: int) -> bool:
-    """Record how a process that a launcher started ends, for a supervisor that cannot read its exit code.
+    """Report how this process ends to a supervisor that cannot read its exit code.
 
     Returns:
-        True if it failed and has to wait until the supervisor has printed the first cause.
+        True if the process failed and has to wait until the supervisor has printed the first cause.
     """
     word = _end_note(rank)
     leave_note(address, {"left": rank, "code": 0 if word["cause"] is None else 1})
@@ -309,7 +309,7 @@ Side = Supervised | FoundSupervisor
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:
-    """Connect a rank that a launcher started to its supervisor. Return None without supervision."""
+    """Connect a rank that a launcher started to its node's supervisor. Return None without supervision."""
     if world.size == 1 or environ.get(OFF) == "0":
         return None
     try:
@@ -320,13 +320,13 @@ def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side |
         return None
 
 
-def meet_nodes(side: Side | None, world: World, store: Store) -> None:
-    """Connect the supervisors of several nodes, through the store of the ranks' rendezvous.
+def connect_nodes(side: Side | None, world: World, store: Store) -> None:
+    """Connect the supervisors of all nodes, whose addresses are exchanged through the ranks' store.
 
     Every local rank 0 must call it.
 
     Args:
-        side: this process' connection to its supervisor; None: it has none.
+        side: this process' connection to its supervisor; None without a supervisor.
         world: world of this process.
         store: store of the rendezvous, with ``set`` and ``get``.
     """

@@ -1,4 +1,4 @@
-"""A trace of torch's collectives. A wrapper records each call before it runs, and makes strided tensors contiguous."""
+"""Trace of torch's collectives. A wrapper records each call before it runs, and makes strided tensors contiguous."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVE
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP
-from lockstep.supervise.stack_request import answer_with
+from lockstep.supervise.stack_request import set_phase_source
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
@@ -45,16 +45,16 @@ NOTED = (
     "all_gather_object",
     "broadcast_object_list",
 )
-"""Collectives that are recorded before they run. The others are counted by backends, and shown by stacks."""
+"""Collectives that are recorded before they run. Other collectives are only counted by backends."""
 
 MESSAGES = ("send", "recv")
 """Point-to-point operations that are recorded. They have no number, since only some ranks of a group call them."""
 
 COUNTED = ("send", "recv", "recv_anysource")
-"""Methods of torch's groups that every message passes through. Some backends count messages among the collectives."""
+"""Methods of torch's groups that send or receive messages, which some backends count as collectives."""
 
 _SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "barrier", *RENAMED)
-"""Functions that make exactly one collective of the group, and call no other recorded function."""
+"""Functions that run exactly one collective, and call no other recorded function."""
 
 _ROOTS = ("src", "dst")
 _REDUCTIONS = dist.ReduceOp.RedOpType.__members__
@@ -66,7 +66,7 @@ _PENDING = 4096
 
 
 class CollectiveTrace:
-    """Recorder of this process' collectives, by wrappers around torch's functions.
+    """Recorder for this process' collectives. It replaces torch's functions with wrappers.
 
     Attributes:
         where: returns the hook that this rank is in, and the batch; None: unknown.
@@ -98,25 +98,25 @@ class CollectiveTrace:
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return the recording wrapper of a collective.
+        """Wrap a collective to record its calls.
 
         Args:
             name: one of `COLLECTIVES`.
             function: torch's function.
             strided: function to call instead for a tensor that is not contiguous.
         """
-        return self._noted(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
+        return self._wrap(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the recording wrapper of a point-to-point operation."""
-        return self._noted(name, function, "tensor", nests=False, numbered=False)
+        """Wrap a point-to-point operation to record its calls."""
+        return self._wrap(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the recording wrapper of a function of ours that implements a collective by messages."""
-        return self._noted(name, function, COLLECTIVES[name], nests=True)
+        """Wrap a function in lockstep that implements a collective with messages, to record its calls."""
+        return self._wrap(name, function, COLLECTIVES[name], nests=True)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a group's method to send or receive. What its backend counts for it is not a collective."""
+        """Wrap a group's method to send or receive, so that messages do not count as collectives."""
         groups = self._groups
 
         def counted(group: Any, tensors: list[Tensor], *args: object, **kwargs: object) -> Any:
@@ -133,7 +133,7 @@ class CollectiveTrace:
         return functools.update_wrapper(counted, method)
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``Work.wait``, to record that the collective is complete."""
+        """Wrap ``Work.wait`` to record that a collective has completed."""
         pending, complete, queues, mark = self._pending, self.memory.complete, self._queues, self._marks.put
 
         @waits()
@@ -147,7 +147,7 @@ class CollectiveTrace:
 
         return functools.update_wrapper(waited, wait)
 
-    def _noted(
+    def _wrap(
         self,
         name: str,
         function: Callable[..., Any],
@@ -190,7 +190,7 @@ class CollectiveTrace:
     # wrapped.
 
     def _record_start(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
-        """Return the function that records the start of a call and returns the note's index."""
+        """Return a function that records the start of a call and returns the index of the new note."""
         word, enter = self.memory.word("operation", name), self.memory.enter
         payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
         root_of = _root_of(names)
@@ -218,7 +218,7 @@ class CollectiveTrace:
         return start
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
-        """Return the function that looks up the word for a call's tensor and reduction; 0 without a tensor."""
+        """Return a function that looks up the word for a call's tensor and reduction, or 0 without a tensor."""
         what = names.index(payload)
         op = names.index("op") if "op" in names else -1
         payloads, describe = self._payloads, self._describe
@@ -237,7 +237,7 @@ class CollectiveTrace:
         return payload_of
 
     def _record_end(self, nests: bool) -> Callable[..., None]:
-        """Return the function that records the end of a call."""
+        """Return a function that records the end of a call."""
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
@@ -257,11 +257,11 @@ class CollectiveTrace:
         return end
 
     def stop(self) -> None:
-        """Stop recording this thread, even through recording wrappers that are still referenced."""
+        """Stop recording in this thread, even by wrappers that other code still references."""
         self._busy.add(get_ident())
 
     def _pend(self, work: Any, index: int, queue: str) -> None:
-        """Record a work that nobody has waited for yet."""
+        """Record an asynchronous collective's work, whose ``wait`` will mark the collective as complete."""
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
@@ -278,7 +278,7 @@ class CollectiveTrace:
     # -- words
 
     def _describe(self, tensor: Tensor, reduction: object) -> int:
-        """Return the word for a tensor and its reduction, if it has one."""
+        """Return the number of the word that describes a tensor and its reduction, and add the word if needed."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
@@ -318,9 +318,9 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """Return the record of a group that is new, or the part of a group whose backend carries the call.
+        """Return the record of a new group, or of the backend that carries a call in a group with several backends.
 
-        Return None where this rank is not a member, or the group does not exist.
+        Return None if this rank is not a member, or the group does not exist.
         """
         known = self._groups.get(id(group)) or self._add_group(group, whole=False)
         if known is not None and known.parts:
@@ -359,7 +359,7 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """Return the function that reads the source or destination of a call: -1 if it is not an int.
+    """Return a function that reads the source or destination rank from a call's arguments, or -1.
 
     Return None for functions without such an argument.
     """
@@ -376,7 +376,7 @@ def _root_of(names: list[str]) -> Callable[..., int] | None:
 
 
 def _is_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if gloo reduces the tensor of a call correctly."""
+    """Return True if gloo reduces a call's tensor correctly, which fails for strided views."""
     tensor = args[0] if args else kwargs.get("tensor")
     return not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
@@ -397,7 +397,7 @@ IN_PLACE = ("all_reduce", "reduce")
 
 
 class _Done:
-    """The work of a completed collective."""
+    """Completed ``Work`` for a collective that was called with ``async_op=True``."""
 
     def __init__(self, result: list[Tensor]) -> None:
         self._result = result
@@ -450,13 +450,13 @@ _trace: CollectiveTrace | None = None
 
 
 def install_trace() -> None:
-    """Record torch's collectives in this process from now on, and reduce strided tensors correctly.
+    """Replace torch's collectives in this process with wrappers that record each call.
 
-    Repeated calls do nothing.
+    The wrappers also make gloo reduce strided tensors correctly. Repeated calls do nothing.
     """
     global _trace
     if not _replaced:
-        TORCH_COLLECTIVES.install(lambda: take_down)
+        TORCH_COLLECTIVES.install(lambda: uninstall_trace)
         # a forked child must not write into this process' trace; its own wrappers, if any, use another
         FORK_TRACE.at_fork(after_in_child=_forget)
         _trace = trace = CollectiveTrace()
@@ -474,12 +474,12 @@ def install_trace() -> None:
 
 
 def _forget() -> None:
-    take_down()
+    uninstall_trace()
     if _trace is not None:
         _trace.stop()
 
 
-def take_down() -> None:
+def uninstall_trace() -> None:
     """Restore torch's own functions, for measurements and tests without the trace."""
     while _replaced:
         home, name, value = _replaced.pop()
@@ -488,15 +488,15 @@ def take_down() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns this rank's hook and batch. None removes it."""
+    """Set the function that returns this rank's hook and batch for recorded calls. None removes the function."""
     if _trace is not None:
         install_trace()
         _trace.where = where
-        answer_with(where)
+        set_phase_source(where)
 
 
 WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")
-"""All functions that may wait for other ranks: torch's collectives, and the wait for their works."""
+"""Names of torch's collectives, and of ``Work.wait``: all functions that may wait for other ranks."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Events after collectives in a device's queue. A thread checks once a second which of them the device has completed.
+"""Detection of collectives that a device has completed, from events in its queue that a thread checks once a second.
 
 A collective of a device's backend returns once it is queued. The rank waits later, when it reads a value.
 """
@@ -23,7 +23,7 @@ MOST = 1024
 
 
 class DeviceMarks:
-    """Collectives of this process that a device may not have completed.
+    """Collectives of this process that a device has in its queue, each with an event that marks completion.
 
     Args:
         memory: the trace that records their ends.
@@ -38,7 +38,7 @@ class DeviceMarks:
         self._wakes = threading.Event()
 
     def put(self, index: int, device: str) -> bool:
-        """Record an event in the current queue of a device. Return False where that is impossible.
+        """Record an event after a collective in a device's current queue. Return False if that is impossible.
 
         Args:
             index: index of the collective's note.
@@ -82,8 +82,8 @@ class DeviceMarks:
         self._thread.start()
         return self._wakes.set
 
-    def look(self) -> None:
-        """Record the ends of the collectives that the device has completed."""
+    def check(self) -> None:
+        """Mark the collectives that the device has completed as complete in the trace."""
         for _ in range(len(self._open)):
             index, mark = self._open.popleft()
             try:
@@ -100,4 +100,4 @@ class DeviceMarks:
 
     def _run(self) -> None:
         while not self._wakes.wait(PERIOD):
-            self.look()
+            self.check()

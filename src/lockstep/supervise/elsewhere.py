@@ -1,4 +1,4 @@
-"""Ranks of other nodes. Each node reports to node 0, which compares all ranks and requests what it lacks.
+"""Exchange about ranks between nodes. Each node reports its ranks to node 0, which compares all ranks.
 
 Nothing is sent while nobody waits. Once a rank has waited for `soon` seconds, node 0 requests reports from all nodes.
 They report their ranks' changes, and every 2 s that nothing has changed. They send stacks where node 0 requests them.
@@ -24,21 +24,21 @@ REPORT_AGE = 5.0
 STEADY = 1.9
 """Seconds between messages of a node without changes. Less than two checks."""
 SUSPECT, CROWD = 2.0, 256
-"""Seconds of waiting after which a node reports its ranks, and the number of ranks that adds one second to it."""
+"""Seconds of waiting after which a node reports its ranks, and the number of ranks that adds one second."""
 
 
 class OtherNodes(Protocol):
-    """Connection to the supervisors of other nodes. Node 0 compares the ranks of all nodes."""
+    """Interface of a connection to the supervisors on other nodes, such as the hub."""
 
     node: int
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes that are connected."""
+        """Numbers of the other nodes that are connected."""
         ...
 
     def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
-        """Send a message to one node, or to all. Return True if it was accepted.
+        """Send a message to one node, or to all. Return True if the message was accepted.
 
         Args:
             topic: topic of the message.
@@ -58,7 +58,9 @@ AnswerQuestion = Callable[[bool], Iterable[RankSnapshot]]
 
 
 def soon(limit: float, size: int) -> float:
-    """Return the seconds of waiting after which nodes report. It grows with the ranks, to limit node 0's load.
+    """Return the seconds of waiting after which a node reports its ranks. It grows with the number of ranks.
+
+    The growth limits the load on node 0.
 
     Args:
         limit: seconds of waiting after which the user gets a report.
@@ -68,7 +70,7 @@ def soon(limit: float, size: int) -> float:
 
 
 class OtherRanks:
-    """Reporter of this node's ranks to node 0. On node 0, the collection of all nodes' ranks.
+    """Reports about this node's ranks to node 0. On node 0, the reports from all nodes.
 
     Args:
         hub: connection to the other nodes.
@@ -79,7 +81,7 @@ class OtherRanks:
     Attributes:
         caught: on node 0, the caught exceptions that ended calls on other nodes, by node.
         ended: positions of the ranks of nodes that have ended.
-        caught_at_end: the caught exception that ended a call on such a node; "" if there is none.
+        caught_at_end: the caught exception that ended a call on a node that has ended; "" without one.
     """
 
     def __init__(
@@ -96,26 +98,26 @@ class OtherRanks:
         self._requested_at = self._urgent_at = -REPORT_AGE
         # the newest question of node 0, and the newest answer sent
         self._newest_question, self._answered = (0, False), 0
-        hub.listen("snapshots", self._take_report)
-        hub.listen("wanted", self._take_request)
-        hub.listen("farewell", self._take_farewell)
+        hub.listen("snapshots", self._receive_report)
+        hub.listen("wanted", self._receive_request)
+        hub.listen("farewell", self._receive_farewell)
 
     @property
     def nodes(self) -> set[int]:
-        """Nodes that have to answer a question of this node, including itself."""
+        """Nodes that have to reply to this node's questions, including itself."""
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
         self, own: Sequence[RankSnapshot], limit: float, now: float, ask: AnswerQuestion, caught: str
     ) -> list[RankSnapshot]:
-        """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, even those that are in no call.
+        """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, inside or outside a call.
 
         Args:
             own: snapshots of this node's ranks.
             limit: seconds of waiting after which the user gets a report.
             now: current time, on the clock of ``time.monotonic``.
             ask: returns the answer to node 0's question.
-            caught: a caught exception that ended a call on this node; "" if there is none.
+            caught: a caught exception that ended a call on this node; "" without one.
         """
         # a rank may be waiting for something that can never happen
         urgent = any(
@@ -123,12 +125,12 @@ class OtherRanks:
             for each in own
         )
         if self._hub.node:
-            answer = self._answer(ask, caught) if self.has_question else {}
+            answer = self._reply_to_question(ask, caught) if self.has_question else {}
             if answer or urgent or now - self._requested_at < REPORT_AGE:
                 self._report(own, urgent, now, answer)
             return list(own)
         if (urgent or now - self._urgent_at < 2 * STEADY) and now - self._requested_at >= STEADY:
-            self.put(now)
+            self.request(now)
         with self._lock:
             reports = [(at, ranks) for at, ranks in self._elsewhere.values() if now - at < REPORT_AGE]
             others = [later(each, now - at) for at, ranks in reports for each in ranks.values()]
@@ -136,8 +138,8 @@ class OtherRanks:
 
     # -- node 0
 
-    def put(self, now: float, is_new: bool = False) -> None:
-        """Request reports from all nodes, and answers to the newest question for stacks.
+    def request(self, now: float, is_new: bool = False) -> None:
+        """Request reports from all nodes, and replies to the newest question for stacks.
 
         Args:
             now: current time.
@@ -148,7 +150,7 @@ class OtherRanks:
             body = {"question": self._question.number, "wakes": self._question.wakes}
             self._hub.send("wanted", body, newest=not is_new)
 
-    def _take_report(self, node: int, body: Mapping[str, Any]) -> None:
+    def _receive_report(self, node: int, body: Mapping[str, Any]) -> None:
         """Receive the snapshots of a node's ranks."""
         now = time.monotonic()
         with self._lock:
@@ -173,7 +175,7 @@ class OtherRanks:
 
     @property
     def has_question(self) -> bool:
-        """True if node 0 waits for an answer from this node."""
+        """True if node 0 waits for a reply from this node."""
         return self._hub.node > 0 and self._newest_question[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
@@ -186,26 +188,26 @@ class OtherRanks:
             self._changes.keep()
             self._was_urgent, self._sent_at = urgent, now
 
-    def _take_request(self, node: int, body: Mapping[str, Any]) -> None:
-        """Receive a request of node 0. The next check answers it."""
+    def _receive_request(self, node: int, body: Mapping[str, Any]) -> None:
+        """Receive a request from node 0, to which this node replies at its next check."""
         self._requested_at = time.monotonic()
         if body["question"] > self._newest_question[0]:
             self._newest_question = int(body["question"]), bool(body["wakes"])
             self._check_soon()
 
-    def _answer(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
-        """Return the answer to node 0's question."""
+    def _reply_to_question(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
+        """Return the reply to node 0's question for stacks."""
         self._answered, wakes = self._newest_question
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
     # -- end
 
-    def last(self, positions: Iterable[RankPosition], caught: str = "") -> dict[str, Any]:
-        """Return the content of this node's farewell message."""
+    def farewell(self, positions: Iterable[RankPosition], caught: str = "") -> dict[str, Any]:
+        """Return the content of the message that this node sends before its supervisor ends."""
         return {"at": time.monotonic(), "positions": [asdict(position) for position in positions], "caught": caught}
 
-    def _take_farewell(self, node: int, body: Mapping[str, Any] | None) -> None:
-        """Receive the positions of the ranks of a node that has ended."""
+    def _receive_farewell(self, node: int, body: Mapping[str, Any] | None) -> None:
+        """Receive the last positions of the ranks on a node that has ended."""
         if not body:
             return
         # each machine has a monotonic clock of its own
@@ -220,17 +222,17 @@ class OtherRanks:
 
 
 COMPARE_TIMEOUT = 0.4
-"""Seconds that the nodes have to answer a comparison."""
+"""Seconds that the nodes have to reply to a comparison."""
 
 
 class NotesOfAll:
-    """Comparison of an aborted rank's collectives with those of other nodes.
+    """Comparison of an aborted rank's collectives with the calls on other nodes.
 
-    Node 0 sends the rank's newest notes to all nodes. Each answers with what its ranks did as the same collectives.
+    Node 0 sends the rank's newest notes to all nodes. Each replies with its ranks' calls in the same collectives.
 
     Args:
         hub: connection to the other nodes.
-        own: returns what this node's ranks did as the given collectives.
+        own: returns the calls of this node's ranks in the given collectives.
     """
 
     def __init__(self, hub: OtherNodes, own: Callable[[Collection[CollectiveKey]], list[RankCalls]]) -> None:
@@ -238,11 +240,11 @@ class NotesOfAll:
         self._calls: list[RankCalls] = []
         self._answered: set[int] = set()
         self._has_answers = threading.Condition()
-        hub.listen("compare", self._answer)
-        hub.listen("compared", self._take)
+        hub.listen("compare", self._reply)
+        hub.listen("compared", self._receive_reply)
 
     def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
-        """On node 0, return the mismatch of all ranks in the noted collectives, if any. May block for a moment."""
+        """On node 0, compare all ranks in the noted collectives. Return the mismatch, if any. May block briefly."""
         with self._has_answers:
             self._calls, self._answered = self._own(_complete(notes)), set()
         self._hub.send("compare", {"notes": notes})
@@ -250,12 +252,12 @@ class NotesOfAll:
             self._has_answers.wait_for(lambda: self._answered.issuperset(self._hub.nodes), COMPARE_TIMEOUT)
             return mismatched([(rank, where, note) for ranks, where, note in self._calls for rank in ranks])
 
-    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
+    def _reply(self, node: int, body: Mapping[str, Any]) -> None:
         made = self._own(_complete(body["notes"]))
         answer = [{"ranks": ranks, "where": where, "note": plain_notes([note])[0]} for ranks, where, note in made]
         self._hub.send("compared", {"made": answer}, to=0)
 
-    def _take(self, node: int, body: Mapping[str, Any]) -> None:
+    def _receive_reply(self, node: int, body: Mapping[str, Any]) -> None:
         made = [(list(each["ranks"]), str(each["where"]), notes_of([each["note"]])[0]) for each in body["made"]]
         with self._has_answers:
             self._calls += made

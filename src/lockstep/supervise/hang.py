@@ -15,31 +15,31 @@ from lockstep.supervise.snapshot import RUNS, SLEEPS, STOPPED, RankSnapshot
 from lockstep.supervise.trace_memory import Note
 
 HALTED = 1.0
-"""Seconds after which a stopped rank is given up if others wait for it."""
+"""Seconds after which a stopped rank that others wait for counts as failed."""
 
 
 # -- proofs
 
 
 CollectiveKey = tuple[str, tuple[int, ...], int]
-"""A collective of a group: group name, members, number."""
+"""Key of a collective, equal on all ranks. It contains the group's name and members, and a number."""
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the collective that a note records."""
+    """Return the key that identifies a note's collective on all ranks."""
     return note.group, note.members, note.number
 
 
 Call = tuple[int, str, Note]
-"""What a rank did: rank, line of the user's code, note."""
+"""A rank's call. It contains the rank, the line of the user's code, and the note."""
 
 
 def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
-    """Return the calls of the first collective in which ranks did different things, or an empty list.
+    """Return all ranks' calls in the first collective in which they do not match, or an empty list.
 
     Args:
-        made: what the ranks did.
-        sizes: whether different sizes count, too, if a rank is still inside. Gloo rejects different sizes.
+        made: the ranks' calls.
+        sizes: whether different sizes also count while a rank is still inside. Gloo rejects different sizes.
     """
     found: dict[CollectiveKey, list[Call]] = {}
     for rank, where, note in made:
@@ -55,26 +55,29 @@ def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
 
 
 def mismatched(made: Iterable[Call]) -> Divergence | None:
-    """Return the mismatch of ranks in one collective, if any. Different sizes count if a rank is still inside."""
+    """Describe the first collective in which the ranks' calls do not match. Return None if all match.
+
+    Different sizes count while a rank is still inside the call.
+    """
     calls = differing(made, sizes=True)
     return Divergence(different_calls(calls)) if calls else None
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Return the mismatch of ranks in the same collective of one group, with their stacks, if any."""
+    """Describe the first collective in which the ranks' calls do not match, with stacks. Return None if all match."""
     calls = differing((each.rank, location_of(each, note), note) for each in snapshots for note in each.notes)
     return Divergence(different_calls(calls), stacks_of(snapshots)) if calls else None
 
 
 def location_of(snapshot: RankSnapshot, note: Note) -> str:
-    """Return the line that called a collective. For autograd's threads, use the rank's stack or its own call."""
+    """Return the line that called a collective. For calls by autograd, use the rank's stack or its Trainer call."""
     if note.location or not note.inside or snapshot.stack is None:
         return note.location or snapshot.position.location
     return snapshot.stack.location(snapshot.position.location)
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Return the failure of a stopped rank that others wait for, if any. Ranks under a debugger are ignored."""
+    """Describe stopped ranks that others wait for, except under a debugger. Return None without such ranks."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:
@@ -86,7 +89,7 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
 
 
 def late_ranks(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
-    """Return the ranks that have not reached a collective that others have queued on a device."""
+    """Return the ranks that have not reached a collective that other ranks have queued on a device."""
     awaited = {key_of(note) for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
     if not awaited:
         return set()
@@ -103,7 +106,7 @@ def late_ranks(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot
 
 
 def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | None:
-    """Describe the ranks that have waited for more than ``limit`` seconds, and the others. Return None if none has."""
+    """Describe a wait of more than ``limit`` seconds. Return None if no rank has waited that long."""
     waiting = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
     if not waiting:
         return None

@@ -1,4 +1,4 @@
-"""A node's monitor for hangs. It compares the ranks' traces and stacks from second to second."""
+"""Monitor that detects hangs on a node. It compares the ranks' traces and stacks once a second."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from lockstep.supervise.traces import Traces
 PERIOD = 1.0
 """Seconds between checks. A check costs this process about 50 us per rank, and the ranks nothing."""
 PART = 0.04
-"""Fraction of processor time for comparing the ranks of all nodes, and the same again for finding long waits."""
+"""Fraction of processor time for comparing the ranks of all nodes, and for finding long waits, each."""
 T = TypeVar("T")
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """Seconds that ranks may wait for others: until the wait is reported, and until the run is ended."""
+    """Limits in seconds on how long ranks may wait for others before a report, and before the run is ended."""
 
     report: float = math.inf
     kill: float = math.inf
 
     @classmethod
     def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
-        """Return the first timeout and the first kill limit that any rank has set."""
+        """Return the limits from the positions, each from the first rank that has set one."""
         timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
         kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
@@ -53,20 +53,20 @@ class WaitLimits:
     def are_over(self, snapshot: RankSnapshot) -> bool:
         """Return True if the run has to end because the rank has waited too long.
 
-        If only the rank's stack shows that it waits, the time counts since it was first seen there.
+        If only the rank's stack shows the wait, time counts since the stack was first seen waiting.
         """
         noted = snapshot.waited if snapshot.awaited is not None else 0.0
         return max(snapshot.held, noted) >= self.kill
 
 
 class Ration:
-    """Rate limit that keeps a task below the fraction `PART` of the time."""
+    """Rate limit that keeps a task below the fraction `PART` of processor time."""
 
     def __init__(self) -> None:
         self._next_at = 0.0
 
     def run(self, what: Callable[[], T], now: float) -> T | None:
-        """Run the task and return its result. Return None if it is too early."""
+        """Run a task and return its result. Return None without running if it is too early."""
         if now < self._next_at:
             return None
         start = time.thread_time()
@@ -76,7 +76,7 @@ class Ration:
 
 
 class HangMonitor:
-    """Monitor for hangs of a node's ranks. On node 0, it judges the ranks of all nodes.
+    """Monitor that detects hangs among a node's ranks, and on node 0 among all ranks.
 
     Args:
         hub: connection to the other nodes; None without one.
@@ -108,13 +108,13 @@ class HangMonitor:
 
     @property
     def is_proving(self) -> bool:
-        """True while answers are pending, so that the next check should follow at once."""
+        """True while replies about stacks are pending, so that the next check should follow at once."""
         must_answer = self.others is not None and self.others.has_question and not self._is_ending
         return must_answer or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
-        """True if a rank was stopped at the last check, so that the next one should follow soon."""
+        """True if a rank was stopped at the last check, so that the next check should follow soon."""
         return bool(self._halted)
 
     def is_halted(self, rank: int) -> bool:
@@ -122,12 +122,12 @@ class HangMonitor:
         return rank in self._halted
 
     def forget(self) -> None:
-        """Forget all measured times, after this process was stopped itself."""
+        """Reset all measured times, because this process was stopped itself."""
         self._halted.clear()
         self._waits.clear()
         self._long, self._ask_again = frozenset(), 0.0
 
-    def look(
+    def check(
         self,
         inside: Mapping[int, RankPosition],
         still: Mapping[int, float],
@@ -136,7 +136,7 @@ class HangMonitor:
         caught: str = "",
         ending: bool = False,
     ) -> Divergence | None:
-        """Check the ranks once. Return why the run has to end, or None.
+        """Check the ranks once. Return the reason to end the run, or None to continue.
 
         Args:
             inside: positions of the ranks that are in a call.
@@ -160,7 +160,7 @@ class HangMonitor:
         everybody = [*own, *(RankSnapshot(position.rank, now, position) for position in outside)]
         self._is_ending = ending
         if self.others is None or ending:
-            return self._judged(everybody, own, {self._node}, limits, now)
+            return self._judge(everybody, own, {self._node}, limits, now)
         others = self.others
         limits = WaitLimits.of([each.position for each in own])
         everybody = others.exchange(
@@ -171,12 +171,12 @@ class HangMonitor:
         in_call = [each for each in everybody if each.position.inside]
         limits = WaitLimits.of([each.position for each in in_call])
         found = None if limits.first == math.inf else self._compare_ration.run(lambda: diverged(in_call), now)
-        found = found or self._judged(everybody, own, others.nodes, limits, now)
+        found = found or self._judge(everybody, own, others.nodes, limits, now)
         # an exception that a script caught explains why others wait
         errors = [text for text in (caught, *others.caught.values()) if text]
         return Divergence(errors[0]) if found is not None and errors else found
 
-    def _judged(
+    def _judge(
         self,
         everybody: Sequence[RankSnapshot],
         own: Sequence[RankSnapshot],
@@ -184,10 +184,10 @@ class HangMonitor:
         limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
-        """Return why the run has to end, or None.
+        """Return the reason to end the run from all known ranks, or None to continue.
 
         Args:
-            everybody: all known ranks, even those that are in no call.
+            everybody: all known ranks, inside or outside a call.
             own: this node's ranks in a call.
             nodes: nodes that answer questions for stacks.
             limits: how long ranks may wait.
@@ -243,17 +243,17 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Request the ranks' stacks from all nodes; with ``kept``, those of stopped ranks, after all others."""
+        """Request the ranks' stacks from all nodes. With ``kept``, only the stopped ranks' stacks are requested."""
         self._question.put(now, kept)
         if self.others is not None:
-            self.others.put(now, is_new=True)
+            self.others.request(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
     def _is_first_report(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
-        """Return True for a wait that was not reported: at a new place, or for a rank that was not late before.
+        """Return True if a wait has not been reported yet, because its line or its late ranks are new.
 
-        Ranks that join the waiting ones, or whose report arrived later, do not count. If no rank is late any more, that
-        counts once all ranks have reported.
+        Ranks that join the waiting ranks, or whose report arrived later, do not count as new. A wait without late ranks
+        counts as new once all ranks have reported.
         """
         waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
         late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
@@ -265,7 +265,7 @@ class HangMonitor:
         return True
 
     def divergence(self) -> Divergence | None:
-        """Return what all traces prove, even those of ended ranks. Slow: call it once."""
+        """Return the mismatch that the traces of all ranks prove, even of ended ranks. Slow, so call it once."""
         found = self.traces.mismatch()
         if found is not None:
             return found
@@ -300,14 +300,14 @@ class HangMonitor:
         snapshot = RankSnapshot(position.rank, now, position, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
             self._waits.pop(position.rank, None)
-        return self._holding(snapshot)
+        return self._with_wait(snapshot)
 
-    def _holding(self, snapshot: RankSnapshot) -> RankSnapshot:
+    def _with_wait(self, snapshot: RankSnapshot) -> RankSnapshot:
         since = self._waits.get(snapshot.rank)
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
     def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
-        """Return this node's ranks with their stacks: the stopped ones, which continue afterwards, or all others."""
+        """Return this node's ranks with their stacks. With ``wakes``, the stopped ranks, which then continue."""
         if wakes:
             # A stopped rank answers before it continues. The run ends then in any case.
             halted = [(each, each.position) for each in own if each.stopped >= HALTED]
@@ -315,7 +315,7 @@ class HangMonitor:
         return {each.rank: self._with_stack(each, now) for each in own}
 
     def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        """Return the snapshot with its stack. A process with a runnable thread counts as running."""
+        """Return the snapshot with the rank's stack. A process with a runnable thread counts as running."""
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
         position = snapshot.position
@@ -328,7 +328,7 @@ class HangMonitor:
             self._waits.setdefault(snapshot.rank, now)
         else:
             self._waits.pop(snapshot.rank, None)
-        return self._holding(snapshot)
+        return self._with_wait(snapshot)
 
 
 def _state(process: int) -> str:
@@ -351,7 +351,7 @@ def _runs(process: int) -> bool:
 
 
 def _print(found: Divergence, kill: float) -> None:
-    """Print the warning that the run continues."""
+    """Print the stacks and the warning about a long wait, after which the run continues."""
     with contextlib.suppress(OSError, ValueError):
         wipe_line()
         text = f"{found.trace}\nlockstep: {continues(one_line(str(found), None), kill)}"

@@ -1,4 +1,4 @@
-"""Text about hangs: what is printed of ranks that wait, are stopped, or made different calls."""
+"""Messages about hangs. They describe ranks that wait, that are stopped, or whose calls do not match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_PRINTED = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 
 
 def group_ranks(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """Group ranks by equal texts. Return each text once, with its ranks."""
+    """Group ranks with equal texts. Return each text once, with its ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts:
         groups.setdefault(text, []).append(rank)
@@ -52,7 +52,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def describe(snapshot: RankSnapshot) -> str:
-    """Return a rank's activity and line: ``"waits in all_reduce #417, train.py:88 (on_train_epoch_end)"``."""
+    """Describe a rank's activity: ``"waits in all_reduce #417, train.py:88 (on_train_epoch_end)"``."""
     inside, queued, stack = snapshot.inside, snapshot.queued, snapshot.stack
     activity = "" if stack is None else stack.doing
     if snapshot.state in (STOPPED, GONE):
@@ -87,7 +87,7 @@ def describe(snapshot: RankSnapshot) -> str:
 
 
 def phase_of(note: Note) -> str:
-    """Return the hook that made a collective, or else the function, and the batch, in brackets."""
+    """Return the hook or function that called a collective, and the batch, in brackets."""
     function = "" if note.function == "<module>" else note.function
     return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
 
@@ -98,7 +98,7 @@ def _in_brackets(*words: str) -> str:
 
 
 def describe_all(snapshots: Iterable[RankSnapshot]) -> str:
-    """Describe what ranks do. Ranks that do the same are grouped."""
+    """Describe the activities of several ranks. Ranks with the same activity are grouped."""
     ordered = sorted(snapshots, key=lambda snapshot: snapshot.rank)
     parts = []
     for text, ranks in group_ranks((snapshot.rank, describe(snapshot)) for snapshot in ordered):
@@ -121,12 +121,12 @@ def stacks_of(snapshots: Iterable[RankSnapshot]) -> str:
         for stack, whose in ((snapshot.stack, ""), (snapshot.worker, ", a worker of its data loader"))
         if stack is not None
     )
-    shown = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]
-    return "\n".join(f"{rank_list(ranks)}{text}" for text, ranks in shown)
+    printed = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]
+    return "\n".join(f"{rank_list(ranks)}{text}" for text, ranks in printed)
 
 
 def brief(stack: Stack, most: int = SHORT) -> str:
-    """Return a stack in a few lines, the innermost call last: the user's lines, and the innermost others."""
+    """Format a stack in at most ``most`` lines, the innermost call last. The user's lines take precedence."""
     frames = [frame for frame in stack.frames if not frame.file.startswith(_NOT_PRINTED)]
     users = [index for index, frame in enumerate(frames) if frame.is_users][: most - 2]
     kept = sorted({*range(min(2, len(frames))), *users})
@@ -151,10 +151,10 @@ def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) ->
 
 
 def different_places(places: Mapping[int, str]) -> str:
-    """Describe ranks that wait for each other at different places. Return "" if the place is the same.
+    """Describe ranks that wait for each other at different lines. Return "" if all wait at one line.
 
     Args:
-        places: what each rank does and where, by rank.
+        places: activity and line of each rank, by rank.
     """
     groups = group_ranks(sorted(places.items()))
     if len(groups) < 2:
@@ -164,7 +164,7 @@ def different_places(places: Mapping[int, str]) -> str:
 
 
 def different_calls(calls: Iterable[tuple[int, str, Note]]) -> str:
-    """Describe ranks that did different things as one collective.
+    """Describe ranks whose calls in one collective do not match.
 
     Args:
         calls: rank, line of the user's code, and note of each call.
@@ -195,7 +195,7 @@ def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[
 
 
 def ended_by_limit(wait: object, hang_kill: float) -> str:
-    """Return the message of a run that ends since ranks have waited for too long."""
+    """Return the message for a run that ends because ranks have waited longer than ``hang_kill``."""
     return f"{wait}; ended after hang_kill={hang_kill:g} s of waiting"
 
 
@@ -208,12 +208,12 @@ def continues(wait: str, hang_kill: float) -> str:
 
 
 def cannot_stop(ranks: Sequence[int], where: str) -> str:
-    """Describe ranks that wait in a collective after Ctrl-C, so that none reaches a boundary."""
+    """Describe ranks that wait in a collective after Ctrl-C and cannot reach a boundary."""
     return f"{rank_list(ranks)} waited in {where} and could not be stopped at a boundary"
 
 
 def after_ctrl_c(where: str) -> str:
-    """Return what follows from a Ctrl-C, for rank 0 whose main thread cannot print it."""
+    """Return the message about a Ctrl-C for a rank 0 whose main thread is blocked and cannot print."""
     return (
         f"lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends "
         "them at once."

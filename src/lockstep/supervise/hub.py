@@ -1,4 +1,4 @@
-"""Connections between the supervisors of several nodes. Each node connects to node 0, and none waits for another.
+"""Connections between the supervisors of several nodes. Each node connects to node 0. Sending never blocks.
 
 One thread per node runs an event loop with a task for each connection, so that a slow peer affects no other. Messages
 that a connection cannot send yet are buffered. A message about the current state is dropped while the previous one is
@@ -51,7 +51,7 @@ WELCOME = b"\n"
 """First message of the hub to an admitted node: an empty line."""
 
 TAKEN = b"!"
-"""Message of the hub to a node whose number is taken."""
+"""Message from the hub to a node whose number another node has."""
 
 ONE_NUMBER_EACH = "the run continues with that node. Give each node its own number (NODE_RANK, --node-rank)"
 """Advice about two nodes with the same number."""
@@ -63,7 +63,7 @@ Listener = Callable[[int, Any], None]
 
 
 class _Connection:
-    """A connection of two nodes that have identified themselves. Callers of its methods hold the hub's lock.
+    """An admitted connection to another node, with its buffered messages. Callers must hold the hub's lock.
 
     Args:
         opened: the socket.
@@ -84,7 +84,7 @@ class _Connection:
         self._out: deque[tuple[str, bytes]] = deque()
 
     def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
-        """Buffer a message; with ``newest``, only if none on this topic is still buffered. Return True if buffered."""
+        """Buffer a message. With ``newest``, drop it if the topic already has one buffered. Return True if buffered."""
         if newest and any(waiting == topic for waiting, _ in self._out):
             return False
         self._out.append((topic, text))
@@ -94,11 +94,11 @@ class _Connection:
         return True
 
     def next(self) -> bytes:
-        """Return the first buffered message, or b"" without one."""
+        """Return the first buffered message, or b"" if the buffer is empty."""
         return self._out[0][1] if self._out else b""
 
     def sent(self) -> None:
-        """Remove the first buffered message, after it was sent."""
+        """Remove the first buffered message, which has been sent."""
         self.waits -= len(self._out.popleft()[1])
 
     def hang_up(self) -> None:
@@ -108,7 +108,7 @@ class _Connection:
 
 
 class Hub:
-    """This node's end of the connections. Messages sent before the nodes are connected are lost.
+    """This node's connections to the other nodes. Messages sent before the nodes are connected are lost.
 
     ``on_lost`` and the functions passed to `listen` run in the hub's thread and must not block.
 
@@ -118,7 +118,7 @@ class Hub:
         on_lost: called with node, host and reason, if a node's supervisor disappears without a farewell.
 
     Attributes:
-        is_refused: whether the hub has rejected this node, since another node has its number.
+        is_refused: whether the hub has rejected this node because another node has its number.
     """
 
     def __init__(self, node: int, host: str, on_lost: Callable[[int, str, str], None]) -> None:
@@ -139,7 +139,7 @@ class Hub:
 
     @property
     def nodes(self) -> list[int]:
-        """The other nodes that this one is connected to."""
+        """Numbers of the other nodes to which this node is connected."""
         with self._lock:
             return sorted(self._connections)
 
@@ -148,7 +148,7 @@ class Hub:
         self._listeners[topic] = listener
 
     def open(self, address: str = "") -> tuple[int, str]:
-        """Start to listen, as the hub.
+        """Listen for the other nodes. Only node 0 does, as the hub.
 
         Args:
             address: address that the other nodes connect to. A loopback address is bound alone; otherwise all
@@ -167,7 +167,7 @@ class Hub:
         return int(self._server.getsockname()[1]), self._token
 
     def join(self, address: str, port: int, token: str) -> bool:
-        """Connect to the hub and wait for admission. Return True if admitted."""
+        """Connect to the hub on node 0, and wait for admission. Return True if admitted."""
         try:
             opened = _kept_alive(socket.create_connection((address, port), CONNECT_TIMEOUT))
         except OSError:
@@ -224,13 +224,13 @@ class Hub:
             self._loop.call_soon_threadsafe(self._do, work)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task, in the event loop."""
+        """Start a coroutine as a task. Runs in the event loop."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _run(self) -> None:
-        """Run the event loop, in the thread."""
+        """Run the event loop. Runs in the hub's thread."""
 
         async def until_end() -> None:
             await self._ends.wait()
@@ -252,7 +252,7 @@ class Hub:
             return any(connection.waits for connection in self._connections.values())
 
     def _end(self) -> None:
-        """Send what is buffered, and end the thread."""
+        """Send the buffered messages, and end the hub's thread."""
         self._is_ending = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ends.set)
@@ -345,7 +345,7 @@ class Hub:
                 return connection
         with contextlib.suppress(OSError):
             opened.send(TAKEN)
-        print_line(f"{host} connected as node {node}, which is {before.host} already: {ONE_NUMBER_EACH}")
+        print_line(f"{host} connected as node {node}, but {before.host} has this number already: {ONE_NUMBER_EACH}")
         return None
 
     # -- receiving
@@ -374,14 +374,14 @@ class Hub:
             self._remove(connection, reason)
 
     def _take(self, connection: _Connection, message: Message) -> None:
-        """Handle a message of a node. Drop a malformed one, and keep the connection."""
+        """Handle a message from a node. Drop malformed messages, and keep the connection."""
         try:
             self._dispatch(connection, message)
         except Exception as error:  # for instance from another version
             if not self._has_warned:
                 self._has_warned = True
                 print_line(
-                    f"a message of node {connection.node} ({connection.host}) could not be read: {reason_of(error)}"
+                    f"a message from node {connection.node} ({connection.host}) could not be read: {reason_of(error)}"
                 )
 
     def _dispatch(self, connection: _Connection, message: Message) -> None:
@@ -410,7 +410,7 @@ class Hub:
 
 
 async def _first_line(opened: socket.socket) -> bytes:
-    """Read the first line of a connecting node. It sends nothing more before the answer."""
+    """Read a connecting node's first line. The node sends nothing more before the hub's reply."""
     opened.setblocking(False)
     text = b""
     while not text.endswith(b"\n") and len(text) <= MAX_GREETING:
@@ -422,7 +422,7 @@ async def _first_line(opened: socket.socket) -> bytes:
 
 
 def _signal(connections: list[_Connection]) -> None:
-    """Signal that there is something to send, in the event loop."""
+    """Wake the tasks that send messages. Runs in the event loop."""
     for connection in connections:
         connection.filled.set()
 
@@ -445,5 +445,5 @@ def _kept_alive(opened: socket.socket) -> socket.socket:
 
 
 def _message(line: bytes) -> Message | None:
-    """Return the message on a line; None if it is incomplete or not a message."""
+    """Return the message on a line, or None if the line is incomplete or not a message."""
     return message_in(line) if line.endswith(b"\n") else None

@@ -1,4 +1,4 @@
-"""The mailbox: a file in which the ranks of a node leave notes for their supervisor."""
+"""Mailbox: a file to which a node's ranks write notes for their supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOINED = "met"
 
 
 class Mailbox:
-    """Notes from a node's ranks to their supervisor, in an unnamed file that leaves nothing on disk.
+    """Notes from a node's ranks to their supervisor, in an unnamed file that disappears with its processes.
 
     Args:
         descriptor: descriptor of the file, if another process created it; None: create it.
@@ -71,7 +71,7 @@ class Mailbox:
             return dict(self._positions)
 
     def others(self, key: str) -> list[dict[str, Any]]:
-        """Return the other notes with a key, in the order in which they were written."""
+        """Return the dict notes that contain a key, in the order of writing."""
         with self._lock:
             self._read_new()
             return [note for note in self._others if key in note]
@@ -81,16 +81,16 @@ class Mailbox:
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
-        """Return True if the rank has entered a call and not left it."""
+        """Return True if the rank is inside a call."""
         position = self.positions().get(rank)
         return position is not None and position.inside
 
     def has_joined(self) -> bool:
-        """Return True once some rank has joined the others."""
+        """Return True once any rank has joined the process group."""
         return bool(self.others(JOINED))
 
     def is_someone_ending(self) -> bool:
-        """Return True if a failed rank has not left its call yet. It may be saving its state."""
+        """Return True if a failed rank is still in its call, where it may be saving its state."""
         with self._lock:
             self._read_new()
             positions = self._positions
@@ -131,10 +131,10 @@ class Mailbox:
 
 
 def file_without_a_name(name: str) -> IO[bytes]:
-    """Open an unnamed file, in memory if the system supports it, so that a full disk does not matter.
+    """Open an unnamed file, in memory if the system supports that, so that a full disk does not matter.
 
-    Writes append. Processes share the file's position, and Linux does not lock it for files in memory, so that two
-    simultaneous writes would overlap otherwise.
+    Writes append. Otherwise, simultaneous writes by two processes would overlap, because the processes share the file's
+    position, and Linux does not lock the position for files in memory.
 
     Args:
         name: name of the file in the system's list of open files.

@@ -1,4 +1,4 @@
-"""The monitor of a node's ranks: it detects failed ranks, ranks that left, and waits that can never end."""
+"""Monitor for a node's ranks. It detects failed ranks, ranks that left a call, and waits that can never end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.launch.processes import SAVE_TIMEOUT, stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, located, was_caught, went_on
+from lockstep.supervise.causes import Cause, Divergence, has_continued, was_caught, with_host
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.hang_text import after_ctrl_c, cannot_stop
@@ -47,14 +47,14 @@ REPORT_TIMEOUT = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason to end the ranks."""
+    """The monitor's decision to end the ranks, with the first cause."""
 
     cause: Cause | Divergence | None  #: the first cause; None: it follows from the notes
     interrupted: bool = False
 
 
 class RankMonitor:
-    """A thread that checks the ranks of a node once a second. It reports at most one verdict.
+    """Thread that checks a node's ranks once a second, and reports at most one verdict.
 
     Args:
         mailbox: mailbox of the ranks.
@@ -63,10 +63,10 @@ class RankMonitor:
         size: number of ranks of all nodes.
         hub: connection to the monitors of other nodes; None without one.
         host: name of this machine; "" if there is only one.
-        on_look: called at each check, in the thread.
+        on_check: called at each check, in the thread.
 
     Attributes:
-        hangs: monitor for hangs.
+        hangs: detects hangs among the ranks.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class RankMonitor:
         size: int,
         hub: OtherNodes | None = None,
         host: str = "",
-        on_look: Callable[[], None] = lambda: None,
+        on_check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
-        self._on_look = on_look
+        self._on_check = on_check
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
         self._mailbox = mailbox
@@ -103,7 +103,7 @@ class RankMonitor:
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Pass on a Ctrl-C that reached this process."""
+        """Pass a Ctrl-C that reached this process on to the ranks."""
         self._presses += 1
         self.signal_pipe.wake()
 
@@ -117,14 +117,14 @@ class RankMonitor:
         self.hangs.traces.close()
 
     def positions(self) -> dict[int, RankPosition]:
-        """Return the positions of the ranks, even of ended ones and of those on nodes that have ended."""
+        """Return the positions of this node's ranks and of the ranks on ended nodes, by rank."""
         others = self.hangs.others
         return {**self.own_positions(), **({} if others is None else others.ended)}
 
-    def last(self) -> dict[str, Any] | None:
-        """Return the content of this node's farewell message."""
+    def farewell(self) -> dict[str, Any] | None:
+        """Return the content of the message that this node sends before its supervisor ends."""
         others, own = self.hangs.others, self.own_positions()
-        return None if others is None else others.last(own.values(), self._text_of(self._caught(own)))
+        return None if others is None else others.farewell(own.values(), self._text_of(self._caught(own)))
 
     @property
     def caught_elsewhere(self) -> str:
@@ -136,10 +136,10 @@ class RankMonitor:
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _text_of(self, caught: Cause | None) -> str:
-        return "" if caught is None else located(caught, self.host)
+        return "" if caught is None else with_host(caught, self.host)
 
     def own_positions(self) -> dict[int, RankPosition]:
-        """Return the positions of this node's ranks, even of ended ones."""
+        """Return the positions of this node's ranks, including ended ranks, by rank."""
         positions = self._mailbox.positions()
         for rank, at in self._ended().items():
             there = positions.get(rank) or RankPosition(rank, at, 0, False, "")
@@ -149,9 +149,9 @@ class RankMonitor:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._await_period()
-            self._on_look()
+            self._on_check()
             self._presses += self.signal_pipe.presses()
-            verdict = None if self._stopping.is_set() else self._look()
+            verdict = None if self._stopping.is_set() else self._check()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
                 return
@@ -159,7 +159,7 @@ class RankMonitor:
     def _await_period(self) -> None:
         """Sleep until the next check, or a signal.
 
-        Traces are opened as soon as ranks announce them: the trace of a rank that dies early is lost unless it is open.
+        Traces are opened as soon as ranks announce them, because the trace of a rank that ends early would be lost.
         """
         seconds = PERIOD
         if self.hangs.is_proving:
@@ -177,7 +177,7 @@ class RankMonitor:
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
-    def _look(self) -> Verdict | None:
+    def _check(self) -> Verdict | None:
         positions, now = self.own_positions(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: position for rank, position in positions.items() if position.inside}
@@ -200,7 +200,7 @@ class RankMonitor:
         return self._failed(inside, now) or self._hung(inside, now) or self._stuck_after_ctrl_c(inside, now)
 
     def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
-        """Return the verdict on ranks whose wait can never end, or takes too long."""
+        """Return a verdict if ranks wait forever or for too long, or None."""
         others, own = self.hangs.others, self.own_positions()
         if not inside and (others is None or not own):
             return None
@@ -209,8 +209,8 @@ class RankMonitor:
         caught = self._caught(own) if outside else None
         # a script may also have caught the error and continued, while others are still in that call
         if caught is None:
-            caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
-        found = self.hangs.look(inside, self._seconds, now, outside, self._text_of(caught), ending)
+            caught = next((note for note in self._mailbox.read() if has_continued(note, own)), None)
+        found = self.hangs.check(inside, self._seconds, now, outside, self._text_of(caught), ending)
         if found is None:
             return None
         return Verdict(caught if caught is not None and others is None else found, self.interrupted_at is not None)
@@ -240,7 +240,7 @@ class RankMonitor:
         return None
 
     def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
-        """Return the verdict on a rank that has failed and is stuck in its call."""
+        """Return a verdict if a rank has failed and is stuck in its call, or None."""
         for cause in self._mailbox.read():
             position = inside.get(cause.rank)
             if position is None or position.call != cause.call or now - cause.at < LEAVE_TIMEOUT or cause.is_interrupt:
@@ -251,7 +251,7 @@ class RankMonitor:
         return None
 
     def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
-        """Return the verdict after Ctrl-C if all ranks wait, so that none can reach a boundary."""
+        """Return a verdict after Ctrl-C if all ranks wait and cannot reach a boundary, or None."""
         # ranks on other nodes, which are not seen here, may take longer
         seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
         if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:
@@ -274,7 +274,7 @@ class _Stillness:
         self._used, self._at, self._since = -1.0, 0.0, 0.0
 
     def seconds(self, process: int, now: float) -> float:
-        """Return the seconds of idleness so far; 0 if unknown."""
+        """Return for how many seconds the process has been idle; 0 if unknown."""
         used, sleeps = _processor_time(process)
         first = self._at == 0.0  # nothing is known about the time before
         if first or not sleeps or used - self._used > BUSY * max(PERIOD, now - self._at):

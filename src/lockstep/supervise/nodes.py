@@ -1,4 +1,4 @@
-"""This node among the others. Nodes claim the first cause that they know, and node 0 decides."""
+"""Agreement of several nodes on the first cause. Each node reports the cause that it knows, and node 0 decides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.supervise.causes import Divergence, First, located
+from lockstep.supervise.causes import Divergence, First, with_host
 from lockstep.supervise.screen_text import print_line
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ JOIN_TIMEOUT = 60.0
 LEAVE_TIMEOUT = 15.0
 """Seconds for which a node whose ranks left a call waits for others to notice. A proof takes 5 s."""
 
-NOT_REPORTED = "failures of other nodes are not reported here"
-"""Consequence for a node that cannot reach the others."""
+NOT_REPORTED = "this node will not report failures of other nodes"
+"""Consequence for a node that cannot reach the others, for messages."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The first cause of all nodes."""
+    """The first cause on which all nodes agree."""
 
     words: str
     node: int  #: node of the cause
@@ -37,12 +37,13 @@ class Decision:
 
 
 class Nodes:
-    """Agreement of all nodes on the first cause. Each node claims what it knows, and node 0 decides.
+    """This node's part in the agreement on the first cause. Node 0 decides, and the other nodes follow.
 
     Args:
         node: number of this node.
         count: number of nodes.
-        put: called in threads with the name and the argument of an event, for `claimed`, `accept` and `handle_loss`.
+        put: called in threads with the name and the argument of an event, for `handle_claim`, `accept` and
+            `handle_loss`.
         follow: called when the first cause of all nodes is known.
         scheduled: whether a scheduler handles nodes that do not answer. It may restart the run elsewhere, but not if
             the run ended by itself.
@@ -82,13 +83,13 @@ class Nodes:
         self._is_comparing = False
 
     def open(self, address: str) -> tuple[int, str]:
-        """Listen for the other nodes. Return the port and the token that they need."""
+        """Listen for the other nodes. Return the port and the token that the nodes need to connect."""
         assert self.hub is not None
         self.hub.listen("claim", lambda node, body: self._put("claim", (node, body)))
         return self.hub.open(address)
 
     def join(self, address: str, port: int, token: str) -> None:
-        """Connect to the first node, in a thread that retries until it answers."""
+        """Connect to the first node, in a thread that retries until the connection succeeds."""
         assert self.hub is not None
         self.hub.listen("first", lambda node, body: self._put("first", body))
         thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
@@ -111,7 +112,7 @@ class Nodes:
             time.sleep(1.0)
 
     def claim(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
-        """Send the first cause of this node to the others.
+        """Report this node's first cause to node 0, which decides.
 
         Args:
             cause: the first cause.
@@ -119,19 +120,19 @@ class Nodes:
         """
         if self.hub is None:
             return
-        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": [*notes]}
+        body = {"words": with_host(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": [*notes]}
         if self._node == 0:
-            self.claimed((0, body))
+            self.handle_claim((0, body))
         else:
             self.hub.send("claim", body, to=0)
 
     def query(self, body: dict[str, Any]) -> None:
-        """Ask all other nodes which of their ranks failed or left the call in which a rank of this node lost them."""
+        """Ask all other nodes which of their ranks failed, or left the call in which a rank here lost connections."""
         if self.hub is not None:
             self.hub.send("asked", body)
 
-    def misses(self) -> bool:
-        """Return True while others may wait for this node's ranks, which left a call by ``sys.exit()``.
+    def has_to_wait(self) -> bool:
+        """Return True while other nodes may wait for this node's ranks, which left a call by ``sys.exit()``.
 
         This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVE_TIMEOUT`.
         """
@@ -148,7 +149,7 @@ class Nodes:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the first cause is known, and is another node's or concerns several nodes."""
+        """True if the first cause is known, and lies on another node or on several nodes."""
         decided = self.decided
         return decided is not None and (decided.node != self._node or decided.proved)
 
@@ -157,14 +158,14 @@ class Nodes:
         if self.hub is not None:
             self.hub.close(last)
 
-    def claimed(self, what: tuple[int, Any]) -> None:
-        """Handle a node's claim, on the first node. The first claim wins."""
+    def handle_claim(self, what: tuple[int, Any]) -> None:
+        """Handle a node's claim to the first cause, on node 0. The first claim wins."""
         node, body = what
         if self.decided is not None or self._is_comparing:
             return
         decision = Decision(body["words"], node, body["rank"])
         if not body["notes"]:
-            self.compared(decision)
+            self.decide(decision)
             return
         self._is_comparing = True
         thread = threading.Thread(
@@ -179,15 +180,15 @@ class Nodes:
             proof = self.compares(notes)
         self._put("compared", claim if proof is None else Decision(str(proof), claim.node, proved=True))
 
-    def compared(self, decision: Decision) -> None:
-        """Decide, on the first node, after a claim was compared with the other nodes' ranks."""
+    def decide(self, decision: Decision) -> None:
+        """Decide on the first cause, on node 0, and send the decision to the other nodes."""
         if self.decided is None:
             assert self.hub is not None
             self.hub.send("first", asdict(decision))
             self._decide(decision)
 
     def accept(self, body: dict[str, Any]) -> None:
-        """Accept the decision of the first node, on another node."""
+        """Accept the first node's decision, on the other nodes."""
         if self.decided is None:
             self._decide(Decision(**body))
 
@@ -196,10 +197,10 @@ class Nodes:
         self._follow(decision)
 
     def handle_loss(self, what: tuple[int, str]) -> None:
-        """Handle the loss of a node's supervisor that sent no farewell."""
+        """Handle the loss of a node, whose supervisor disappeared without a farewell."""
         node, words = what
         if node:
-            self.claimed((node, {"words": words, "rank": -1, "notes": []}))
+            self.handle_claim((node, {"words": words, "rank": -1, "notes": []}))
         elif self.decided is None:  # the deciding node is gone
             self._decide(Decision(words, node))
 

@@ -1,4 +1,4 @@
-"""Text that a failed run prints on a terminal: short tracebacks, and lines that it shows unchanged."""
+"""Text that a failed run prints on the terminal, with short tracebacks and without control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 17
 """Maximum number of printed lines of a traceback with several ranks. Two of them fit into 40 lines."""
 
 MOST_ALONE = 36
-"""The same for a single process, which prints one traceback and nothing else."""
+"""Maximum number of printed lines of a traceback on a single process."""
 
 WIDE = 1000
 """Maximum number of printed characters of a line."""
@@ -31,10 +31,10 @@ _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
 def shortened(error: BaseException, most: int = MOST) -> str:
-    """Return the traceback of an exception. Long ones omit frames of lockstep, torch and the standard library.
+    """Return an exception's traceback. Long tracebacks omit frames in lockstep, torch and the standard library.
 
-    The innermost frame of each traceback remains in any case. Long chains and groups of exceptions, and long
-    messages, lose their middle. Control characters are escaped.
+    The innermost frame of each traceback remains in any case. From long chains and groups of exceptions, and from long
+    messages, the middle is omitted. Control characters are escaped.
 
     Args:
         error: the exception.
@@ -56,14 +56,14 @@ def shortened(error: BaseException, most: int = MOST) -> str:
 
 
 def as_imported(text: str) -> str:
-    """Replace the names of the package's own exceptions by those that users import."""
+    """Replace the module of lockstep's exceptions with the module from which users import them."""
     return _EXCEPTIONS.sub("lockstep.utilities.exceptions.", text)
 
 
 def wipe_line() -> None:
     """On a terminal, move to the start of the line, clear everything below, and show the cursor.
 
-    Another rank may have progress bars there. It draws them again, if it still runs.
+    Another rank may have drawn progress bars there. The rank draws them again if it still runs.
     """
     start = wiping()
     if start:
@@ -92,7 +92,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def _without_inner(lines: list[str]) -> list[str]:
-    """Replace frames of lockstep, torch and the standard library by their number."""
+    """Replace the frames in lockstep, torch and the standard library with a line that counts them."""
     kept: list[str] = []
     omitted, at = 0, 0
     while at < len(lines):
@@ -126,7 +126,7 @@ _PLACES = re.compile(r'File "([^"\n]+)", line (\d+)|([^\s()"\']+):(\d+)')
 
 
 def name_cells(text: str) -> str:
-    """Replace the files of a notebook's cells in a text by the names that IPython gives them.
+    """Replace the file names of a notebook's cells in a text with IPython's names for the cells.
 
     ``/tmp/ipykernel_5/89.py:7`` becomes ``Cell In[3], line 7``. Outside of IPython the text stays as it is.
     """
@@ -146,7 +146,7 @@ REASON = 400
 
 
 def one_line(text: str, most: int | None = REASON) -> str:
-    r"""Return the text on one line, with nonprintable characters escaped. A long text loses its middle.
+    r"""Return the text on one line, with nonprintable characters escaped. From a long text, the middle is omitted.
 
     Args:
         text: the text.
@@ -181,7 +181,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an exception on one line, escaped and cut: ``"ValueError: message"``."""
+    """Return an exception's type and message on one line, escaped and shortened: ``"ValueError: message"``."""
     if isinstance(error, SystemExit):
         return one_line(f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run")
     parts = traceback.format_exception_only(type(error), error)

@@ -33,19 +33,20 @@ _giving_way: list[object] = []
 
 @contextmanager
 def handling(
-    numbers: Iterable[int], note: Callable[[int], None], is_replaceable: bool = False, beside: Collection[int] = ()
+    numbers: Iterable[int], callback: Callable[[int], None], is_replaceable: bool = False, shared: Collection[int] = ()
 ) -> Iterator[None]:
-    """Call ``note`` for these signals inside the context. Outside the main thread, do nothing.
+    """Call ``callback`` for these signals inside the context. Outside the main thread, do nothing.
 
-    A handler that the user has set remains, alone or, for signals in ``beside``, in addition to ``note``. A signal that
-    a parent process set to be ignored stays ignored. Forked processes such as loader workers ignore these signals: a
-    cluster sends them to every process, and without its workers the run could not reach its boundary.
+    A handler that the user has set remains. For signals in ``shared``, ``callback`` is called after the user's handler;
+    for others, it is not called. A signal that a parent process set to be ignored stays ignored. Forked processes such
+    as loader workers ignore these signals, because a cluster sends them to every process, and without its workers the
+    run could not reach its boundary.
 
     Args:
         numbers: the signals.
-        note: called in the handler, so it must not print: another signal may interrupt it.
+        callback: called in the handler. It must not print, because another signal may interrupt it.
         is_replaceable: whether a fit inside the context may take over these signals while it runs.
-        beside: signals for which the user's handler is called, and ``note`` after it.
+        shared: signals for which the user's handler and ``callback`` are called.
     """
     process = os.getpid()
 
@@ -56,13 +57,13 @@ def handling(
                 users(number, frame)
         finally:
             if os.getpid() == process:
-                note(number)
+                callback(number)
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
-    users = {number for number in beside if callable(before.get(number)) and before[number] is not signal.SIG_IGN}
+    users = {number for number in shared if callable(before.get(number)) and before[number] is not signal.SIG_IGN}
     replaced = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
     for number in replaced:
         signal.signal(number, handle)
@@ -80,7 +81,7 @@ def handling(
 
 
 def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if lockstep started this process as a rank. It sends SIGTERM only after a failure."""
+    """Return True if lockstep started this process as a rank, which then gets SIGTERM only after a failure."""
     return environ.get(PARENT) == str(os.getppid())
 
 
@@ -116,7 +117,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def send_again(number: int) -> None:
-    """Send a signal that was not acted on to this process once more, after the handlers are removed."""
+    """Send a signal to this process once more, for its default action after the handlers are removed."""
     for stream in (sys.stdout, sys.stderr):
         # the reader is gone, or the stream is missing
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -128,11 +129,11 @@ def send_again(number: int) -> None:
 
 
 PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux") else None
-"""Signal that passes on a Ctrl-C. With SIGINT, a rank that also gets it from the terminal would count two."""
+"""Signal that passes on a Ctrl-C. It is not SIGINT, which a rank may also get from the terminal."""
 
 
 def accept_ctrl_c() -> None:
-    """Accept a passed-on Ctrl-C from now on. It has no effect outside :func:`interruptible`."""
+    """Accept Ctrl-C from :func:`pass_on` from now on. It has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
         number = PASS
 
@@ -207,7 +208,7 @@ _asking: list[object] = []
 
 
 class SignalPipe:
-    """Pipe that receives every Ctrl-C of this process, even while its main thread waits in a collective.
+    """Pipe that receives every Ctrl-C in this process, even while its main thread waits in a collective.
 
     Python runs handlers in the main thread between two instructions, so never while that thread waits for another rank.
     The C-level handler writes the signal's number into a pipe at once.
@@ -243,7 +244,7 @@ class SignalPipe:
         return self._read
 
     def presses(self) -> int:
-        """Return how often Ctrl-C was pressed since the last call."""
+        """Return how often Ctrl-C was pressed since the last call of this method."""
         try:
             return os.read(self._read, 4096).count(signal.SIGINT)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The position of a rank in its calls, and snapshots of ranks as seen from outside."""
+"""`RankPosition`, a rank's report about its Trainer calls, and `RankSnapshot`, its state as other processes see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The position of a rank in its sequence of calls: inside a call or after it."""
+    """A rank's report of its newest Trainer call, and whether the rank is still inside the call."""
 
     rank: int
     at: float  #: when it got there, on the clock of ``time.monotonic``
@@ -30,7 +30,7 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The state of one rank at one moment, as seen from outside."""
+    """The state of one rank at one moment, as its supervisor sees it."""
 
     rank: int
     at: float  #: the moment, on the clock of its host's ``time.monotonic``
@@ -54,7 +54,7 @@ class RankSnapshot:
 
     @property
     def queued(self) -> Note | None:
-        """The oldest collective that its device has not completed; None if there is none.
+        """The oldest collective that the rank's device has not completed; None if all are complete.
 
         The call has returned. The rank may have continued until it needed a value that depends on the collective.
         """
@@ -66,12 +66,12 @@ class RankSnapshot:
 
     @property
     def awaited(self) -> Note | None:
-        """The collective in which its thread or its device waits for others."""
+        """The collective in which the rank's thread or device waits for other ranks, or None."""
         return self.inside or self.queued
 
     @property
     def waited(self) -> float:
-        """Seconds that it has waited for other ranks, by its notes or its stack; 0 if it does not wait."""
+        """Seconds for which the rank has waited for others, from its notes or its stack; 0 if it does not wait."""
         inside = self.inside
         if inside is not None:
             return self.at - inside.entered

@@ -1,4 +1,4 @@
-"""Stacks: the position of a process, or the origin of an exception, in the user's code."""
+"""Call stacks of processes and exceptions, to find the line of the user's code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TORCH_WAITS = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
     (f"distributed{os.sep}_functional_collectives.py", "wait_tensor"),
 )
-"""Torch's files, by the end of their paths, and their functions ("": any) that wait for other ranks."""
+"""Torch's functions that wait for other ranks. The end of a file's path, and the function ("": any)."""
 
 _LOADERS = (f"{TORCH}utils{os.sep}data{os.sep}", f"{LOCKSTEP}data{os.sep}")
 _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
@@ -42,7 +42,7 @@ _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
 
 @dataclass(frozen=True)
 class Frame:
-    """A function that was called and has not returned."""
+    """One frame in a call stack: a file, a line and a function."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """The mark of a function of lockstep, or None."""
+        """The description of a marked function in lockstep, or None for any other function."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Stack:
     batch: int = field(default=-1, compare=False)  #: the rank's training batch, if its Trainer reported it
 
     def location(self, called: str = "") -> str:
-        """Return the innermost line of the user's code, ``"train.py:14"``. Without one, return a line of any code.
+        """Return the innermost line of the user's code, such as ``"train.py:14"``, or else a line of other code.
 
         Args:
             called: the line that called from another process.
@@ -100,22 +100,22 @@ class Stack:
 
     @property
     def waits(self) -> bool:
-        """True if it is in a collective: lockstep or torch waits for other ranks, below the user's code."""
+        """True if lockstep or torch waits for other ranks, below the user's code."""
         return any(frame.waits for frame in self._below_users())
 
     @property
     def loads(self) -> bool:
-        """True if it loads data, in a data set or a loader."""
+        """True if the process is loading data in a data set or a data loader."""
         return not self.waits and any(frame.file.startswith(_LOADERS) for frame in self.frames)
 
     @property
     def fetches(self) -> bool:
-        """True if it is in a data set, called by a loader."""
+        """True if a data loader is fetching samples from a data set."""
         return any(frame.file == _FETCH for frame in self.frames)
 
     @property
     def doing(self) -> str:
-        """The activity below the user's code, in words or as a function's name; "" if there is none."""
+        """The activity below the user's code, in words or as a function's name; "" in the user's own code."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark
@@ -125,7 +125,7 @@ class Stack:
         return named[-1] if named else ""
 
     def described(self, called: str = "") -> str:
-        """Return what it does and where. ``called`` is as for :meth:`location`."""
+        """Return the activity and the line of the user's code. ``called`` is as for :meth:`location`."""
         return f"{self.doing or 'its own code'} ({self.location(called)})"
 
     def _below_users(self) -> Iterable[Frame]:
@@ -136,7 +136,7 @@ class Stack:
 
 
 def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the frames inside a spawned process' call. Frames outside of it are no user's code."""
+    """Return the frames inside the call of a spawned process. Outer frames are not the user's code."""
     kept: list[Frame] = []
     for frame in frames:
         if frame.file == SPAWNED and frame.function == "work":
@@ -146,7 +146,7 @@ def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def stack_of(error: BaseException) -> Stack:
-    """Return the origin of an exception. If a loader worker raised it, return its origin in the worker."""
+    """Return the stack at which an exception was raised, in a loader worker if a worker raised it."""
     text = words_of(error)
     if IN_WORKER in text:
         frames = tuple(reversed(_read(text.split(IN_WORKER, 1)[1])))
@@ -156,7 +156,7 @@ def stack_of(error: BaseException) -> Stack:
 
 
 def is_through_lockstep(error: BaseException) -> bool:
-    """Return True if an exception, or one that it is chained to, passed through lockstep's code."""
+    """Return True if an exception, or one in its chain, passed through lockstep's code."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -167,7 +167,7 @@ def is_through_lockstep(error: BaseException) -> bool:
     return False
 
 
-def calling() -> Stack:
+def current_stack() -> Stack:
     """Return the stack of the caller."""
     found: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
@@ -177,8 +177,8 @@ def calling() -> Stack:
     return Stack(_within(found))
 
 
-def dumped(text: str) -> Stack:
-    """Return the stack from the text of `faulthandler` or of the answering thread. The latter adds the batch."""
+def parse_stack(text: str) -> Stack:
+    """Parse the text that `faulthandler` or the replying thread has written into a stack."""
     batch = _BATCH.search(text)
     frames = _within(_read(text))
     return Stack(frames) if batch is None else Stack(frames, batch[2], int(batch[1]))

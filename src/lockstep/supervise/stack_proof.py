@@ -1,4 +1,4 @@
-"""Proofs from the stacks of idle ranks: a question to all nodes, and the conclusion from two equal answers."""
+"""Proof of a hang from the stacks of idle ranks, which two consecutive questions to all nodes have to confirm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUIET = 2.0
 """Seconds without processor time after which a rank's stack is requested."""
 
 QUIET_AT_FIRST = 3.0
-"""The same while ranks connect, which a signal disturbs, and for ranks without hang detection."""
+"""`QUIET` for ranks that are connecting, where a signal would disturb, and for ranks without hang detection."""
 
 AGAIN = 0.3
 """Seconds from the answers to one question until the next question."""
@@ -30,7 +30,7 @@ MAX_PAUSE = 60.0
 
 
 def is_idle(snapshot: RankSnapshot) -> bool:
-    """Return True if a rank in a call has been idle for so long that it may be waiting for another."""
+    """Return True if a rank in a call has been idle so long that it may wait for another rank."""
     position = snapshot.position
     connects = position.hang_timeout is None and position.hang_kill is None
     quiet = QUIET_AT_FIRST if connects else QUIET
@@ -38,14 +38,14 @@ def is_idle(snapshot: RankSnapshot) -> bool:
 
 
 class StackQuestion:
-    """A question for the stacks of all ranks in a call, and the answers of the nodes. At most one is open.
+    """A question to all nodes for their ranks' stacks, and the replies. At most one question is open.
 
     Attributes:
         number: number of the newest question.
-        put_at: when it was asked.
-        wakes: whether it is for the stopped ranks, which continue after their answers. Earlier answers of all others
-            are kept.
-        is_open: whether its answers have not been evaluated yet.
+        put_at: when the question was asked.
+        wakes: whether the question is for the stopped ranks, which continue after their replies. Earlier replies of
+            all others are kept.
+        is_open: whether the replies have not been evaluated yet.
     """
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ class StackQuestion:
             self.wakes, self._kept, self._answers = kept is not None, kept or {}, {}
 
     def take(self, node: int, number: int, answers: Mapping[int, RankSnapshot]) -> None:
-        """Store a node's answer. Answers to older questions are ignored."""
+        """Store a node's reply. Replies to older questions are ignored."""
         with self._lock:
             if number == self.number:
                 self._answers[node] = answers
 
     def is_answered(self, nodes: Collection[int]) -> bool:
-        """Return True if all of these nodes have answered."""
+        """Return True if all of these nodes have replied to the open question."""
         with self._lock:
             return self.is_open and self._answers.keys() >= set(nodes)
 
     def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
-        """Return the answers by rank, once. Return None while the question waits for a node."""
+        """Close the question and return the replies by rank. Return None while a node has not replied."""
         if not self.is_open or not (self.is_answered(nodes) or now - self.put_at >= UNANSWERED):
             return None
         with self._lock:
@@ -88,10 +88,10 @@ class StackQuestion:
 
 
 class StackProof:
-    """The proof from two consecutive questions.
+    """Conclusion that ranks wait forever, from equal replies to two consecutive questions.
 
-    The second question is asked after all answers to the first one have arrived. If both answers are equal, there was a
-    moment at which all ranks were at the reported places.
+    The second question is asked after all replies to the first have arrived. If both replies are equal, there was a
+    moment at which all ranks were at the reported lines.
 
     Args:
         size: number of ranks of all nodes; 0: unknown.
@@ -104,14 +104,14 @@ class StackProof:
 
     @property
     def is_pending(self) -> bool:
-        """True if the second question is still to be asked."""
+        """True if the first replies have arrived and the second question is still to be asked."""
         return self._before is not None
 
     def is_due(self, every: Sequence[RankSnapshot], now: float) -> bool:
-        """Return True if it is time for a question: all ranks may be waiting, or some wait for one that has left.
+        """Return True if it is time for a question, because ranks may be waiting forever.
 
         Args:
-            every: all known ranks, even those that have left their call or ended.
+            every: all known ranks, including ranks that have left their call or ended.
             now: current time.
         """
         if self._is_suspect(every):
@@ -129,7 +129,7 @@ class StackProof:
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
     ) -> Divergence | None:
-        """Return what these answers and the previous ones prove. After the first ones, schedule the next question."""
+        """Return the hang that these replies and the previous replies prove, or None. Schedule the next question."""
         if not self._is_suspect(every):
             self._before = None
             return None

@@ -1,4 +1,4 @@
-"""Requests for the stack of another process. It writes its main thread's stack to a file that both have open."""
+"""Requests for the stack of another process, which writes the stack to a file that both processes have open."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from typing import IO, Any, TypeAlias
 
 from lockstep.ground.installed import STACK
 from lockstep.supervise.mailbox import file_without_a_name
-from lockstep.supervise.stack import Stack, dumped
+from lockstep.supervise.stack import Stack, parse_stack
 
 SECONDS = 1.0
-"""Seconds that an answer may take."""
+"""Seconds that a reply may take."""
 
 ASK: int | None = int(signal.SIGRTMIN) + 9 if sys.platform.startswith("linux") else None
 """Signal that requests a stack. `faulthandler` answers it at once, even while the rank waits in a collective."""
 
 HEADER = "Stack (most recent call first):\n"
-"""First line of each answer, also of those by `faulthandler`."""
+"""First line of each reply, by the replying thread or by `faulthandler`."""
 
 PROMPT = 0.5
-"""Seconds in which the answering thread is expected to answer."""
+"""Seconds in which the replying thread is expected to reply."""
 
 Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Handlers | None"
 
 _file: IO[bytes] | None = None
 _where: Callable[[], tuple[str, int]] | None = None
 _wake_pipe: tuple[int, int] = (0, -1)
-"""The process that has an answering thread, and the writing end of the pipe that wakes it."""
+"""The process with a replying thread, and the writing end of the pipe that wakes the thread."""
 
 
 def offer() -> str:
-    """Let other processes request the stack of this one's main thread.
+    """Let other processes request the stack of this process' main thread.
 
     Returns:
-        the address for :func:`ask`: the file of the answers, and the pipe. "" on systems without support.
+        the address for :func:`ask`, with the file for replies and the pipe. "" on systems without support.
     """
     global _file, _wake_pipe
     if ASK is None:
@@ -68,7 +68,7 @@ def offer() -> str:
     if _wake_pipe[0] != os.getpid():
         read_end, write_end = os.pipe()
         _wake_pipe = os.getpid(), write_end
-        threading.Thread(target=_answer_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
+        threading.Thread(target=_reply_to_requests, args=(read_end, _file), name="lockstep-sample", daemon=True).start()
     locations = (_file.fileno(), _wake_pipe[1])
     path = f"/proc/{os.getpid()}/fd"
     return (
@@ -77,14 +77,14 @@ def offer() -> str:
 
 
 def _change_handler(number: int, handler: Handler) -> Handler:
-    """Return the previous handler, or None outside the main thread, where it cannot be changed."""
+    """Set a signal's handler and return the previous one. Return None outside the main thread, where that fails."""
     with suppress(ValueError):
         return signal.signal(number, handler)
     return None
 
 
-def _answer_requests(read_end: int, file: IO[bytes]) -> None:
-    """Write the main thread's stack at each request, in a thread."""
+def _reply_to_requests(read_end: int, file: IO[bytes]) -> None:
+    """Write the main thread's stack at each request. Runs in a thread."""
     main = threading.main_thread().ident
     while os.read(read_end, 4096):
         frame = None if main is None else sys._current_frames().get(main)
@@ -98,7 +98,7 @@ def _answer_requests(read_end: int, file: IO[bytes]) -> None:
 
 
 def _batch() -> str:
-    """Return the line with this process' hook and batch."""
+    """Return the line of a reply that contains this process' hook and batch, or ""."""
     with suppress(Exception):  # it may run between any two lines of other code
         if _where is not None:
             phase, batch = _where()
@@ -106,14 +106,14 @@ def _batch() -> str:
     return ""
 
 
-def answer_with(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns the hook and the batch for the thread's answers. None removes it."""
+def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
+    """Set the function that returns the hook and the batch for replies. None removes the function."""
     global _where
     _where = where
 
 
 def is_there(answers: str) -> bool:
-    """Return True if the process of an :func:`offer` still runs. Its id may have been reused."""
+    """Return True if the process that made an :func:`offer` still runs, and its id has not been reused."""
     return bool(answers) and _is_file(*answers.split(":")[:2])
 
 
@@ -125,29 +125,29 @@ def _is_file(path: str, inode: str = "") -> bool:
 
 
 def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
-    """Return the stack of a process that made an :func:`offer`, or None if it does not answer.
+    """Return the stack of a process that made an :func:`offer`, or None if the process does not reply.
 
     Args:
         process: id of the process.
         answers: return value of its offer.
-        by_signal: whether it has no answering thread, as a fork of the process that made the offer.
+        by_signal: whether the process has no replying thread, because it is a fork of the process that made the offer.
     """
     if ASK is None or not is_there(answers):
         return None
     try:
-        with _answering(answers) as answer:
+        with _reading_replies(answers) as read_reply:
             if not by_signal and _wake_thread(*answers.split(":")[2:]):
-                found = answer(PROMPT)
+                found = read_reply(PROMPT)
                 if found is not None:
                     return found
             os.kill(process, ASK)
-            return answer()
+            return read_reply()
     except OSError:  # the process has ended
         return None
 
 
 def ask_workers(process: int, answers: str) -> list[Stack]:
-    """Return the stacks of the children that a process forked after its :func:`offer`: workers of a loader."""
+    """Return the stacks of a process' forked loader workers, which share its :func:`offer`."""
     children: list[int] = []
     with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -163,25 +163,25 @@ def ask_workers(process: int, answers: str) -> list[Stack]:
 
 
 def ask_stopped(process: int, answers: str) -> Stack | None:
-    """Return the stack of a stopped process. It continues after the answer."""
+    """Return the stack of a stopped process. The process continues after its reply."""
     if ASK is None or not is_there(answers):
         return None
     import ctypes
 
     library = ctypes.CDLL(None)
     try:
-        with _answering(answers) as answer:
+        with _reading_replies(answers) as read_reply:
             # to its main thread: a signal to the whole stopped process may be lost
             if not hasattr(library, "tgkill") or library.tgkill(process, process, ASK):
                 os.kill(process, ASK)
             os.kill(process, signal.SIGCONT)
-            return answer()
+            return read_reply()
     except OSError:
         return None
 
 
 def _wake_thread(path: str = "", inode: str = "") -> bool:
-    """Wake the answering thread. Return False if it cannot be reached."""
+    """Wake the replying thread. Return False if the thread cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:
@@ -197,22 +197,22 @@ def _wake_thread(path: str = "", inode: str = "") -> bool:
 
 
 @contextmanager
-def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
-    """Yield a function that reads the answer to a request made inside the context."""
+def _reading_replies(answers: str) -> Iterator[Callable[..., Stack | None]]:
+    """Yield a function that reads the reply to a request made inside the context."""
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
-        yield lambda seconds=SECONDS: _answer(file, seconds)
+        yield lambda seconds=SECONDS: _read_reply(file, seconds)
 
 
 def _handles(process: int, number: int) -> bool:
-    """Return True if a process handles a signal, which would end it otherwise."""
+    """Return True if a process has a handler for a signal that would otherwise end the process."""
     with suppress(OSError, StopIteration), open(f"/proc/{process}/status") as file:
         caught = next(line.split()[1] for line in file if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (number - 1) & 1)
     return False
 
 
-def _answer(file: IO[bytes], seconds: float) -> Stack | None:
+def _read_reply(file: IO[bytes], seconds: float) -> Stack | None:
     text, until = b"", time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.02)
@@ -220,6 +220,6 @@ def _answer(file: IO[bytes], seconds: float) -> Stack | None:
         if text and not more:
             # a signal also wakes the thread
             answers = text.decode(errors="replace").split(HEADER)
-            return dumped(next((each for each in answers if each.strip()), ""))
+            return parse_stack(next((each for each in answers if each.strip()), ""))
         text += more
     return None

@@ -1,4 +1,4 @@
-"""The status of this process as a rank: its position, its exceptions, and its notes for the supervisor."""
+"""Reports from this process to its supervisor: its Trainer calls, its exceptions, and other notes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lockstep.supervise.mailbox import JOINED, MAILBOX, RANK, Mailbox, leave_not
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
 from lockstep.supervise.signals import accept_ctrl_c, by_default
 from lockstep.supervise.snapshot import RankPosition
-from lockstep.supervise.stack import calling, is_through_lockstep
+from lockstep.supervise.stack import current_stack, is_through_lockstep
 from lockstep.supervise.trace_memory import offer as offer_trace
 
 CAUSE_TIMEOUT = 1.0
-"""Seconds that a rank which has lost another waits for the first cause."""
+"""Seconds that a rank with a lost connection waits for the first cause."""
 
 at_exit: list[Callable[[], None]] = []
-"""Exit functions of this process' supervisor connection: one or none."""
+"""Exit functions of this process' connection to the supervisor. The list has one entry or none."""
 
 
 def _run_at_exit() -> None:
@@ -44,7 +44,7 @@ EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
-    """This process as a rank: its number, its mailbox, and what it has reported."""
+    """State of this process as a rank: its number, its mailbox, and its last reports."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -62,8 +62,8 @@ _rank = _Rank()
 
 
 @contextmanager
-def noted_call(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
-    """Record one call: the rank's position, and the exception that ends it.
+def record_call(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
+    """Report a call inside the context to the supervisor: its start, its end, and its exception.
 
     Args:
         rank: global rank of this process.
@@ -73,7 +73,7 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     """
     _rank.rank, _rank.address = rank, address
     _rank.call, _rank.raised = _rank.call + 1, None
-    location = _rank.called = called or calling().location()
+    location = _rank.called = called or current_stack().location()
     _rank.location = location
     if address or launched:
         accept_ctrl_c()
@@ -82,9 +82,9 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     try:
         yield
     except BaseException as error:
-        failed(error)
+        record_failure(error)
         watch_uncaught()
-        reason = named(error)
+        reason = name_first_cause(error)
         if reason is not error:
             raise reason from error
         raise
@@ -93,18 +93,18 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
         _note_position(location, inside=False)
 
 
-def without_ranks() -> None:
-    """Count a call that this process makes alone or in temporary processes, before it has ranks."""
+def count_call_without_ranks() -> None:
+    """Count a call that this process runs alone or in temporary processes, before ranks are started."""
     _rank.before += 1
 
 
 def calls_before() -> int:
-    """Return the number of calls made without ranks."""
+    """Return the number of calls from `count_call_without_ranks`."""
     return _rank.before
 
 
-def failed(error: BaseException, rank: int | None = None, address: str = "") -> None:
-    """Record an exception that ends the call, as soon as that is certain. The first record of an exception counts.
+def record_failure(error: BaseException, rank: int | None = None, address: str = "") -> None:
+    """Report an exception that ends a call to the supervisor. Repeated reports of an exception do nothing.
 
     Args:
         error: the exception.
@@ -118,34 +118,34 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
         leave_note(_rank.address, _rank.raised[1])
 
 
-def reported_ctrl_c() -> None:
-    """Record that this rank has announced what follows from Ctrl-C. Safe in signal handlers: it takes no lock."""
+def record_ctrl_c_report() -> None:
+    """Report that this rank has printed its message about Ctrl-C. Safe in signal handlers, since it takes no lock."""
     if _rank.address:
         leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
 
 
-def met() -> None:
-    """Record that this rank has joined the others. From now on, Ctrl-C ends them in an orderly way."""
+def record_join() -> None:
+    """Report that this rank has joined the process group. From then on, Ctrl-C ends the ranks in an orderly way."""
     if _rank.address:
         leave_note(_rank.address, {JOINED: _rank.rank})
 
 
 def report_to(address: str) -> None:
-    """Leave notes in a mailbox from now on. The rank may be in a call when its supervisor is found."""
+    """Write reports to a mailbox from now on, starting with the current call."""
     _rank.address = address
     if _rank.location:
         _note_position(_rank.location, inside=True)
 
 
-def note_early(environ: Mapping[str, str] = os.environ) -> None:
-    """Watch for errors that end the script before its first call, in a rank that lockstep started."""
+def watch_early_errors(environ: Mapping[str, str] = os.environ) -> None:
+    """In a rank that lockstep started, report errors that end the script before its first call."""
     if RANK in environ and MAILBOX in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
         watch_uncaught()
 
 
-def hand_early(environ: Mapping[str, str] = os.environ) -> None:
-    """Pass errors that end the script to the agent of `lockstep run`, until a supervisor reports them."""
+def pass_early_errors(environ: Mapping[str, str] = os.environ) -> None:
+    """Report errors that end the script to the agent of `lockstep run`, until there is a supervisor."""
     if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
         _rank.rank, _rank.hands = int(environ["RANK"]), True
         # this hook replaces that of launch/site
@@ -153,14 +153,14 @@ def hand_early(environ: Mapping[str, str] = os.environ) -> None:
         watch_uncaught()
 
 
-def named(error: BaseException) -> BaseException:
-    """Return the error. If a collective raised it since another rank is gone, return one that names the first cause.
+def name_first_cause(error: BaseException) -> BaseException:
+    """Replace an error from a collective with a `RankFailed` that names the first cause on another rank.
 
-    It may wait up to a second for the first cause.
+    Return any other error unchanged. This may wait up to a second for the first cause.
     """
     if not _rank.address or not isinstance(error, RuntimeError) or isinstance(error, RankFailed):
         return error
-    note = note_on(error, _rank.rank)
+    note = record_for(error, _rank.rank)
     if not note.lost:
         return error
     notes, start, first = Mailbox.at(_rank.address), time.monotonic(), None
@@ -177,32 +177,33 @@ def named(error: BaseException) -> BaseException:
     if first is None:
         return error
     reason = RankFailed(
-        f"{first[1]} (this is rank {_rank.rank}, which lost it in {note.doing}, {note.location})", first[0]
+        f"{first[1]} (raised on rank {_rank.rank}, which lost its connection in {note.doing}, {note.location})",
+        first[0],
     )
     _rank.raised = (reason, note)
     return reason
 
 
 def is_ending() -> bool:
-    """Return True if the run is being ended since ranks diverged or a node is gone. No boundary will be reached."""
+    """Return True if ranks have diverged or a node is gone, so that no rank will reach a boundary."""
     return any(first["rank"] < 0 for first in _known_firsts())
 
 
 def _known_firsts() -> list[dict[str, Any]]:
-    """Return the notes about the first cause, or an empty list while it is not certain."""
+    """Return the notes with the first cause, or an empty list while the cause is uncertain."""
     notes = Mailbox.at(_rank.address) if _rank.address else None
     return [] if notes is None else notes.others("first")
 
 
-def note_on(error: BaseException, rank: int) -> Cause:
-    """Return the record of an exception, or a new one."""
+def record_for(error: BaseException, rank: int) -> Cause:
+    """Return the record that was made for an exception, or make a new record."""
     if _rank.raised is not None and _rank.raised[0] is error:
         return _rank.raised[1]
     return cause_of(rank, error)
 
 
-def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
-    """Record how long this rank may wait for others.
+def record_wait_limits(hang_timeout: float | None, hang_kill: float | None) -> None:
+    """Report to the supervisor how long this rank may wait for others.
 
     Args:
         hang_timeout: seconds until the wait is reported; None: no limit.
@@ -220,12 +221,12 @@ def _note_position(location: str, inside: bool) -> None:
 
 
 def watch_uncaught() -> None:
-    """Record uncaught exceptions from now on, even outside a call, and print them in at most 40 lines.
+    """Report uncaught exceptions from now on, even outside a call, and print them in at most 40 lines.
 
-    One rank of a node prints its traceback. The errors of the others are in their notes, and reported with the first
-    cause. A rank that has only lost another prints one line, or nothing if the first cause is known: that may be on the
-    terminal already, and has to be the last line. On a single process, a traceback is shortened if it contains
-    lockstep.
+    One rank on each node prints its traceback. The errors of other ranks are in their notes, and reported with the
+    first cause. A rank that has only lost a connection prints one line, or nothing if the first cause is known, because
+    the first cause has to be the last line on the terminal. On a single process, a traceback is shortened if it
+    contains lockstep.
     """
     # the script may have set a hook of its own since
     if not isinstance(sys.excepthook, _Hook):
@@ -251,7 +252,7 @@ class _Hook:
         before: the previous hook.
 
     Attributes:
-        is_removed: whether it only calls the previous hook. A later hook, such as torch's, may still refer to it.
+        is_removed: whether this hook only calls the previous one. A later hook, such as torch's, may still refer to it.
     """
 
     def __init__(self, before: Callable[..., object]) -> None:
@@ -273,7 +274,7 @@ class _Hook:
                     raise
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed(error)
+        record_failure(error)
         if not _rank.address:
             if _rank.hands and not isinstance(error, KeyboardInterrupt):
                 hand_cause(str(cause_of(_rank.rank, error)))
@@ -282,12 +283,12 @@ class _Hook:
             else:
                 self.before(kind, error, trace)
             return
-        note = note_on(error, _rank.rank)
+        note = record_for(error, _rank.rank)
         if note.lost:
             if _known_firsts() or isinstance(error, RankFailed) or not _is_first_to("loses"):
                 return
             wipe_line()
-            text = f"rank {note.rank} lost the others in {note.doing} ({note.location})"
+            text = f"rank {note.rank} lost the connection to other ranks in {note.doing} ({note.location})"
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's traceback is enough
@@ -323,7 +324,7 @@ class _Hook:
 
 
 def _drop_lost(error: BaseException) -> None:
-    """Drop lost connections from an interrupt's context: the other ranks were interrupted, too, a moment earlier."""
+    """Remove errors about lost connections from a KeyboardInterrupt's context, since all ranks were interrupted."""
     each: BaseException | None = error
     while each is not None:
         if each.__context__ is not None and cause_of(_rank.rank, each.__context__).lost:
@@ -332,7 +333,7 @@ def _drop_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Return True for the first rank of a node that announces something, which the others can then omit."""
+    """Return True on the first rank of a node that requests an action, such as printing its traceback."""
     notes = Mailbox.at(_rank.address)
     if notes is None:
         return True

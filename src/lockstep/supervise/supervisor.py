@@ -1,4 +1,4 @@
-"""The supervisor of a node: a small process that watches the ranks, ends them, and reports the first cause.
+"""Supervisor of a node: a small process that watches the ranks, ends them, and reports the first cause.
 
 Local rank 0 starts it. It does not import torch, so that it is ready within 0.1 s. Without a launcher, it starts the
 other ranks, each in a process group of its own. After the first failure, even of rank 0, it lets the other ranks raise
@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
-from lockstep.launch.parent_death import bound
+from lockstep.launch.parent_death import rank_preparation
 from lockstep.launch.processes import GRACE, SAVE_TIMEOUT, Ended, Foreign, RankProcesses, is_stopped
 from lockstep.supervise.causes import (
     Cause,
@@ -37,8 +37,8 @@ from lockstep.supervise.causes import (
     has_left,
     is_printed,
     judgement,
-    located,
     was_caught,
+    with_host,
 )
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.channel import Channel, Message, listen_at, peer_process
@@ -67,18 +67,18 @@ Handlers = dict[str, Callable[[Any], object]]
 
 
 def _codes(number: int) -> tuple[int | None, ...]:
-    """Return the exit codes of a process that a signal has ended. None: the code could not be read."""
+    """Return the possible exit codes of a process that a signal has ended. None means that the code is unknown."""
     return None, -number, 128 + number
 
 
 class Supervisor:
-    """The supervisor of a node's ranks, from their start until the last has ended.
+    """Supervisor of a node's ranks, from their start until the last has ended.
 
     Args:
         channel: channel to local rank 0.
         mailbox: mailbox of the ranks.
         signal_pipe: descriptor of a pipe that receives the signals of local rank 0.
-        order: order of local rank 0, see `lockstep.supervise.client`.
+        order: first message from local rank 0, see `lockstep.supervise.client`.
     """
 
     def __init__(self, channel: Channel, mailbox: Mailbox, signal_pipe: int, order: Message) -> None:
@@ -104,7 +104,7 @@ class Supervisor:
             order["size"],
             self._nodes.hub,
             self._nodes.host,
-            self._processes.memory_kills.look,
+            self._processes.memory_kills.update,
         )
         if self._nodes.hub is not None:
             self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).compare
@@ -121,8 +121,8 @@ class Supervisor:
         # all ranks have ended, and those of other nodes may still wait for one that left a call
         self._waits_for_nodes = False
         self._deciding: Handlers = {
-            "claim": self._nodes.claimed,
-            "compared": self._nodes.compared,
+            "claim": self._nodes.handle_claim,
+            "compared": self._nodes.decide,
             "first": self._nodes.accept,
             "lost": self._nodes.handle_loss,
         }
@@ -133,11 +133,11 @@ class Supervisor:
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the other ranks, or listen for them, and start to watch."""
+        """Start the other ranks, or accept ranks from a launcher, and watch all ranks."""
         order = self._order
         self._processes.adopt(self._rank, self._rank_zero, stop=not self._starts_ranks)
         if self._starts_ranks:
-            first = bound()
+            first = rank_preparation()
             environ = {**order["environ"], order["parent"]: str(os.getpid())}
             for local_rank in range(1, order["local_size"]):
                 environ["LOCAL_RANK"], environ[RANK] = str(local_rank), str(self._rank + local_rank)
@@ -153,7 +153,7 @@ class Supervisor:
         self._thread(self._receive_signals)
 
     def starts(self) -> bool:
-        """Call `start`. Return False, and end all ranks, if the system starts no more processes or threads."""
+        """Call `start`. End all ranks and return False if the system cannot start more processes or threads."""
         try:
             self.start()
         except RuntimeError as error:  # the limit of processes or threads is reached
@@ -166,7 +166,7 @@ class Supervisor:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
     def _admit(self, entrance: socket.socket | None) -> None:
-        """Accept ranks that a launcher has started, in a thread."""
+        """Accept connections from ranks that a launcher has started. Runs in a thread."""
         while entrance is not None:
             # at a limit, the rank works without a supervisor
             with contextlib.suppress(OSError, RuntimeError):
@@ -174,7 +174,7 @@ class Supervisor:
                 self._thread(self._welcome, connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Identify a rank, and receive its messages, in a thread of its own."""
+        """Identify a connected rank, and receive its messages. Runs in a thread for each rank."""
         process, channel = peer_process(connection), Channel(connection)
         if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
             channel.close()
@@ -191,7 +191,7 @@ class Supervisor:
         self._receive(channel, rank)
 
     def _receive(self, channel: Channel, rank: int) -> None:
-        """Receive the messages of a rank, in a thread."""
+        """Receive a rank's messages and turn them into events. Runs in a thread."""
         while (message := channel.receive()) is not None:
             # malformed messages are dropped
             with contextlib.suppress(KeyError, TypeError):
@@ -202,7 +202,7 @@ class Supervisor:
             self._put("gone")
 
     def _receive_signals(self) -> None:
-        """Receive the signals of rank 0, in a thread."""
+        """Receive the signals that reach rank 0. Runs in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
@@ -216,11 +216,11 @@ class Supervisor:
                     self._monitor.interrupt()
 
     def _reported_code(self, rank: int) -> int | None:
-        """Return the exit code that a rank has announced, or None."""
+        """Return the exit code that a rank has reported to the mailbox, or None."""
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a scheduler's signal to all ranks ended this one. The scheduler handles the others, too."""
+        """Return True if a scheduler's signal to all ranks ended this rank, so that its end is not a failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet
@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal arrived that ends a process with this code; any code before the ranks have joined."""
+        """Return True if a signal that arrived here explains an exit code. Before ranks have joined, any code."""
         return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_joined())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
@@ -243,7 +243,7 @@ class Supervisor:
     # -- signals -----------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int) -> None:
-        """Handle a signal to this process, which its process group or job step has received."""
+        """Handle a signal that reached this process through its process group or job step."""
         if number == signal.SIGINT and self._starts_ranks:
             self._processes.signal(number)  # like a Ctrl-C from the terminal
         self._note_signals([number])
@@ -258,7 +258,7 @@ class Supervisor:
     # -- events ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Handle events until nothing is left to do."""
+        """Handle events until all ranks have ended and the first cause is reported."""
         handlers: Handlers = {
             "ended": self._on_ended,
             "left": self._on_left,
@@ -280,7 +280,7 @@ class Supervisor:
             try:
                 event, what = self._events.get(timeout=TICK if self._is_open() or self._waits_for_nodes else IDLE_TICK)
             except queue.Empty:
-                self._look()
+                self._find_cause()
                 if self._waits_for_nodes:
                     self._on_ended(None)
                 if not self._processes.running and self._rank_zero.wait(0):
@@ -291,15 +291,15 @@ class Supervisor:
 
     def close(self) -> None:
         """Close the connections and stop the monitor."""
-        self._nodes.close(self._monitor.last())
+        self._nodes.close(self._monitor.farewell())
         self._monitor.stop()
 
     def _is_open(self) -> bool:
         """Return True if a rank has failed and the first cause is not certain yet."""
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
-    def _look(self) -> None:
-        """Find the first cause if it is certain by now, and report it to the others."""
+    def _find_cause(self) -> None:
+        """Publish the first cause if it has become certain. Otherwise, ask other nodes once."""
         if not self._is_open():
             return
         found: First | None
@@ -321,7 +321,7 @@ class Supervisor:
                     )
 
     def _on_question(self, body: Message) -> None:
-        """Answer a node whose rank has lost others, if a rank here left that call, or failed in a caught call."""
+        """Handle a node's question about lost connections. Publish the cause if a rank here left or failed."""
         if self._first is not None or self._nodes.decided is not None:
             return
         positions = self._monitor.own_positions()
@@ -334,7 +334,7 @@ class Supervisor:
             self._thread(self._processes.wind_up, time.monotonic())
 
     def _on_ended(self, _: object) -> None:
-        self._look()
+        self._find_cause()
         if self._is_failing():
             self._is_over = self._has_printed and not self._processes.running
         elif self._starts_ranks and not self._zero_has_left and self._rank not in self._processes.running:
@@ -343,12 +343,12 @@ class Supervisor:
             # after sys.exit() in a call, without any failure so far, others may still wait for the ranks of this node
             positions = self._monitor.own_positions()
             has_exited = any(note.is_exit and was_caught(note, positions) for note in self._mailbox.read())
-            self._waits_for_nodes = has_exited and self._nodes.misses()
+            self._waits_for_nodes = has_exited and self._nodes.has_to_wait()
             if not self._waits_for_nodes:
                 self._end()
 
     def _end(self) -> None:
-        """End without failure, and let rank 0 exit if it still runs."""
+        """End this supervisor without a failure, and let rank 0 exit if it still runs."""
         self._channel.send({"do": "go"})
         self._is_over = True
 
@@ -362,14 +362,17 @@ class Supervisor:
         return bool(self._processes.failed or self._exit_causes or known or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> None:
-        """Handle a rank that has ended and waits for permission to exit. Launched ranks report only failures."""
+        """Handle a rank whose script has ended. The rank waits for permission to exit.
+
+        Ranks from a launcher report only failures.
+        """
         rank, message = what
         cause: Cause | None = message["cause"]
         if not self._starts_ranks:
             if cause is not None:
                 self._exit_causes[rank] = cause
             self._thread(self._processes.wind_up, message["at"])
-            self._look()
+            self._find_cause()
             return
         self._record_leave(*what)
         if self._interrupted and self._verdict is None:
@@ -388,10 +391,10 @@ class Supervisor:
         self._interrupted = cause is not None and cause.is_interrupt
         if cause is not None:
             self._exit_causes[rank] = cause
-        self._processes.has_left(rank, message["at"] if cause is None else None)
+        self._processes.record_end(rank, message["at"] if cause is None else None)
 
     def _on_gone(self, _: object) -> None:
-        """Handle the end of rank 0's process. If it was killed while waiting for the others, end them."""
+        """Handle the end of rank 0's process. If rank 0 was killed while it waited for the others, end them."""
         if self._starts_ranks and self._zero_has_left and not self._is_failing():
             self._stop(None)
 
@@ -430,9 +433,9 @@ class Supervisor:
             self._print_early()
 
     def _publish(self, cause: First) -> None:
-        """Report the first cause of this node to its ranks, whose collectives raise now, and to the other nodes."""
+        """Report this node's first cause to its ranks, for the errors of their collectives, and to the other nodes."""
         self._first = cause
-        self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
+        self._mailbox.leave({"first": with_host(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
         self._nodes.claim(cause, plain_notes(notes))
         if self._nodes.hub is None and not self._starts_ranks:
@@ -441,9 +444,9 @@ class Supervisor:
     # -- end ---------------------------------------------------------------------------------------------------
 
     def _await_rank_zero(self, seconds: float) -> None:
-        """Let rank 0 end by itself. Wait longer if it has raised an exception: it may be saving its state.
+        """Let rank 0 end by itself. Wait longer if rank 0 has raised an exception, since it may be saving its state.
 
-        The first cause is not decided meanwhile: events of other nodes are handled later.
+        The nodes do not decide on the first cause meanwhile, because events from other nodes are handled later.
         """
         start, later = time.monotonic(), list[tuple[str, Any]]()
 
@@ -464,7 +467,7 @@ class Supervisor:
             self._put(*event)
 
     def _handle_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
-        """Handle some kinds of events until the condition holds or the time is over. Drop all other events."""
+        """Handle events with these handlers until the condition holds or time is up. Drop all other events."""
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= until:
@@ -475,10 +478,10 @@ class Supervisor:
         return True
 
     def _conclude(self) -> None:
-        """Report the first cause after all others have ended, and end."""
+        """Report the first cause after all other ranks have ended, and end this supervisor."""
         if not self._starts_ranks:
             if not self._has_printed:
-                self._print(self._judged())
+                self._print(self._judge())
             self._is_over = not self._processes.running
             return
         if self._is_by_ctrl_c():
@@ -492,11 +495,11 @@ class Supervisor:
         if self._interrupted and self._verdict is None:
             self._end()
         else:
-            self._end_rank_zero(self._judged())
+            self._end_rank_zero(self._judge())
         self._is_over = True
 
     def _is_by_ctrl_c(self) -> bool:
-        """Return True if Ctrl-C ended the failed ranks. It ends ranks that are not in a call."""
+        """Return True if Ctrl-C ended the failed ranks, as it does outside of calls."""
         failed, number = self._processes.failed, signal.SIGINT
         return (
             self._starts_ranks
@@ -505,7 +508,7 @@ class Supervisor:
         )
 
     def _cause(self, printed: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
-        """Return the first cause as known on this node, and whether its traceback was printed.
+        """Return the first cause from this node's records, and whether its traceback was printed.
 
         Args:
             printed: ranks that have printed their tracebacks.
@@ -517,15 +520,15 @@ class Supervisor:
             printed = {end.rank for end in failed} | self._exit_causes.keys() | printed
             return self._verdict.cause, is_printed(self._verdict.cause, printed - folded, notes)
         proof = self._monitor.hangs.divergence()
-        cause, is_shown = final_cause(
+        cause, has_traceback = final_cause(
             failed, notes, self._monitor.positions(), self._exit_causes, printed, proof, folded
         )
-        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), is_shown
+        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), has_traceback
 
-    def _judged(self) -> Judgement:
+    def _judge(self) -> Judgement:
         failed, verdict, printed = self._processes.failed, self._verdict, self._ranks_that("printed")
         folded, notes = self._ranks_that("folded"), self._mailbox.read()
-        cause, is_shown = self._cause(printed, folded, notes)
+        cause, has_traceback = self._cause(printed, folded, notes)
         interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -538,7 +541,7 @@ class Supervisor:
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
                 return judgement(Divergence(self._nodes.decided.words), True, False, codes)
         also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
-        return judgement(cause, is_shown, interrupted, codes, self._nodes.host, also)
+        return judgement(cause, has_traceback, interrupted, codes, self._nodes.host, also)
 
     def _ranks_that(self, did: str) -> set[int]:
         """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
@@ -551,7 +554,7 @@ class Supervisor:
             self._handle_until(lambda: nodes.decided is not None or not others.nodes, self._deciding, NODES_TIMEOUT)
 
     def _end_rank_zero(self, found: Judgement) -> None:
-        """Let rank 0 print the last line and exit. If it cannot, kill it and print the line here."""
+        """Let rank 0 print the last line and exit. If rank 0 does not react, kill it and print the line here."""
         # a received SIGTERM that explains the ends of all ranks is not a failure
         number, failed = signal.SIGTERM, self._processes.failed
         is_ended = self._signalled[number].is_set() and not self._exit_causes
@@ -577,8 +580,8 @@ class Supervisor:
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided.words), True, False, []))
         elif self._first is not None:
-            is_shown = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
-            self._print(judgement(self._first, is_shown, False, [], nodes.host))
+            has_traceback = is_printed(self._first, self._ranks_that("printed"), self._mailbox.read())
+            self._print(judgement(self._first, has_traceback, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
         self._has_printed = True
@@ -600,12 +603,12 @@ def _nothing(what: object) -> None:
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
-    """Return True if gloo may have aborted a process, as it does if ranks pass different sizes."""
+    """Return True if gloo may have aborted the process, because ranks passed different sizes."""
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 
 def _without_agents_line(text: str) -> str:
-    """Return the text to print. The agent of `lockstep run`, if there is one, prints the last line itself."""
+    """Return a text without its last line if the agent of `lockstep run` prints that line, or else unchanged."""
     # only the last line, whatever earlier lines contain
     before, _, last = text.rpartition("\n")
     words = last.removeprefix("lockstep: ")
@@ -613,7 +616,7 @@ def _without_agents_line(text: str) -> str:
 
 
 def main(channel: int, mailbox: int, signal_pipe: int) -> None:
-    """Run the supervisor until nothing is left to do.
+    """Run the supervisor's process. Entry point, called by local rank 0's command.
 
     Args:
         channel: descriptor of the socket to local rank 0.

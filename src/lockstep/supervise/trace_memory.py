@@ -1,4 +1,4 @@
-"""A rank's trace: its newest collectives, in shared memory that others can read while it is blocked or dead.
+"""A rank's newest collectives, in shared memory that its supervisor can read even if the rank is blocked or dead.
 
 The memory has no name and is freed when nobody maps it any more. A supervisor opens it through ``/proc`` and maps it as
 well. This file does not need torch.
@@ -70,7 +70,7 @@ def passed(before: int, number: int, count: int) -> int:
 
 
 class Members(tuple[int, ...]):
-    """The ranks of a group, with a cached hash: a group may have thousands of ranks and occur in thousands of keys."""
+    """The ranks of a group, as a tuple with a cached hash, since thousands of keys may contain a large group."""
 
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("hash")
@@ -87,13 +87,13 @@ class Members(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=4096)
 def shared(members: tuple[int, ...]) -> Members:
-    """Return the shared object for these ranks."""
+    """Return one shared `Members` object for equal ranks."""
     return Members(members)
 
 
 @dataclass(frozen=True)
 class Note:
-    """One collective in a rank's trace. Times are on the clock of ``time.monotonic``."""
+    """Record of one collective in a rank's trace. Times are on the clock of ``time.monotonic``."""
 
     index: int  #: index among all notes of the rank, from 1
     number: int  #: index among the collectives of the group; 0 for point-to-point messages
@@ -121,11 +121,11 @@ class Note:
 
     @property
     def name(self) -> str:
-        """Name and number, such as ``"all_reduce #417"``."""
+        """The collective's name and number, such as ``"all_reduce #417"``."""
         return f"{self.operation} #{self.number}" if self.number else self.operation
 
     def differs(self, other: Note) -> bool:
-        """Return True if two ranks did different things in the same collective, so that their calls do not match."""
+        """Return True if two ranks' calls in the same collective do not match."""
         mine, theirs = self._matched, other._matched
         return mine != theirs and any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -163,7 +163,7 @@ _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
 
 class TraceMemory:
-    """The writing side of a trace. A process has one, see `own`.
+    """The trace of this process, to which its collectives are written. See `own`.
 
     Attributes:
         address: address of the memory for other processes; "" on systems without ``/proc``.
@@ -191,7 +191,7 @@ class TraceMemory:
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """Return the number of a word. Add it if it is new. Return 0 if it does not fit.
+        """Return the number of a word, and add the word if it is new. Return 0 if the memory is full.
 
         Args:
             kind: one of `KINDS`.
@@ -214,14 +214,14 @@ class TraceMemory:
             return number
 
     def watched(self) -> None:
-        """Record that all queued collectives that a device has completed by now are marked as complete."""
+        """Record the time at which all collectives that a device has completed were marked as complete."""
         self._times[_WATCHED] = time.monotonic()
 
 
 def _writers(
     memory: mmap.mmap, longs: memoryview, times: memoryview[float], shorts: memoryview
 ) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None], Callable[[int], None]]:
-    """Return the functions that run at each collective. They use local names, since lookups cost more than writing."""
+    """Return `TraceMemory`'s functions that run at each collective. Local names make them fast."""
     clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
 
     def enter(
@@ -274,7 +274,7 @@ def own() -> TraceMemory:
 
 
 def offer() -> str:
-    """Let other processes read this one's trace.
+    """Let other processes read the trace of this process.
 
     Returns:
         the address for `Reading`; "" on systems without support.
@@ -283,7 +283,7 @@ def offer() -> str:
 
 
 class Reading:
-    """The trace of another process. Opened while that runs, it remains readable for the lifetime of this object.
+    """The trace of another process, opened while the process runs and readable even after its end.
 
     Args:
         address: return value of the process' `offer`.
@@ -296,10 +296,10 @@ class Reading:
         path, _, inode = address.partition(":")
         with open(path, "rb") as file:
             if str(os.fstat(file.fileno()).st_ino) != inode:
-                raise OSError(f"{path} is no trace")
+                raise OSError(f"{path} is not a trace of collectives")
             self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         if self._long(0) != _MAGIC:
-            raise OSError(f"{path} is no trace")
+            raise OSError(f"{path} is not a trace of collectives")
         self._length = 0
         self._words: dict[str, list[list[Any]]] = {kind: [] for kind in KINDS}
         self._members: dict[int, Members] = {}
@@ -315,9 +315,9 @@ class Reading:
 
     @property
     def is_watched(self) -> bool:
-        """True if completed collectives in a device's queue are currently recorded.
+        """True if the process currently records which queued collectives its device has completed.
 
-        They are not while the process is stopped or holds the interpreter's lock.
+        It does not while it is stopped or while one thread holds the interpreter's lock.
         """
         at = struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0]
         return bool(time.monotonic() - at < 2 * LAG)

@@ -1,4 +1,4 @@
-"""Process groups in a rank's trace: how their collectives are counted, and when their calls return."""
+"""Process groups in a rank's trace, with the numbers of their collectives and the queues that carry them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.supervise.trace_memory import passed
 
 
 class TracedGroup:
-    """A process group as used by this rank, or the part of a group that one of its backends carries.
+    """A process group in this rank's trace, or one backend of a group with several backends.
 
-    Every backend counts its collectives, including those that bypass the trace: torch's FSDP and checkpoints call some
-    from C++. Numbers of two ranks are comparable if the same number of collectives bypassed the trace at the same
-    places. The notes record that.
+    Every backend counts its collectives, including collectives that bypass the trace. Torch's FSDP and checkpoints call
+    some from C++. Numbers on two ranks are comparable if equal numbers of collectives bypassed the trace at the same
+    places, which the notes record.
 
     Attributes:
         device: the device of the backend that counts; None if there is only one backend.
@@ -47,7 +47,7 @@ class TracedGroup:
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """Count the next collective, and record those that the backend has counted in between."""
+        """Count the next collective, and record the collectives that have bypassed the trace since the last one."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
         # another group, which does not count, at the address of a freed one
         if sequence is None:
@@ -63,7 +63,7 @@ class TracedGroup:
 
 
 def sequence_of(group: Any, device: torch.device | None) -> int | None:
-    """Return the number of collectives of a group, or of its backend for a device. None if it is not counted."""
+    """Return how many collectives a group, or its backend for a device, has counted. None if it does not count."""
     try:
         backend = group if device is None else group._get_backend(device)
         sequence: int = backend._get_sequence_number_for_group()
@@ -89,7 +89,7 @@ def kinds_by_backend(group: Any) -> list[list[str]]:
 
 
 def kind_of_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> str:
-    """Return the type of the device whose backend carries a call, for a group with several backends."""
+    """Return the device type whose backend carries a call, in a group with several backends."""
     if "object" in name:
         return dist.distributed_c10d._get_object_coll_device(group)
     if name == "barrier":  # the same order as in torch

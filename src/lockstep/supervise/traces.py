@@ -1,4 +1,4 @@
-"""Traces of a node's ranks, read from outside. They are compared as they grow, and once more after a rank has ended."""
+"""The traces of a node's ranks, as the supervisor reads and compares them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MOST = 256
 """Maximum number of a rank's notes compared in one check. Older ones are skipped."""
 
 RECENT = 16
-"""Number of a rank's newest notes that describe what it does."""
+"""Number of a rank's newest notes that are read to describe its activity."""
 
 KNOWN = 8192
-"""Maximum number of collectives kept that some ranks have made and others have not."""
+"""Maximum number of remembered collectives that only some ranks have called."""
 
 RankCalls = tuple[list[int], str, Note]
-"""Ranks that did the same, the line of the user's code, and the note."""
+"""Ranks with equal calls, the line of the user's code, and the note of one of the calls."""
 
 
 class Histories:
-    """History of each collective of each group, compared among ranks as notes arrive."""
+    """Comparison of all ranks' notes of each collective, as the notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
 
-    def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
-        """Add notes of a rank.
+    def add(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
+        """Add notes of a rank, and compare them with the other ranks' notes.
 
         Args:
             rank: the rank.
@@ -40,7 +40,7 @@ class Histories:
             ranks: number of ranks whose notes are added here.
 
         Returns:
-            notes by rank of the first collective in which ranks did different things; empty without one.
+            all ranks' notes of the first collective in which their calls do not match, by rank; empty if all match.
         """
         for note in notes:
             if not note.whole or not note.number or len(note.members) < 2:
@@ -70,13 +70,13 @@ class _Trace:
     read: int = 0
 
     def new(self) -> list[Note]:
-        """Return the notes that have not been compared."""
+        """Return the notes that have not been compared yet, and mark them as compared."""
         count = self.reading.count
         first, self.read = max(self.read + 1, count - MOST + 1), count
         return self.reading.notes(first) if first <= count else []
 
     def where(self, note: Note) -> str:
-        """Return the line of the user's code that made a collective."""
+        """Return the line of the user's code that called a collective."""
         return note.location or self.position.location
 
 
@@ -121,29 +121,29 @@ class Traces:
             return () if trace is None else tuple(trace.reading.newest(most))
 
     def is_watched(self, rank: int) -> bool:
-        """Return True if completed collectives in the queue of the rank's device are currently recorded."""
+        """Return True if the rank currently records which queued collectives its device has completed."""
         with self._lock:
             trace = self._traces.get(rank)
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """Return when a rank entered the collective that it is in. None if it is in none, or unknown."""
+        """Return the time at which a rank entered its current collective. None outside a collective, or if unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 
     # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """Return the notes, by rank, of the first new collective in which ranks did different things, if any."""
+        """Return all ranks' new notes of the first collective in which calls do not match, by rank. {} if all match."""
         with self._lock:
             for rank, trace in self._traces.items():
-                found = self._histories.take(rank, trace.new(), len(self._traces))
+                found = self._histories.add(rank, trace.new(), len(self._traces))
                 if found and all(self._is_confirmed(rank, note) for rank, note in found.items()):
                     return found
         return {}
 
     def _is_confirmed(self, rank: int, note: Note) -> bool:
-        """Return True if a second reading gives the same. An overwritten note counts as first read."""
+        """Return True if a note is unchanged when read again. An overwritten note counts as unchanged."""
         # the rank may have been writing the note during the first reading, and a proof ends the run
         for again in self._traces[rank].reading.notes(note.index):
             if again.index == note.index:
@@ -151,7 +151,7 @@ class Traces:
         return True
 
     def mismatch(self) -> Divergence | None:
-        """Return the mismatch in all available notes, if any. Slow."""
+        """Describe the first mismatch in all available notes of the ranks. None if all match. Slow."""
         with self._lock:
             return mismatched(
                 (rank, trace.where(note), note)
@@ -160,7 +160,7 @@ class Traces:
             )
 
     def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
-        """Return what the ranks did in these collectives. Ranks that did the same are grouped."""
+        """Return the ranks' calls in these collectives. Ranks with equal calls are grouped."""
         found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):

@@ -90,7 +90,9 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
-        found["lockstep.cluster.meeting"] = lambda module: patch(module, "meet", lambda *args: dist.HashStore())
+        found["lockstep.cluster.rendezvous"] = lambda module: patch(
+            module, "connect_ranks", lambda *args: dist.HashStore()
+        )
         found["lockstep.ground.agreement"] = _agree_alone
     if settings.is_replay and not settings.rank_by_rank:
         found["lockstep.data.source"] = functools.partial(_count_global_batches, settings)

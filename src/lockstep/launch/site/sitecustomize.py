@@ -1,4 +1,4 @@
-"""Startup code of Python processes that are ranks of `lockstep run`, or inherit Lightning's import names.
+"""Startup code for Python in ranks of `lockstep run`, and in processes that inherit Lightning's import names.
 
 `lockstep run` and `lockstep.lightning` put this file's folder on PYTHONPATH, and Python imports a module of this name
 at startup. lockstep and torch are imported only when one of Lightning's names is.
@@ -19,13 +19,13 @@ NAMES = ("lightning", "pytorch_lightning", "lightning_fabric", "test_tube")
 
 
 class Waiting:
-    """An import finder that lockstep's own finder replaces when one of the names is first imported."""
+    """Import finder that installs lockstep's own finder at the first import of one of Lightning's names."""
 
-    asked = False
+    is_replaced = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of a module of Lightning, or None for any other module."""
-        if self.asked or fullname.partition(".")[0] not in NAMES:
+        if self.is_replaced or fullname.partition(".")[0] not in NAMES:
             return None
         self.enter()
         return importlib.util.find_spec(fullname)
@@ -33,13 +33,13 @@ class Waiting:
     def find_distributions(self, context: object = None) -> object:
         """Return the distributions of Lightning's packages, for `importlib.metadata`."""
         name = getattr(context, "name", None)
-        if self.asked or name is None or name.lower().replace("-", "_") not in NAMES or not self.enter():
+        if self.is_replaced or name is None or name.lower().replace("-", "_") not in NAMES or not self.enter():
             return ()
         return importlib.import_module("lockstep.names.finder").FINDER.find_distributions(context)
 
     def enter(self) -> bool:
-        """Install lockstep's finder ahead of this one. Return False if this Python has no lockstep."""
-        self.asked = True
+        """Install lockstep's import finder ahead of this one. Return False if lockstep is not installed."""
+        self.is_replaced = True
         try:
             importlib.import_module("lockstep.ground.extensions").load("services", "Lightning's names").enter()
         except ModuleNotFoundError as error:
@@ -62,10 +62,10 @@ class Early:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.before_lockstep(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):
-            self.tell(error)
+            self.report(error)
 
-    def tell(self, error: BaseException) -> None:
-        """Pass the error that ends the script to the agent: rank, line and exception."""
+    def report(self, error: BaseException) -> None:
+        """Report the rank, line and exception that end the script to the agent of `lockstep run`."""
         if "lockstep" not in sys.modules:  # bare: torch's import may be what failed
             package = sys.modules["lockstep"] = ModuleType("lockstep")
             package.__path__ = [os.path.dirname(os.path.dirname(HERE))]
@@ -78,7 +78,7 @@ class Early:
         importlib.import_module("lockstep.cluster.torchelastic").hand_cause(str(cause))
 
 
-def go_unseen() -> None:
+def remove_from_path() -> None:
     """Remove this folder from the module search path of the rank and its child processes."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
     others = [entry for entry in os.environ.get(PATH, "").split(os.pathsep) if entry and entry != HERE]
@@ -101,5 +101,5 @@ if __name__ == "sitecustomize":
     if STANDS_IN in os.environ:
         sys.meta_path.insert(0, Waiting())
     else:
-        go_unseen()
+        remove_from_path()
     run_the_next()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.cluster.meeting import _agreed, meet
+from lockstep.cluster.rendezvous import _agree_on_attempt, connect_ranks
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import free_port
@@ -30,7 +30,7 @@ def both(environ: dict[str, str], other: dict[str, str]) -> list[bytes]:
     port = free_port()
 
     def come(rank: int, environ: dict[str, str]) -> tuple[object, bytes]:
-        store = meet(world(rank, port), LONG, environ)
+        store = connect_ranks(world(rank, port), LONG, environ)
         store.set(str(rank), f"of {rank}")
         store.set_timeout(SHORT)
         try:
@@ -61,7 +61,7 @@ def test_a_port_that_is_taken() -> None:
         with pytest.raises(
             MisconfigurationException, match=rf"port {port} of .* is in use .*MASTER_PORT={port}\): set"
         ):
-            meet(world(0, port), LONG, {}, SHORT)
+            connect_ranks(world(0, port), LONG, {}, SHORT)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
@@ -69,17 +69,17 @@ def test_a_master_that_cannot_be_reached(address: str) -> None:
     port = free_port()
     says = rf"rank 1 could not reach rank 0 at MASTER_ADDR={address}, MASTER_PORT={port} within 0.5 s"
     with pytest.raises(RuntimeError, match=says):
-        meet(world(1, port, address), LONG, {}, SHORT)
+        connect_ranks(world(1, port, address), LONG, {}, SHORT)
 
 
 def test_ranks_that_do_not_come() -> None:
     with pytest.raises(RuntimeError, match=r"not all of the 2 ranks joined .* within 0.5 s \(1/2 clients joined\)"):
-        meet(world(0, free_port()), LONG, {}, SHORT)
+        connect_ranks(world(0, free_port()), LONG, {}, SHORT)
 
 
 def test_the_groups_timeout_is_the_most() -> None:
     with pytest.raises(RuntimeError, match=r"within 0\.5 s"):
-        meet(world(1, free_port()), SHORT, {})
+        connect_ranks(world(1, free_port()), SHORT, {})
 
 
 def nodes_by_agent(counts: tuple[int, int], store: dist.TCPStore, nodes: int = 2) -> list[bytes]:
@@ -89,7 +89,7 @@ def nodes_by_agent(counts: tuple[int, int], store: dist.TCPStore, nodes: int = 2
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(count)}
         on_node = (0, 1, rank, 2) if nodes > 1 else (rank, 2, 0, 1)
         place = World(rank, 2, *on_node, "127.0.0.1", store.port)
-        part = meet(place, LONG, environ)
+        part = connect_ranks(place, LONG, environ)
         part.set_timeout(SHORT)
         part.set(str(rank), f"of {rank}, {counts}")
         with contextlib.suppress(RuntimeError):
@@ -125,15 +125,15 @@ def test_a_message_that_its_writer_did_not_finish_is_passed_over() -> None:
         patch.setattr(uuid, "uuid4", lambda: name)
         clients = [dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False) for _ in range(2)]
         places = [World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port) for rank in range(2)]
-        assert list(pool.map(lambda rank: _agreed(clients[rank], places[rank], LONG), range(2))) == [1, 1]
+        assert list(pool.map(lambda rank: _agree_on_attempt(clients[rank], places[rank], LONG), range(2))) == [1, 1]
 
 
 def test_ranks_that_do_not_come_to_the_agents_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for rank, said in ((0, "not all of the 2 ranks joined the store"), (1, "rank 1 received nothing from rank 0")):
+    for rank, said in ((0, "not all of the 2 ranks joined the store"), (1, "rank 1 received no message from rank 0")):
         with pytest.raises(RuntimeError, match=rf"{said}.*MASTER_PORT={store.port} within {SHORT.total_seconds():g} s"):
-            meet(World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port), LONG, environ, SHORT)
+            connect_ranks(World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port), LONG, environ, SHORT)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_come_to_the_agents_store() -> None:
 def test_the_store_of_ranks_on_one_host_listens_there_alone(address: str) -> None:
     """It listened on all interfaces: whoever could reach the machine could write what the ranks read."""
     port = free_port()
-    store = meet(World(0, 1, 0, 1, 0, 1, address, port), timedelta(seconds=10), {})
+    store = connect_ranks(World(0, 1, 0, 1, 0, 1, address, port), timedelta(seconds=10), {})
     store.set("asked", "answered")
     assert store.get("asked") == b"answered"
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]

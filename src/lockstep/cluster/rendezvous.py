@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks: the store on the host of rank 0, with errors that name the address and a remedy."""
+"""Rendezvous: all ranks connect to a store on the host of rank 0. Errors name the address and a remedy."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 """Time for which a rank tries to reach rank 0, and rank 0 waits for the others, unless the group's timeout is less."""
 
 
-def meet(
+def connect_ranks(
     world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, limit: timedelta = RENDEZVOUS_TIMEOUT
 ) -> dist.Store:
-    """Wait for all ranks of a world, and return the store through which they find each other.
+    """Wait for all ranks to connect to rank 0's store, and return the store for their process group.
 
-    Each attempt at a run uses a prefix of its own in the store. A rank left over from an earlier attempt, for instance
-    on a node that was cut off, may reach the store, but does not find the others in it. If the store is that of
-    torchrun's agent, which outlives restarts, no rank reads addresses of ranks that are gone.
+    Each attempt at a run uses its own prefix in the store. A rank left over from an earlier attempt, for instance on a
+    node that was cut off, may reach the store, but does not find the new ranks in it. torchrun's agent keeps its store
+    over restarts, and the prefix prevents ranks from reading addresses of earlier ranks.
 
     Args:
-        world: world of this process, with address and port. Rank 0 or torchrun's agent listens there.
+        world: World of this process, with the address and port at which rank 0 or torchrun's agent listens.
         timeout: timeout of later requests to the store.
         environ: the environment.
         limit: timeout of the rendezvous itself.
@@ -57,10 +57,10 @@ def meet(
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         # torch's own message has pages of C++ frames
-        raise _named(world, error, limit, listens) from None
+        raise _explain(world, error, limit, listens) from None
     number = attempt(environ)
     if by_agent and world.num_nodes > 1:
-        number = _agreed(store, world, limit)
+        number = _agree_on_attempt(store, world, limit)
     elif by_agent:
         number = max(number, read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
     store.set_timeout(timeout)
@@ -70,12 +70,12 @@ def meet(
 def listen(address: str, port: int) -> int | None:
     """Open a listening socket for a store whose ranks are all on this host.
 
-    It listens on their address only, usually 127.0.0.1. Torch's own socket listens on all interfaces, where anybody can
-    write to the store.
+    The socket listens on the ranks' address only, usually 127.0.0.1. Torch's own socket listens on all interfaces,
+    where anybody can write to the store.
 
     Returns:
-        its descriptor, for the store to own. None on any error: the store then opens a socket itself, and reports the
-        error better.
+        the socket's descriptor, which the store will own. None on any error: torch's store then opens a socket itself,
+        and its own error is clearer.
     """
     try:
         # sorted: IPv4 comes first
@@ -96,7 +96,7 @@ def listen(address: str, port: int) -> int | None:
 def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
     """Wait until a process listens at the address, or 90 % of ``limit`` has passed. Return the remaining time.
 
-    Torch retries half a second after its first attempt, and a signal in between raises an error.
+    Torch's store waits half a second before it retries, and raises an error if a signal arrives meanwhile.
     """
     start, seconds = time.monotonic(), limit.total_seconds()
     while time.monotonic() - start < 0.9 * seconds:
@@ -111,8 +111,8 @@ def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
     return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - start)))
 
 
-def _agreed(store: dist.Store, world: World, limit: timedelta) -> int:
-    """Return a number that no earlier attempt has had, the same on all ranks of this one.
+def _agree_on_attempt(store: dist.Store, world: World, limit: timedelta) -> int:
+    """Agree on a number for this attempt that no earlier attempt has used, and return it on every rank.
 
     Agents of several nodes count their restarts independently, so that TORCHELASTIC_RESTART_COUNT does not identify an
     attempt. Rank 0 sends a new number to every rank. Once all have confirmed it, rank 0 releases it. No rank polls:
@@ -144,13 +144,13 @@ def _agreed(store: dist.Store, world: World, limit: timedelta) -> int:
         store.set(f"lockstep/heard/{called}/{name}", "")
         turn += 1
     raise RuntimeError(
-        f"rank {world.rank} received nothing from rank 0 through the store at MASTER_ADDR={world.address}, "
+        f"rank {world.rank} received no message from rank 0 through the store at MASTER_ADDR={world.address}, "
         f"MASTER_PORT={world.port} within {seconds}: check that rank 0 runs"
     )
 
 
 CALL, GO = "call", "go"
-"""Messages of rank 0 to the others, with the number of the attempt."""
+"""Messages from rank 0 to the other ranks, each with the number of the attempt."""
 
 LOOK = 1.0
 """Seconds that a request to the store may block. Signals are handled only afterwards."""
@@ -179,7 +179,7 @@ def _send_number(store: dist.Store, size: int, number: int, until: float) -> boo
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait for keys, at most for these seconds. Return True if all exist."""
+    """Wait at most ``seconds`` for keys in the store. Return True if all exist."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:
@@ -195,8 +195,8 @@ def _message(name: str, turn: int) -> str:
     return f"lockstep/message/{name}/{turn}"
 
 
-def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
-    """Return the error with an explanation."""
+def _explain(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
+    """Return an error that explains torch's rendezvous error."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:
@@ -206,7 +206,7 @@ def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> E
         )
     if listens and "clients joined" in text:
         return RuntimeError(
-            f"not all of the {world.size} ranks joined rank 0 at {place} within {seconds:g} s ({_joined(text)}): "
+            f"not all of the {world.size} ranks joined rank 0 at {place} within {seconds:g} s ({_joined_count(text)}): "
             f"start the script on all {world.num_nodes} node(s), with the same MASTER_ADDR and MASTER_PORT"
         )
     reason = text.splitlines()[0][:200].rstrip(".")
@@ -217,6 +217,6 @@ def _named(world: World, error: Exception, limit: timedelta, listens: bool) -> E
     )
 
 
-def _joined(text: str) -> str:
-    """Return torch's count of joined ranks."""
+def _joined_count(text: str) -> str:
+    """Return the words in torch's message that count the connected ranks."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)
