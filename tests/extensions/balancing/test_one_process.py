@@ -131,8 +131,8 @@ class OneForTwo(Chained):
 
 SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
-    of_ranks.Ignores: "gives net.3.value another gradient",
-    of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain another gradient",
+    of_ranks.Ignores: "gives net.3.value a different gradient",
+    of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain a different gradient",
     OneForTwo: r"torch gives net.3.* a gradient that shares memory with another one",
     Watched: "net.3.inner.bias has a hook on its accumulated gradient",
 }
@@ -551,7 +551,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(case: str) -> None:
 @pytest.mark.parametrize(
     ("options", "flags", "text"),
     [
-        ({"stages": 2}, {"devices": 4}, r"stages=2, one_process=True\): .* of its 4 devices, without replicas: leave"),
+        ({"stages": 2}, {"devices": 4}, r"stages=2, one_process=True\): .* of its 4 devices, without replicas: omit"),
         ({}, {"devices": 1}, "this run has one: give devices=2 or more"),
         ({}, {"devices": 2, "num_nodes": 2}, r"this run has 2 ranks on 2 node\(s\): give num_nodes=1"),
         ({"one_process": 1}, {}, r"one_process=1\): give True or False"),

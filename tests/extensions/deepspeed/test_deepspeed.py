@@ -292,7 +292,7 @@ def test_arguments_that_cannot_be_are_named(tmp_path: Path) -> None:
         ({"config": str(tmp_path / "no.json")}, r"no.json.*is not JSON"),
         ({"config": [1]}, "give a dict"),
         ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, r'stage=3.*"zero_optimization": {"stage": 2}'),
-        ({"reduce_bucket_size": 2.5}, "give a whole number"),
+        ({"reduce_bucket_size": 2.5}, "give an integer"),
         ({"offload_optimizer_device": "disk", "offload_optimizer": True}, r'choose "cpu" or "nvme"'),
         ({"zero_optimization": False}, r'strategy="ddp"'),
     ]

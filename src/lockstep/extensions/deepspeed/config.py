@@ -54,7 +54,7 @@ OFFLOAD_PARAMETERS = {
     "pin_memory": "pin_memory",
 }
 WHOLE = ("bucket_size", "_threshold", "group_size", "buffer_size", "max_live_parameters", "max_reuse_distance")
-"""Endings of the keys that hold counts. JSON files often write them as 2e8, but DeepSpeed needs an integer."""
+"""Endings of keys whose values are counts. JSON files often have 2e8, but DeepSpeed needs an integer."""
 
 LOOPS = {
     "scheduler": "`configure_optimizers` returns the scheduler, and the Trainer steps it",
@@ -94,7 +94,7 @@ Config = dict[str, Any]
 
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
-    """Return the error for a setting of the config."""
+    """Return the error that reports a setting of the user's config."""
     return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
 
 
@@ -157,7 +157,7 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         return {key: _plain(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, float) and path[-1].endswith(WHOLE):
         if not value.is_integer():
-            raise refuse(format_setting(path, value), "give a whole number")
+            raise refuse(format_setting(path, value), "give an integer")
         return int(value)
     return value
 
@@ -175,12 +175,12 @@ def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
     """
     for key, value in config.items():
         if key in LOOPS:
-            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; leave the block out")
+            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; remove the block")
     _check_known(config, (*KEYS, *LOOPS), ())
     for block, known in ((ZERO, zero_keys), ("activation_checkpointing", CHECKPOINTING)):
         inner = config.get(block, {})
         if not isinstance(inner, Mapping):
-            raise refuse(format_setting((block,), inner), "give a dict")
+            raise refuse(format_setting((block,), inner), "the value of this block must be a dict")
         _check_known(inner, tuple(known), (block,))
 
 
@@ -288,7 +288,7 @@ def find_disk(config: Mapping[str, Any]) -> str | None:
 
 
 def _enabled(config: Config, block: str) -> object:
-    """Return "enabled" of a precision's block; None if it is missing."""
+    """Return the value of "enabled" in a precision's block, or None if the key is missing."""
     return (config.get(block) or {}).get("enabled")
 
 
@@ -334,7 +334,7 @@ def set_precision(config: Config, precision: str, device: str) -> None:
 
 
 def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
-    """Set the engine's accumulation to one micro-batch: the loop decides where a window ends.
+    """Set the engine's gradient accumulation to one micro-batch, since the loop decides when a window ends.
 
     Raises:
         MisconfigurationException: the config has a different number than the Trainer.
@@ -350,7 +350,7 @@ def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
 
 
 def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """Set the norm to which the engine clips: the config's if the Trainer has none.
+    """Set the norm to which the engine clips gradients: the config's norm, unless the Trainer has one.
 
     With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 
@@ -372,7 +372,7 @@ def set_clipping(config: Config, value: float | None, algorithm: str | None) -> 
 
 
 def take_batch_sizes(config: Config) -> dict[str, int]:
-    """Take the batch sizes out of the config and return them for `check_batches`.
+    """Remove the batch sizes from the config, and return the sizes for `check_batches`.
 
     The engine only uses them to count samples, so its batch size is 1.
     """
@@ -430,7 +430,8 @@ def check_optimizer(config: Config, optimizer: object) -> None:
         if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
                 format_setting(("optimizer", "params", key), value),
-                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Set it in one of the two places",
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Give the same value in both, or remove "
+                "the setting from the config",
             )
 
 

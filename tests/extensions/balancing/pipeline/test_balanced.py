@@ -298,8 +298,8 @@ ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed,
 
 
 UNSPLIT = {
-    Frozen: "gives net.4.weight another gradient",
-    Unfreezes: "gives net.4.weight another gradient",
+    Frozen: "gives net.4.weight a different gradient",
+    Unfreezes: "gives net.4.weight a different gradient",
     TiedEnd: "part of the weight fails .*through the graph a second time",
 }
 """What torch's backward in two parts does not do; older releases than 2.13 do less."""
@@ -599,12 +599,12 @@ class Fails(Tied):
 IN_ROUNDS_OF_3 = {"schedule": "interleaved", "stages_per_rank": 3}
 SPLIT_EVENLY = {"schedule": "zero-bubble", "split": "equal"}
 REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
-    "between": (step(between), {}, "Block 1 of the chain 'layers' was given another tensor than the output of block 0"),
+    "between": (step(between), {}, "Block 1 of the chain 'layers' was given a tensor other than the output of block 0"),
     "twice": (step(twice), {}, "The chain 'layers' was called twice in one step"),
     "ends early": (step(ends_early), {}, "A step ended after 2 of the 5 blocks of the chain 'layers'"),
     "calls nothing": (step(calls_nothing), {}, "`training_step` did not call the chain 'layers'"),
     "outside": (step(calls_outside, "on_train_batch_start"), {}, "The chain 'layers' was called outside of a step"),
-    "shape by values": (step(shape_by_values), {"micro_batches": 1}, "(1, 6) before: shapes between the stages must"),
+    "shape by values": (step(shape_by_values), {"micro_batches": 1}, "(1, 6) for an earlier batch of the same shapes"),
     "manual": (changed(lambda m: setattr(m, "automatic_optimization", False)), {}, "has automatic_optimization=False"),
     "BatchNorm": (
         changed(lambda m: m.layers.__setitem__(2, nn.BatchNorm1d(6))),

@@ -381,7 +381,7 @@ def test_a_split_that_was_asked_for_counts_more_than_the_checkpoints(ranks: Rank
 
 
 def test_blocks_move_in_a_fit_alone() -> None:
-    with pytest.raises(MisconfigurationException, match="blocks move while a fit runs"):
+    with pytest.raises(MisconfigurationException, match="blocks can only move while a fit runs"):
         BalancedStrategy().resplit([1, 2])
 
 

@@ -61,7 +61,7 @@ def test_no_stage_is_left_empty() -> None:
     assert [stage.device for stage in partition(blocks, devices).stages] == [0, 2]
     stages = partition(blocks, devices, spare=False).stages
     assert [(stage.start, stage.stop) for stage in stages] in ([(0, 1), (1, 2), (2, 4)], [(0, 2), (2, 3), (3, 4)])
-    with pytest.raises(ValueError, match="2 blocks cannot be on each of 3 devices"):
+    with pytest.raises(ValueError, match="2 blocks are too few for 3 devices"):
         partition(blocks[:2], devices, spare=False)
 
 
@@ -123,7 +123,7 @@ def test_blocks_stay_where_moving_costs_more_than_it_saves() -> None:
     found = control([1.0] * 8, [1.0, 1.0], (4, 4), moves=1e6)
     assert found.look(looks, 4) is not None
     found = control([1.0] * 8, [1.0, 1.0], (4, 4), moves=1e6)
-    found.note_move(1e6, 1.0)  # blocks have moved slowly before
+    found.record_move(1e6, 1.0)  # blocks have moved slowly before
     assert found.look(looks, 4) is None
 
 

@@ -222,7 +222,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_plan_without_data_says_what_to_give() -> None:
     with pytest.raises(MisconfigurationException, match="give batch=, train_dataloaders= or datamodule="):
         quiet().plan(net())
-    with pytest.raises(MisconfigurationException, match="a training loader gives none"):
+    with pytest.raises(MisconfigurationException, match="a training DataLoader yields none"):
         quiet().plan(net(), [])
 
 

@@ -180,7 +180,7 @@ def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.Monke
     monkeypatch.setattr(profile, "synchronize", synchronize)
     clock = profile._Clock([], torch.device("cuda", 0))
     for phase, unit, seconds in (("forward", 0, 3.0), ("forward", 1, 7.0), ("backward", 1, 0.0)):
-        clock.note(phase, unit)
+        clock.record(phase, unit)
         work.passes(seconds)
     assert waits == []
     assert clock.seconds() == {("forward", 0): 3.0, ("forward", 1): 7.0}

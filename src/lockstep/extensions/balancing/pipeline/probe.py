@@ -1,4 +1,4 @@
-"""Measured cost of each block of a chain on a device: seconds of a forward and backward, and bytes of activations.
+"""Measurement of each block of a chain on a device: seconds of forward and backward, and bytes of activations.
 
 Each device measures all blocks. Blocks of other devices get made-up weights of the same shapes, one block at a time.
 """
@@ -41,11 +41,11 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Describe a tensor."""
+        """Return the description of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
-    def made(self, device: torch.device) -> Tensor:
-        """Create such a tensor with normal random numbers."""
+    def create(self, device: torch.device) -> Tensor:
+        """Create a tensor of this shape and dtype with normal random numbers."""
         return torch.randn(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
@@ -91,7 +91,7 @@ def probe(
         likes, keeps, extras = [like], [], extras_of()
         for place, block in enumerate(blocks):
             with _whole(block, device), _counting(block) as kept:  # a warm-up
-                likes.append(Like.of(_run(stages, place, block, likes[-1].made(device), extras)))
+                likes.append(Like.of(_run(stages, place, block, likes[-1].create(device), extras)))
             keeps.append(sum(kept.values()))
         passes: list[list[float]] = []
         (least, most), start = PASSES, time.perf_counter()
@@ -131,7 +131,7 @@ def _timed(
 ) -> float:
     """Measure the seconds of a block's forward and backward."""
     with _whole(block, device):
-        x = like.made(device)
+        x = like.create(device)
         begin = _now(device, clock)
         _run(stages, place, block, x, extras)
         return _now(device, clock) - begin
@@ -172,7 +172,7 @@ def _counting(block: nn.Module) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give a block weights on the device and no gradients within the block; restore them and the buffers after it."""
+    """Place a block's weights on the device, without gradients; restore weights, gradients and buffers on exit."""
     parameters, buffers = list(block.parameters()), list(block.buffers())
     before = [(p.data, p.grad) for p in parameters]
     copies = [(buffer.data, buffer.detach().clone()) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Times of a pipeline's windows on one rank: seconds of computing, without waiting for other stages."""
+"""Timers for a pipeline's stages: seconds of computing in a window, without waiting for other stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEWEST = 64
 
 @dataclass(frozen=True)
 class StageSpan:
-    """A part of a stage's work on one micro-batch.
+    """Start and end of one part of a stage's work on a micro-batch.
 
     Attributes:
         part: one of `BEFORE`, `BLOCKS`, `AFTER` and `BACKWARD`.
@@ -39,7 +39,7 @@ class StageSpan:
 
 
 class WindowOfStage(NamedTuple):
-    """Times of a window on a stage.
+    """Measured times of an accumulation window on a stage.
 
     Attributes:
         begin: seconds by the clock of the host.
@@ -55,8 +55,8 @@ class WindowOfStage(NamedTuple):
     micro_batches: int
     spans: tuple[StageSpan, ...] = ()
 
-    def look(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch in the blocks and outside of them."""
+    def per_micro_batch(self) -> tuple[float, float]:
+        """Return the seconds of a micro-batch inside the blocks, and the seconds outside the blocks."""
         before, blocks, after, backward = self.seconds
         forward = before + blocks + after
         if not forward:
@@ -67,7 +67,7 @@ class WindowOfStage(NamedTuple):
 
 
 class StageTimes:
-    """Measurement of the windows of a stage, by the host's clock or by events on a GPU.
+    """Timer for the windows of a stage, based on the host's clock or on GPU events.
 
     Args:
         device: of the stage.
@@ -102,7 +102,7 @@ class StageTimes:
 
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
-        """Measure a window within the block, if anything listens."""
+        """Measure a window within the block, if `listens` is True or a listener is set."""
         if not micro_batches or not (self.listens or self.listener):
             yield
             return
@@ -122,7 +122,7 @@ class StageTimes:
         self._add(WindowOfStage(begin, end, (before, blocks, after, backward), micro_batches, spans))
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` wrapped so that its time counts for a part of a measured window."""
+        """Wrap ``fn`` so that its running time counts for a part of a measured window."""
 
         @wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class StageTimes:
             self.listener(window)
 
     def take(self) -> list[WindowOfStage]:
-        """Return the windows since the last call that the device has finished, without waiting for it."""
+        """Return the windows that the device has finished since the last call, without waiting for the device."""
         while self._pending and self._pending[0].last.query():
             self._add(self._pending.popleft().read())
         found = list(self._windows)
@@ -163,7 +163,7 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A window that the host has finished, but the GPU may not have."""
+    """A window that the host has finished and the GPU may still be computing."""
 
     begin: float
     end: float
@@ -173,7 +173,7 @@ class _Pending(NamedTuple):
     micro_batches: int
 
     def read(self) -> WindowOfStage:
-        """Return the window with the times of the GPU."""
+        """Return the window with the times that the GPU has recorded."""
         spans = [StageSpan(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
         seconds = [sum(span.end - span.begin for span in spans if span.part == part) for part in range(4)]
         before, blocks, after, backward = seconds
@@ -181,15 +181,15 @@ class _Pending(NamedTuple):
 
 
 def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
-    """Return medians of a micro-batch's seconds in the blocks, outside of them, and of the number of micro-batches.
+    """Return the medians of a micro-batch's seconds inside and outside the blocks, and of the micro-batch count.
 
-    All are NaN if there is no window.
+    All three are NaN if there is no window.
     """
     if not windows:
         return math.nan, math.nan, math.nan
-    looks = [window.look() for window in windows]
+    seconds = [window.per_micro_batch() for window in windows]
     return (
-        median(blocks for blocks, _ in looks),
-        median(outside for _, outside in looks),
+        median(blocks for blocks, _ in seconds),
+        median(outside for _, outside in seconds),
         median(float(window.micro_batches) for window in windows),
     )

@@ -1,4 +1,4 @@
-"""Trace of a training step: memory and work of each operation, by block, on real or fake tensors."""
+"""Trace of a training step: memory and work of each block's operations, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REST = -1
 
 @dataclass
 class OperationWork:
-    """Number and size of operations.
+    """Floating-point operations, memory traffic and number of some operations.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -68,7 +68,7 @@ OURS: dict[str, Callable[..., float]] = {
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> OperationWork:
-    """Return the work of one operation."""
+    """Return the floating-point operations and memory traffic of one operation that has run."""
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name
@@ -92,15 +92,16 @@ def _pages(size: int) -> int:
 
 
 def _padded(length: int) -> int:
-    """Return the elements of a row in oneDNN's workspaces."""
+    """Return the number of elements that oneDNN allocates for a row of a workspace, with padding."""
     whole = -(-length // 16) * 16
     return whole + 16 * (whole % 256 == 0)
 
 
 def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
-    """Return the bytes of oneDNN's workspace for a layer's forward in float32, without inputs and outputs.
+    """Return the bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
 
-    It contains gates, states and gradients of states, each of whole pages. The formula was found by trying sizes.
+    Inputs and outputs are not included. The workspace contains gates, states and gradients of states, each padded to
+    pages. The formula was found by trying sizes.
 
     Example:
         >>> workspace_of_lstm(64, 32, 128)
@@ -112,9 +113,10 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation keeps on a real CPU but not on fake tensors, while its last result exists.
+    """Return the bytes that an operation keeps on a CPU and that fake tensors do not show.
 
-    This is the workspace of an LSTM, and the storage of the elements of a mean in some losses.
+    These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
+    result of the operation.
     """
     if func._schema.name in LOSSES and not out.dim():
         return int(args[0].numel() * args[0].element_size())
@@ -125,7 +127,7 @@ def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of an operation on a CPU while it runs: oneDNN's gates, and images in its own layout."""
+    """Return the temporary bytes that an operation allocates on a CPU, such as images in oneDNN's layout."""
     name = func._schema.name
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
@@ -143,7 +145,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 @dataclass
 class TracedAllocation:
-    """An allocation of memory.
+    """A memory allocation within a traced step, with its lifetime.
 
     Attributes:
         size: bytes.
@@ -164,7 +166,7 @@ class TracedAllocation:
 
 @dataclass
 class Span:
-    """A sequence of operations that belong to one block, or to none.
+    """Consecutive operations that belong to one block, or to the code outside all blocks.
 
     Attributes:
         phase: FORWARD, BACKWARD or UPDATE.
@@ -182,7 +184,7 @@ class Span:
 
 
 class StepTrace(TorchDispatchMode):
-    """Dispatch mode that records operations and memory.
+    """Dispatch mode that records the operations and allocations of a training step.
 
     Args:
         units: the number of each block, by the id of its module.
@@ -192,7 +194,7 @@ class StepTrace(TorchDispatchMode):
         spans: in the order in which they ran.
         allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
-        arrivals: the place of each parameter's gradient in the order in which they arrived, by its id.
+        arrivals: by the id of a parameter, the position of its gradient in the order in which gradients arrived.
         nodes: sequence number of autograd's node, by the count of operations; -1 outside of a backward.
     """
 
@@ -223,7 +225,7 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count operations within the block for a phase."""
+        """Assign the operations within the block to a phase: forward, backward or update."""
         self._phase = name
         self._open(REST)
         yield
@@ -242,13 +244,13 @@ class StepTrace(TorchDispatchMode):
             self._owners.append(unit)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Start a span at a block's forward, as its hook."""
+        """Start a span before the forward of a block. It is a forward pre-hook."""
         if self._phase == FORWARD:
             self._running.append(self.units[id(layer)])
             self._open(self._running[-1])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """End a span after a block's forward, as its hook."""
+        """End the span after the forward of a block, and record its output's bytes. It is a forward hook."""
         if self._phase == FORWARD and self._running:
             unit = self._running.pop()
             self.sends[unit] = sum(t.numel() * t.element_size() for t in tensors_in(output, 3))
@@ -308,12 +310,12 @@ class StepTrace(TorchDispatchMode):
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record the arrival of a parameter's gradient, as its hook."""
+        """Record the order in which gradients arrive. It is a hook on accumulated gradients."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the allocations of tensors that stay: gradients, and states of optimizers."""
+        """Mark the allocations of tensors that outlive the step as "gradient" or "state"."""
         for tensor in tensors:
             found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
             if found is not None:
@@ -324,7 +326,7 @@ class StepTrace(TorchDispatchMode):
 
 
 def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Replace a module's parameters and buffers by fake tensors, within ``FakeTensorMode``.
+    """Replace a module's parameters and buffers with fake tensors. Call it within ``FakeTensorMode``.
 
     Args:
         module: changed in place. Shared tensors stay shared.
@@ -368,7 +370,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A training step without a Trainer.
+    """A training step that runs without a Trainer.
 
     Attributes:
         module: the model.
@@ -386,10 +388,10 @@ class TracedStep:
 
 
 class PhaseWatch(Protocol):
-    """Observer of a step."""
+    """Protocol of observers of a training step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context around a phase."""
+        """Return a context manager in which a phase of the step runs."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
         """Handle the start of a block's forward."""
@@ -398,13 +400,13 @@ class PhaseWatch(Protocol):
         """Handle the end of a block's forward."""
 
 
-def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
-    """Run a step whose module has no gradients yet.
+def run_step(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
+    """Run forward, backward and update of a step, and notify an observer.
 
     Args:
-        step: the step.
-        optimizers: of its module.
-        blocks: that ``watch`` observes.
+        step: the step, whose module has no gradients yet.
+        optimizers: optimizers of the module.
+        blocks: submodules whose forwards are reported to ``watch``.
         watch: observer of blocks and phases.
 
     Raises:
@@ -429,7 +431,7 @@ def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.
 def trace_step(
     step: TracedStep, blocks: Sequence[nn.Module], batch: object = None
 ) -> tuple[StepTrace, list[Optimizer]]:
-    """Run one step and record it.
+    """Run one training step, and record its operations and allocations.
 
     Args:
         step: its module has no gradients yet.
@@ -451,7 +453,7 @@ def trace_step(
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(trace.arrived).remove)
         with trace:
-            play(step, optimizers, blocks, trace)
+            run_step(step, optimizers, blocks, trace)
             states = (value for optimizer in optimizers for value in optimizer.state.values())
             trace.mark(tensors_in([list(state.values()) for state in states], 6), "state")
     return trace, optimizers
