@@ -92,11 +92,7 @@ def _parser() -> CommandParser:
     add("--devices", type=number_from(1), metavar="N", help="devices of each node; default: those of the Trainer")
     add("--nodes", type=number_from(1), metavar="M", help="number of machines; default: 1")
     add("--memory", metavar="BYTES", help="memory of each device: 80GB, 24GiB")
-    add(
-        "--link",
-        metavar="BYTES/S",
-        help="speed of the slowest link (between nodes, if there are several): 25GB/s",
-    )
+    add("--link", metavar="BYTES/S", help="speed of the slowest link (between nodes, if there are several): 25GB/s")
     add("--chip", metavar="NAME", help="GPU whose arithmetic speed is assumed: H100, A100, RTX 3090")
     add("--goal", default="speed", choices=("speed", "memory"), help="goal of the choice; default: speed")
     add("--blocks", metavar="NAMES", help="names of the submodules that are blocks, separated by commas")

@@ -77,7 +77,7 @@ class StageTimeline(Callback):
             self._open("a").close()
         self._places = {place: _PlaceTimes() for place in times}
         for place, each in times.items():
-            each.listener, each.keeps_spans = partial(self._add, trainer, self._places[place]), True
+            each.listener = partial(self._add, trainer, self._places[place])
 
     @staticmethod
     def _times(trainer: Trainer) -> Mapping[int, StageTimes]:
@@ -103,7 +103,7 @@ class StageTimeline(Callback):
         if not times:
             return
         for each in times.values():
-            each.listener, each.keeps_spans = None, False
+            each.listener = None
         mine = {place: [*times.seconds, *chain(*times.parts.values())] for place, times in self._places.items()}
         by_rank = trainer.strategy.gather_objects(mine)
         if trainer.is_global_zero:

@@ -18,30 +18,22 @@ ZERO = "zero_optimization"
 BUCKETS = 200_000_000
 """Default number of elements in a bucket, as in Lightning."""
 
+_BLOCKS = {
+    ZERO: (
+        *("stage", "sub_group_size", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
+        *("allgather_bucket_size", "reduce_bucket_size"),
+    ),
+    "activation_checkpointing": (
+        *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+        "synchronize_checkpoint_boundary",
+    ),
+    "aio": ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"),
+    "fp16": ("initial_scale_power", "loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+}
+"""Arguments of the strategy that have the same name in a block of the config."""
 PLACES: dict[str, tuple[str, ...]] = {
-    "stage": (ZERO, "stage"),
-    "sub_group_size": (ZERO, "sub_group_size"),
-    "contiguous_gradients": (ZERO, "contiguous_gradients"),
-    "overlap_comm": (ZERO, "overlap_comm"),
-    "allgather_partitions": (ZERO, "allgather_partitions"),
-    "reduce_scatter": (ZERO, "reduce_scatter"),
-    "allgather_bucket_size": (ZERO, "allgather_bucket_size"),
-    "reduce_bucket_size": (ZERO, "reduce_bucket_size"),
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer",),
-    "partition_activations": ("activation_checkpointing", "partition_activations"),
-    "cpu_checkpointing": ("activation_checkpointing", "cpu_checkpointing"),
-    "contiguous_memory_optimization": ("activation_checkpointing", "contiguous_memory_optimization"),
-    "synchronize_checkpoint_boundary": ("activation_checkpointing", "synchronize_checkpoint_boundary"),
-    "block_size": ("aio", "block_size"),
-    "queue_depth": ("aio", "queue_depth"),
-    "single_submit": ("aio", "single_submit"),
-    "overlap_events": ("aio", "overlap_events"),
-    "thread_count": ("aio", "thread_count"),
-    "initial_scale_power": ("fp16", "initial_scale_power"),
-    "loss_scale": ("fp16", "loss_scale"),
-    "loss_scale_window": ("fp16", "loss_scale_window"),
-    "hysteresis": ("fp16", "hysteresis"),
-    "min_loss_scale": ("fp16", "min_loss_scale"),
+    **{name: (block, name) for block, names in _BLOCKS.items() for name in names},
 }
 """Arguments of the strategy and their places in the config."""
 
@@ -95,11 +87,7 @@ Config = dict[str, Any]
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
     """Return the error that reports a setting of the user's config."""
-    return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
-
-
-def _end(sentence: str) -> str:
-    return "?" if sentence.endswith("?") else "."
+    return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why}.")
 
 
 def format_setting(path: Iterable[str], value: object) -> str:
@@ -188,7 +176,7 @@ def _check_known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[s
     for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's documentation of its config"
+            way = f'did you mean "{near[0]}"? Correct it' if near else "see DeepSpeed's documentation of its config"
             raise refuse(format_setting((*path, key), value), f"DeepSpeed has no such key: {way}")
 
 
@@ -307,12 +295,9 @@ def set_precision(config: Config, precision: str, device: str) -> None:
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
-        place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
-        setting = (
-            place
-            if precision.startswith("16")
-            else f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
-        )
+        setting = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
+        if not precision.startswith("16"):
+            setting = f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
         raise MisconfigurationException(
             f'{setting}: DeepSpeed does not compute in float16 on a CPU. Use Trainer(precision="bf16-mixed"), or a GPU.'
         )

@@ -370,7 +370,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
         padding = flat.numel() % 2  # the engine pads a group to an even length
         first = saved.get(next(iter(trained)), {})
         states[number] = {
-            key: _flattened([saved[each][key] for each in trained], padding) if key != "step" else value
+            key: _flatten([saved[each][key] for each in trained], padding) if key != "step" else value
             for key, value in first.items()
         }
         flats.append(flat)
@@ -392,7 +392,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
     return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
 
 
-def _flattened(values: list[Any], padding: int) -> Any:
+def _flatten(values: list[Any], padding: int) -> Any:
     if not all(isinstance(value, Tensor) for value in values):
         return values[0]
     return torch.cat([*[value.flatten() for value in values], values[0].new_zeros(padding)])

@@ -363,14 +363,10 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f"{kind} has automatic_optimization=False, and DeepSpeed's engine must know which backward is the last "
                 'before a step. Use automatic optimization, or strategy="fsdp".'
             )
-        if len(optimizers) != 1:
+        if len(optimizers) != 1 or isinstance(optimizers[0], CombinedOptimizer):
+            what = "a CombinedOptimizer" if len(optimizers) == 1 else f"{len(optimizers)} optimizers"
             raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
-                'Use parameter groups of one optimizer, or strategy="fsdp".'
-            )
-        if isinstance(optimizers[0], CombinedOptimizer):
-            raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine steps one optimizer. "
+                f"{kind}.configure_optimizers returned {what}: DeepSpeed's engine steps one optimizer. "
                 'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         for name, way in (
@@ -406,16 +402,6 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f"{kind}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze the others "
                 '(`requires_grad_(False)`), convert them by module.float(), or use strategy="fsdp".'
             )
-        # the engine would only raise an assertion, which does not list the tested ones
-        if not self._config.get("zero_allow_untested_optimizer", True):
-            from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-            if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-                tested = ", ".join(sorted({tested.__name__ for tested in ZERO_SUPPORTED_OPTIMIZERS}))
-                raise MisconfigurationException(
-                    f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: "
-                    f"DeepSpeed has tested {tested}. Use one of them, or remove the argument."
-                )
         self._check_callbacks()
         return optimizer
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.extensions.balancing.planner import profile
-from lockstep.extensions.balancing.planner.profile import find_units, measure_step, profile_step
+from lockstep.extensions.balancing.planner.profile import find_units, measure_step
 from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, UPDATE, TracedStep
 from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.ground.errors import MisconfigurationException
@@ -154,17 +154,6 @@ def test_what_cannot_be_planned_is_said(kind: type[LightningModule], said: str) 
         profile_module(module, (torch.ones(2, 4), torch.ones(2, 4)), Precision(), trainer=quiet())
     assert not module.net.weight.is_meta  # type: ignore[union-attr]
     assert type(module.net.weight) is nn.Parameter  # type: ignore[union-attr]
-
-
-def test_a_step_of_a_loop_of_ones_own() -> None:
-    net = nn.Linear(8, 2)
-    step = TracedStep(
-        net, lambda: net(torch.ones(4, 8)).sum(), lambda: [torch.optim.SGD(net.parameters(), 0.1)], nullcontext
-    )
-    profile = profile_step(step, samples=4)
-    assert profile.elements == 18
-    assert {(p.like, p.fixed) for p in profile.parameters} == {(0, 0)}
-    assert profile.steps["kept"].work(FORWARD).products == 2 * 4 * 8 * 2
 
 
 def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

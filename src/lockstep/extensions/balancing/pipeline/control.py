@@ -67,11 +67,6 @@ class StageLook:
     blocks: float
     outside: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Seconds inside and outside the blocks."""
-        return self.blocks + self.outside
-
 
 @dataclass(frozen=True)
 class Resplit:
@@ -222,7 +217,7 @@ class SplitControl:
             micro_batches: number in a window.
         """
         # the clock is too coarse for such stages, or a device has not finished a window
-        if any(not look.blocks > 0 or not math.isfinite(look.total) for look in looks):
+        if any(not look.blocks > 0 or not math.isfinite(look.blocks + look.outside) for look in looks):
             return None
         self._update_speeds(looks)
         now = self.predict(self.counts)

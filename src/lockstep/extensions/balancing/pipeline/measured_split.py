@@ -6,14 +6,13 @@ A process that drives several devices measures each device, and sends one row fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.extensions.balancing.pipeline.chain import Extras
 from lockstep.extensions.balancing.pipeline.control import (
     BlockCost,
     Resplit,
@@ -122,7 +121,12 @@ class MeasuredSplit:
         """Measure all blocks on each device, and return the first decision; None if the window has no samples."""
         like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
-        mine = [] if like is None else self._probe_devices(stages, owned, optimizers, like, extras_of, len(turns))
+        states, mine = states_of(optimizers), list[_DeviceReport]()
+        if like is not None:
+            for place, device in stages.devices.items():
+                seconds, kept = probe(stages, like, device, self.times[place].clock, extras_of)
+                room = self._room(stages, owned, optimizers, states, place)
+                mine.append(_DeviceReport(place, seconds, kept, states, room, len(turns)))
         reports: list[_DeviceReport] = [each for of_rank in comm.all_gather_object(mine) for each in of_rank]
         if not reports:
             return None
@@ -143,24 +147,6 @@ class MeasuredSplit:
         """Discard the windows that were measured so far."""
         for each in self.times.values():
             each.take()
-
-    def _probe_devices(
-        self,
-        stages: Stages,
-        owned: Ownership,
-        optimizers: Sequence[Optimizer],
-        like: Like,
-        extras_of: Callable[[], Extras],
-        count: int,
-    ) -> list[_DeviceReport]:
-        """Measure all blocks on each device of this process."""
-        states, reports = states_of(optimizers), []
-        for place, device in stages.devices.items():
-            found = probe(stages, like, device, self.times[place].clock, extras_of)
-            seconds, keeps = tuple(max(each.seconds, 1e-9) for each in found), tuple(each.keeps for each in found)
-            room = self._room(stages, owned, optimizers, states, place)
-            reports.append(_DeviceReport(place, seconds, keeps, states, room, count))
-        return reports
 
     def _room(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], states: float, place: int

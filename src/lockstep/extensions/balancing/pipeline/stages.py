@@ -125,7 +125,7 @@ class _Stage:
         self.blocks = [chain.blocks[place] for place in self.places]
         self.expected: torch.Size | None = None
         self.done = 0
-        self.run: Callable[[Tensor, Extras], Tensor] = _timed(times, BLOCKS, partial(through, self))
+        self.run: Callable[[Tensor, Extras], Tensor] = _with_timer(times, BLOCKS, partial(through, self))
         # a stage receives leaves, which a block must not change in place
         self.changes_input = not self.is_first and any(
             getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
@@ -239,8 +239,8 @@ class Stages:
         self._takes_more = False
         self._error: BaseException | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
-        self._run_begin = _timed(times.get(self.root), BEFORE, self.begin)
-        self._run_end = _timed(times.get(self.root), AFTER, self._end)
+        self._run_begin = _with_timer(times.get(self.root), BEFORE, self.begin)
+        self._run_end = _with_timer(times.get(self.root), AFTER, self._end)
 
     # -- training
 
@@ -454,7 +454,7 @@ class Stages:
             SplitCheck(stage, weights, {self.chain.names[place]: self.chain.blocks[place] for place in own.places})
         # these compute only; their callers in torch also wait for other stages
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-            vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
+            vars(stage)[name] = _with_timer(own.times, BACKWARD, getattr(stage, name))
         return stage
 
     def _shapes(self) -> tuple[list[tuple[Tensor, Tensor]], bool]:
@@ -478,7 +478,7 @@ class Stages:
                     received = x = arrived
                 out = self._through(stage, stage.moved(x), extras)
                 self._send(stage, out, extras)
-                found.append((_valueless(received), _valueless(out)))
+                found.append((_without_values(received), _without_values(out)))
             self._wait()
         return found, bool(extras)
 
@@ -577,7 +577,7 @@ def _without_memory(returned: Any) -> Any:
     return returned.detach() if returned.ndim else returned.detach().clone()
 
 
-def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_timer(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn if times is None else times.wrapped(part, fn)
 
 
@@ -657,5 +657,5 @@ def _copy_between_devices(stage: PipelineStage, sent: Tensor) -> None:
     )
 
 
-def _valueless(tensor: Tensor) -> Tensor:
+def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -426,7 +427,7 @@ class BalancedStrategy(RankedStrategy):
         with ExitStack() as windows:
             for times in self.times.values():
                 windows.enter_context(times.window(len(turns)))
-            for run in _runs_of_one_shape(turns):
+            for run in (list(run) for _, run in groupby(turns, key=lambda each: each[1].shape)):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
         # a parameter of another rank's stage has no memory here: its gradient would be lost
@@ -547,50 +548,28 @@ def _is_number(value: object, least: int) -> bool:
 def _check_arguments(
     stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
 ) -> None:
-    if stages != "all" and not _is_number(stages, 2):
-        raise MisconfigurationException(
-            f'BalancedStrategy(stages={stages!r:.100}): give a number of ranks above 1, or "all".'
-        )
-    if micro_batches is not None and not _is_number(micro_batches, 1):
-        raise MisconfigurationException(
-            f"BalancedStrategy(micro_batches={micro_batches!r:.100}): give a number above 0, or None for twice the "
-            "stages."
-        )
-    if schedule not in SCHEDULES:
-        raise MisconfigurationException(
-            f"BalancedStrategy(schedule={schedule!r:.100}): choose {', '.join(map(repr, SCHEDULES))}."
-        )
-    if stages_per_rank is not None and not _is_number(stages_per_rank, 1):
-        raise MisconfigurationException(
-            f"BalancedStrategy(stages_per_rank={stages_per_rank!r:.100}): give a number above 0."
-        )
+    counts = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
+    of_split = 'give "measured", "equal", or the number of blocks of each stage, each above 0, such as [3, 5]'
+    of_parts = "give a number above 0, or None for twice the stages"
+    of_rank = stages_per_rank is None or _is_number(stages_per_rank, 1)
+    for name, value, is_valid, way in (
+        ("stages", stages, stages == "all" or _is_number(stages, 2), 'give a number of ranks above 1, or "all"'),
+        ("micro_batches", micro_batches, micro_batches is None or _is_number(micro_batches, 1), of_parts),
+        ("schedule", schedule, schedule in SCHEDULES, f"choose {', '.join(map(repr, SCHEDULES))}"),
+        ("stages_per_rank", stages_per_rank, of_rank, "give a number above 0"),
+        ("split", split, split in KINDS or counts, of_split),
+        ("one_process", one_process, isinstance(one_process, bool), "give True or False"),
+    ):
+        if not is_valid:
+            raise MisconfigurationException(f"BalancedStrategy({name}={value!r:.100}): {way}.")
     if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
         raise MisconfigurationException(
             f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
             f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
-    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
-    if split not in KINDS and not numbers:
-        raise MisconfigurationException(
-            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
-            "each above 0, such as [3, 5]."
-        )
-    if not isinstance(one_process, bool):
-        raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
     refuse_without(PIPELINES, "BalancedStrategy", "use DDPStrategy(shard_optimizer=True)", PARTS)
     if one_process:
         refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "omit one_process", PARTS)
-
-
-def _runs_of_one_shape(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
-    """Group consecutive micro-batches that have the same shape."""
-    runs: list[list[tuple[int, Turn]]] = []
-    for each in turns:
-        if runs and runs[-1][-1][1].shape == each[1].shape:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return runs
 
 
 def _join_outputs(returned: list[Any]) -> Any:

@@ -156,7 +156,7 @@ class WholeModule:
             gather: gathers objects on rank 0.
         """
         own = self.module.state_dict()
-        mine = {name: _on_cpu(value) for name, value in own.items() if sends and self._owner(name) == self.owned.place}
+        mine = {name: _to_cpu(value) for name, value in own.items() if sends and self._owner(name) == self.owned.place}
         found: dict[str, Any] = {}
         for part in gather(mine) or [mine]:
             found.update(part)
@@ -187,7 +187,7 @@ class WholeModule:
         own = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {
-            key: _on_cpu(value)
+            key: _to_cpu(value)
             for key, value in own["state"].items()
             if sends and (not isinstance(key, int) or self.owned.owner(parameters[key]) == self.owned.place)
         }
@@ -225,9 +225,9 @@ def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimize
                 state[key] = value.to(device)
 
 
-def _on_cpu(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
+        return {key: _to_cpu(each) for key, each in value.items()}
     return value

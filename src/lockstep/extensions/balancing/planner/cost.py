@@ -602,7 +602,7 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
         )
 
 
-def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
+def _memory_of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
     """Return the memory of one rank of a pipeline in bytes, by purpose.
 
     Args:
@@ -633,7 +633,7 @@ def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[f
 def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
     """Return one `Device` for each stage, with the memory for a stage if a device has ``each`` stages."""
     bandwidth, latency = hardware.slowest_link()
-    everywhere = sum(_of_rank(profile, (), ()).values())
+    everywhere = sum(_memory_of_rank(profile, (), ()).values())
     received = 2 * each * max(block.sends for block in profile.blocks)
     memory = (hardware.memory - everywhere - received) / each
     return [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
@@ -660,7 +660,7 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
     compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
     flights = [most / count for most in in_flight]
-    parts = max((_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
+    parts = max((_memory_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
     return replace(
         blank,
         devices=ranks,

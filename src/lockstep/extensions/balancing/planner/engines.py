@@ -144,7 +144,7 @@ ENGINES: dict[str, Callable[[Net], Step]] = {
 """Function that creates a step of a network, by the kind of a candidate and its stage."""
 
 
-def _timed(step: Step) -> float:
+def _measure_step(step: Step) -> float:
     """Return the median seconds of a step on the slowest rank."""
     for _ in range(3):
         step()
@@ -167,7 +167,7 @@ def measure_engines() -> dict[str, EngineCost]:
     """
     alone = {}
     for name, shape in NETS.items():
-        whole, without = _timed(_plain(Net(*shape))), _timed(_plain(Net(*shape), updates=False))
+        whole, without = _measure_step(_plain(Net(*shape))), _measure_step(_plain(Net(*shape), updates=False))
         alone[name] = without + (whole - without) / dist.get_world_size()  # each rank updates its part
     found = {}
     with _silent():
@@ -175,7 +175,7 @@ def measure_engines() -> dict[str, EngineCost]:
             if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
                 continue
             try:
-                added = {name: _timed(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
+                added = {name: _measure_step(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
             except Exception:  # a plan without DeepSpeed is better than none
                 if engine.startswith("deepspeed"):
                     continue

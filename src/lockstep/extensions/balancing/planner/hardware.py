@@ -137,11 +137,8 @@ def described(
         chip: name of a GPU, for its arithmetic speed: "H100", "A100", "RTX 3090"; None: a modest one of 2020.
 
     Raises:
-        MisconfigurationException: a number is below 1, or the chip is unknown.
+        MisconfigurationException: the chip is unknown.
     """
-    for flag, value in (("--devices", devices), ("--nodes", nodes)):
-        if value < 1:
-            raise MisconfigurationException(f"{flag} {value}: give a number from 1")
     made = Hardware(devices, nodes, name="a device as described")
     if memory is not None:
         made = replace(made, memory=memory * 0.92)  # the rest is the driver's, and lost between allocations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,10 +108,7 @@ class ParameterProfile:
     @property
     def elements(self) -> int:
         """Number of elements of the whole parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def size(self) -> int:
@@ -168,11 +166,9 @@ class StepProfile:
 
     Attributes:
         spans: in the order in which they run.
-        spread: interquartile range of the measured steps' seconds, divided by their median.
     """
 
     spans: tuple[SpanProfile, ...]
-    spread: float = 0.0
 
     def seconds(self, phase: str, unit: int | None = None) -> float | None:
         """Return the measured seconds of a phase, or of one block in the phase; None without a measurement."""
@@ -336,7 +332,6 @@ def profile_step(
     batch: object = None,
     precision: str = "32-true",
     named: Sequence[str] = (),
-    recomputed: bool = True,
 ) -> ModelProfile:
     """Profile memory and operations of a step by tracing the step with fake tensors, which have no memory.
 
@@ -346,22 +341,21 @@ def profile_step(
         batch: input of the step, whose memory does not count.
         precision: name for the profile; the step's context applies it.
         named: names of the blocks.
-        recomputed: True to trace a second time with recomputation of repeated blocks.
 
     Raises:
         ValueError: there is no submodule of a name, or the control flow of the step depends on values.
 
     Example::
 
-        step = Step(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
+        step = TracedStep(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
         profile = profile_step(step, samples=16)
     """
     units = find_units(step.module, named)
     repeated = {id(block) for block in find_blocks(step.module)}
-    kept = _traced(step, units, batch, again=False)
+    kept = _trace(step, units, batch, again=False)
     steps = {"kept": StepProfile(spans_of(kept.trace))}
-    if recomputed and repeated:
-        steps["recomputed"] = StepProfile(spans_of(_traced(step, units, batch, again=True).trace))
+    if repeated:
+        steps["recomputed"] = StepProfile(spans_of(_trace(step, units, batch, again=True).trace))
     order = list(dict.fromkeys(span.unit for span in kept.trace.spans if span.unit != REST))
     sizes = _kept(kept.trace)
     place = {unit: number for number, unit in enumerate(order)}
@@ -392,7 +386,7 @@ class _Traced(NamedTuple):
     optimizers: list[str]
 
 
-def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
+def _trace(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
     """Trace a step on fake tensors, and restore its module."""
     refuse_without(PLAN, "a plan", "name a strategy", PARTS)
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -505,7 +499,7 @@ def measure_step(
     units = [by_name[block.name] for block in profile.blocks]
     found: list[dict[tuple[str, int], float]] = []
     start = time.perf_counter()
-    with _restored(step.module):
+    with _restore(step.module):
         optimizers = list(step.optimizers())
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
@@ -516,22 +510,20 @@ def measure_step(
                 found.append(clock.seconds())
             if time.perf_counter() - start > patience and len(found) >= 2:
                 break
-    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
-    totals = sorted(sum(one.values()) for one in found)
-    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
-    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
+    medians = _pool(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
+    timed = {"kept": _distribute(profile.steps["kept"], medians)}
     if "recomputed" in profile.steps:
         # not measured: a recomputed block runs its forward a second time in the backward
         again = dict(medians)
         for number, block in enumerate(profile.blocks):
             if block.repeated:
                 again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
-        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
+        timed["recomputed"] = _distribute(profile.steps["recomputed"], again)
     return replace(profile, steps=timed, device=device.type)
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def _restore(module: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers and random states after the block, and drop gradients."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -546,7 +538,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
             tensor.grad = None
 
 
-def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+def _pool(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
     """Replace the seconds of each block by the median over the blocks of its kind."""
     pooled = dict(seconds)
     for kind in {block.kind for block in profile.blocks}:
@@ -557,11 +549,11 @@ def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dic
     return pooled
 
 
-def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: float) -> StepProfile:
+def _distribute(step: StepProfile, seconds: dict[tuple[str, int], float]) -> StepProfile:
     """Distribute the seconds of each block over its spans, in proportion to their memory traffic."""
     spans = []
     for span in step.spans:
         total = step.work(span.phase, span.unit).moved
         share = span.work.moved / total if total else 1.0
         spans.append(replace(span, seconds=seconds.get((span.phase, span.unit), 0.0) * share))
-    return StepProfile(tuple(spans), spread)
+    return StepProfile(tuple(spans))

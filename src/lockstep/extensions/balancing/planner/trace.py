@@ -194,6 +194,7 @@ class StepTrace(TorchDispatchMode):
         spans: in the order in which they ran.
         allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
+        operations: number of operations so far.
         arrivals: by the id of a parameter, the position of its gradient in the order in which gradients arrived.
         nodes: sequence number of autograd's node, by the count of operations; -1 outside of a backward.
     """
@@ -208,18 +209,13 @@ class StepTrace(TorchDispatchMode):
         self._live: dict[int, TracedAllocation | None] = {t.untyped_storage()._cdata: None for t in known}
         # referenced, so that no other storage gets their keys
         self._known = list(known)
-        self._time = 0
+        self.operations = 0
         self.nodes: list[int] = [-1]
         self._phase = FORWARD
         self._running: list[int] = []
         # autograd's sequence numbers at the start of each forward span, by which a backward finds its block
         self._numbers: list[int] = []
         self._owners: list[int] = []
-
-    @property
-    def operations(self) -> int:
-        """Number of operations so far."""
-        return self._time
 
     # -- phases and blocks
 
@@ -229,7 +225,7 @@ class StepTrace(TorchDispatchMode):
         self._phase = name
         self._open(REST)
         yield
-        self.spans[-1].stop = self._time
+        self.spans[-1].stop = self.operations
         self._running.clear()
 
     def _open(self, unit: int) -> None:
@@ -237,8 +233,8 @@ class StepTrace(TorchDispatchMode):
         if last is not None and last.phase == self._phase and last.unit == unit:
             return
         if last is not None:
-            last.stop = self._time
-        self.spans.append(Span(self._phase, unit, self._time))
+            last.stop = self.operations
+        self.spans.append(Span(self._phase, unit, self.operations))
         if self._phase == FORWARD:
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._owners.append(unit)
@@ -277,14 +273,16 @@ class StepTrace(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         node = self._follow_backward() if self._phase == BACKWARD else -1
-        self._time += 1
+        self.operations += 1
         self.nodes.append(node)
         for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
             self._add(tensor, node)
         if scratch := scratch_bytes(func, args):
-            self.allocations.append(TracedAllocation(scratch, self._time, len(self.spans) - 1, node, self._time))
+            self.allocations.append(
+                TracedAllocation(scratch, self.operations, len(self.spans) - 1, node, self.operations)
+            )
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
-            made = TracedAllocation(more, self._time, len(self.spans) - 1, node)
+            made = TracedAllocation(more, self.operations, len(self.spans) - 1, node)
             self.allocations.append(made)
             owner = out if isinstance(out, Tensor) else out[3]
             weakref.finalize(owner.untyped_storage(), self._freed, -1, made).atexit = False
@@ -300,13 +298,13 @@ class StepTrace(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
             return
         if storage._cdata not in self._live:
-            made = TracedAllocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
+            made = TracedAllocation(storage.nbytes(), self.operations, len(self.spans) - 1, node)
             self._live[storage._cdata] = made
             self.allocations.append(made)
             weakref.finalize(storage, self._freed, storage._cdata, made).atexit = False
 
     def _freed(self, key: int, made: TracedAllocation) -> None:
-        made.died = self._time
+        made.died = self.operations
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:

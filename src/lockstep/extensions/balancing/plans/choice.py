@@ -61,9 +61,7 @@ def first_batch(trainer: Trainer) -> Any:
             data.setup("fit")
         returned = trainer.loaders.request("train")
         if returned is None:
-            raise MisconfigurationException(
-                "A plan needs a training batch: give batch=, train_dataloaders= or datamodule=."
-            )
+            raise MisconfigurationException("A plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
         loaders, nest, _ = unpack(returned, "")
         batches = [next(iter(loader), None) for loader in loaders]
         if not batches or any(batch is None for batch in batches):
@@ -173,7 +171,7 @@ def reconsider(session: Session) -> None:
     if clearly_fits(session.module, device, world.local_size):
         return
     strategy.setup_environment()
-    candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
+    candidate = strategy.broadcast(_choose(trainer) if world.is_zero else None)
     if candidate is None:
         return
     from lockstep.extensions.balancing.planned import strategy_of
@@ -184,7 +182,7 @@ def reconsider(session: Session) -> None:
     session.connect()
 
 
-def _chosen(trainer: Trainer) -> Candidate | None:
+def _choose(trainer: Trainer) -> Candidate | None:
     """Create a plan with the cost model, and return its choice, or None to keep the current strategy."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.hardware import described

@@ -33,18 +33,12 @@ DEPENDS = (
 )
 
 
-def samples_of(batch: object, given: int | None = None) -> int:
-    """Return ``given``, or without it the length of the batch's first tensor, as the number of samples."""
-    first = next((t for t in tensors_in(batch, 6) if t.dim()), None)
-    return given or (1 if first is None else len(first))
-
-
 def _silent(*args: object, **kwargs: object) -> None:
     """Do nothing. It replaces ``log`` and ``log_dict`` while a step is profiled."""
 
 
 @contextmanager
-def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
+def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
     """Attach the module to a Trainer and disable its logging within the block."""
     with ExitStack() as end:
         for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
@@ -52,7 +46,7 @@ def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None
         yield
 
 
-def built(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
+def build(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
     """Return a copy of the module on which ``configure_model`` has run; without that hook, the module itself.
 
     Args:
@@ -67,7 +61,7 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
         # a Trainer and its loaders are not copied
         replace_until(end, module, "_trainer", None)
         made = copy.deepcopy(module)
-    with torch.device("meta") if device is None else device, _unlogged(made, trainer):
+    with torch.device("meta") if device is None else device, _without_log(made, trainer):
         made.configure_model()
     return made if device is None else made.to(device)
 
@@ -117,11 +111,9 @@ def profile_module(
     batch: object,
     precision: Precision,
     *,
-    samples: int | None = None,
     named: Sequence[str] = (),
     trainer: Trainer | None = None,
     device: torch.device | None = None,
-    recomputed: bool = True,
 ) -> ModelProfile:
     """Profile the memory, the operations and optionally the seconds of a LightningModule's training step.
 
@@ -129,11 +121,9 @@ def profile_module(
         module: the user's module, which is restored afterwards.
         batch: one batch of training data.
         precision: precision of the fit.
-        samples: of the batch; None: the length of its first tensor.
         named: names of the blocks.
         trainer: attached to the module while the step is profiled.
         device: device of module and batch, on which seconds are measured. None: seconds are not measured.
-        recomputed: True to profile recomputation as well.
 
     Raises:
         MisconfigurationException: the step has manual optimization, no loss, or control flow that depends on values,
@@ -141,15 +131,14 @@ def profile_module(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    whole = built(module, trainer, device)
+    whole = build(module, trainer, device)
     name = type(module).__name__
-    with _unlogged(whole, trainer):
+    with _without_log(whole, trainer):
         step = step_of(whole, batch, precision)
-        count = samples_of(batch, samples)
+        first = next((tensor for tensor in tensors_in(batch, 6) if tensor.dim()), None)
+        count = 1 if first is None else len(first)
         try:
-            found = profile_step(
-                step, samples=count, batch=batch, precision=precision.name, named=named, recomputed=recomputed
-            )
+            found = profile_step(step, samples=count, batch=batch, precision=precision.name, named=named)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise MisconfigurationException(DEPENDS.format(name=name, error=str(error)[:100])) from error
         except ValueError as error:
