@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -700,18 +699,6 @@ def test_a_module_that_a_failed_fit_left_in_parts_is_refused() -> None:
     module.layers[1].weight.data = torch.tensor(float("nan")).expand(6, 6)
     with pytest.raises(MisconfigurationException, match='strategy="balanced" that did not end well'):
         quiet(max_epochs=1).fit(module, rows(4)(4))
-
-
-def quiet_fit() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet(strategy="balanced", devices=2, max_epochs=1, precision="64-true").fit(Tied(), rows(8)(4))
-    return [str(each.message) for each in caught if "NaN" in str(each.message)]
-
-
-def test_what_stands_for_the_weights_of_others_is_no_nan_of_training(ranks: RankPool) -> None:
-    """A fit of a pipeline warned at its epoch's end of a NaN in the first block of another rank."""
-    assert ranks(2).run(quiet_fit, timeout=40) == [[], []]
 
 
 def test_a_part_of_an_uneven_share_keeps_the_loaders_parts() -> None:
