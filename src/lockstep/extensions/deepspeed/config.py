@@ -367,7 +367,7 @@ def take_batch_sizes(config: Config) -> dict[str, int]:
 
 
 def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
-    """Compare the config's batch sizes with the training loader's.
+    """Raise an error if the config's batch sizes differ from the training DataLoader's.
 
     Args:
         sizes: sizes in the config, as returned by `take_batch_sizes`.
@@ -392,7 +392,7 @@ def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int,
 
 
 def check_optimizer(config: Config, optimizer: object) -> None:
-    """Compare the config's optimizer with the one that `configure_optimizers` returned.
+    """Raise an error if the config's optimizer differs from the optimizer of `configure_optimizers`.
 
     Raises:
         MisconfigurationException: the config names another optimizer or other settings.

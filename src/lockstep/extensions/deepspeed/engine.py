@@ -452,7 +452,7 @@ class ZeroEngine:
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's shards of an ordinary state dict. A tensor on the meta device leaves the current value.
+        """Load this rank's shards from an unsharded state dict. Tensors on the meta device are skipped.
 
         Collective if the saved tensors are shards.
         """

@@ -105,7 +105,7 @@ class _Room:
 
 
 def align_numbers() -> None:
-    """Make all ranks continue DeepSpeed's numbering of layers and parameters at the same number. Collective.
+    """Set DeepSpeed's counters of layers and parameters to the same values on all ranks. Collective.
 
     DeepSpeed compares these numbers between ranks. It counts over all engines of a process, and a rank may have made
     more engines than others.

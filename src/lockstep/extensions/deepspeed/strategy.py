@@ -307,7 +307,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """Dtype of the engine's parameters; None: float32."""
+        """Dtype of the engine's parameters, or None for float32."""
         blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
@@ -596,7 +596,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return found
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's shards. A tensor on the meta device, as from `save`, leaves the current value."""
+        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped."""
         if state.module is not None:
             self._load_module(state.module)
         for saved in state.optimizers or ():

@@ -615,7 +615,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = 
         {},
         "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList",
     ),
-    "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): there is none of this name"),
+    "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): no submodule has this name"),
     "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "measured", "equal", or'),
     "one block": (partial(Tied, blocks=1), {"chain": "layers"}, "it has 1 block(s)"),
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),

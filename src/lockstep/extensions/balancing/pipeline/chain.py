@@ -115,7 +115,7 @@ class Chain:
         self.name = self._find(module) if name is None else name
         found = dict(module.named_modules()).get(self.name)
         if not isinstance(found, CONTAINERS) or len(found) < 2:
-            what = "there is none of this name" if found is None else f"it is of class {type(found).__name__}"
+            what = "no submodule has this name" if found is None else f"this submodule is a {type(found).__name__}"
             if isinstance(found, CONTAINERS):
                 what = f"it has {len(found)} block(s)"
             raise MisconfigurationException(NOT_A_CHAIN.format(name=name, what=what, known=_known(module)))
@@ -176,7 +176,7 @@ class Chain:
         return self._in(_Mode.RUNS)
 
     def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Handle the user's call of one block: return the output of the chain, or end the step early."""
+        """Return the output of the chain for the user's call of one block, or end the step early."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if not args or not isinstance(args[0], Tensor):
@@ -204,7 +204,7 @@ class Chain:
         return self._output
 
     def _collect(self, place: int, value: Tensor, extra: Extra) -> Tensor:
-        """Record a block's arguments, and end the step after the last; until then return the input of the block."""
+        """Record the arguments of a block. Return the block's input, or end the step after the last block."""
         if place == 0:
             self._first, self._extras = value, []
             # later blocks take no other arguments either: the step can end here

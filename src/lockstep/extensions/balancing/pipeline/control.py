@@ -26,7 +26,7 @@ SIMILAR = 1.5
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of a block of the chain.
+    """Share of a block in the seconds of the chain, and its memory.
 
     Attributes:
         share: fraction of the seconds of the whole chain.

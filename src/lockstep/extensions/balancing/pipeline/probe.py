@@ -33,7 +33,7 @@ AS_ADAM = 2.0
 
 @dataclass(frozen=True)
 class Like:
-    """Shape and dtype of the tensor that a chain is called with."""
+    """Shape and dtype of a tensor, from which inputs for measurements are created."""
 
     shape: torch.Size
     dtype: torch.dtype

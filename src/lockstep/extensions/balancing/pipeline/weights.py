@@ -77,7 +77,7 @@ class WholeModule:
         self.is_freed = True
 
     def read(self, sources: Mapping[int, Source]) -> None:
-        """Read this rank's parameters from their sources, and free those of other ranks.
+        """Read this rank's parameters from their sources, and free the other ranks' parameters.
 
         Args:
             sources: by the parameters' ids.
@@ -91,7 +91,7 @@ class WholeModule:
         self.free([])
 
     def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
-        """Adopt a new placement after blocks have moved: place received tensors, and free sent ones."""
+        """Apply a new placement after a move. Received tensors go to their devices, and sent tensors are freed."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
         self.free(optimizers)

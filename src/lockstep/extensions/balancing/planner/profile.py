@@ -482,7 +482,7 @@ def measure_step(
     steps: int = 7,
     patience: float = 20.0,
 ) -> ModelProfile:
-    """Measure the seconds of a profiled step: medians over some steps, and over blocks of one kind.
+    """Measure the seconds of a profiled step, as medians over several steps and over blocks of one kind.
 
     Args:
         profile: of the same step.
