@@ -10,6 +10,7 @@ seen.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -18,10 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import lockstep
 from lockstep import lightning as switch
+from lockstep.testing import BoringModel
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
@@ -103,31 +103,11 @@ def is_there(name: str) -> bool:
     return True
 
 
+@functools.cache
 def in_a_fit() -> lockstep.Trainer:
-    """Return the Trainer of a small fit that is left in its first step."""
-    if not _fits:
-        _fits.append(_started())
-    return _fits[0]
-
-
-_fits: list[lockstep.Trainer] = []
-
-
-class _Small(lockstep.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _started() -> lockstep.Trainer:
+    """Return the Trainer of a small fit."""
     trainer = lockstep.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-    trainer.fit(_Small(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+    trainer.fit(BoringModel())
     return trainer
 
 

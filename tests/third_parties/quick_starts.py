@@ -351,28 +351,8 @@ def rfdetr() -> None:
     print("done:", sorted(os.listdir("out")))
 
 
-QUICK_STARTS = {
-    start.__name__: start
-    for start in (
-        gluonts,
-        u8darts,
-        neuralforecast,
-        pytorch_forecasting,
-        pytorch_tabular,
-        scvi_tools,
-        chemprop,
-        mlcolvar,
-        pina_mathlab,
-        rl4co,
-        torchgeo,
-        anomalib,
-        lightly_train,
-        rfdetr,
-    )
-}
-
 if __name__ == "__main__":
-    start = QUICK_STARTS[sys.argv[1].replace("-", "_")]
+    start = globals()[sys.argv[1].replace("-", "_")]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         start()

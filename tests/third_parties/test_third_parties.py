@@ -61,14 +61,6 @@ def test_torchmetrics(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchmetrics_on_two_ranks(tmp_path: Path) -> None:
-    needs("torchmetrics")
-    found = play(tmp_path, "metrics", "2")
-    assert found.keys() == METRICS.keys()
-    assert all(0.5 < float(value) <= 1 for value in found.values())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_optunas_pruning_callback(devices: int, tmp_path: Path) -> None:
     """It reads ``trainer._accelerator_connector``; on ranks it reports through a data base."""
@@ -101,20 +93,6 @@ def test_wandbs_logger(devices: int, tmp_path: Path) -> None:
     if devices == 1:
         assert found["loss"] == "4.1094e-03"
         assert found["step"] == "15 True"
-
-
-def test_wandbs_class_for_fabric_says_who_asks_and_what_to_take(ranks: RankPool, tmp_path: Path) -> None:
-    needs("wandb")
-    script = tmp_path / "script.py"
-    script.write_text("import wandb.integration.lightning.fabric")
-    ended = run_script(ranks, launcher(), str(script), folder=tmp_path)[0]
-    said = ended.stderr.splitlines()[-1]
-    if said == "NameError: name '_PATH' is not defined":
-        pytest.skip("this release of wandb ends in an error of its own where an import fails")
-    assert re.search(
-        r"fabric\.utilities\.logger\.\w+, imported by wandb \(.*logger\.py:\d+\): .* Leave out the part of wandb",
-        said,
-    )
 
 
 @pytest.mark.slow

@@ -112,9 +112,6 @@ class Model(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed.weight
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed
-
     def resize_token_embeddings(self, size: int) -> None:
         old = self.embed
         self.embed = nn.Embedding(size, self.config.hidden_size, dtype=old.weight.dtype)
@@ -139,9 +136,8 @@ class Language(Pet):
     def build(self) -> None:
         self.model = Model(self.config)
 
-    def loss(self, batch: Any) -> Tensor:
-        found: Tensor = self.model(**batch).loss
-        return found
+    def loss(self, batch: Any) -> Any:
+        return self.model(**batch).loss
 
 
 class TiedLanguage(Language):
@@ -165,9 +161,8 @@ class Adapter(nn.Module):
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
         self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
 class Adapted(Language):
@@ -211,9 +206,8 @@ class Recurrent(Transformer):
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
         self.lstm = nn.LSTM(8, 8, batch_first=True)
 
-    def encoder(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.lstm(x)[0]
-        return out
+    def encoder(self, x: Tensor) -> Any:  # type: ignore[override]
+        return self.lstm(x)[0]
 
 
 # -- optimization by hand -----------------------------------------------------------------------------------------
@@ -328,9 +322,8 @@ class Twice(Pet):
         self.first, self.mix, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, 1)
         self.again = self.mix
 
-    def net(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.last(torch.tanh(self.again(torch.tanh(self.mix(torch.tanh(self.first(x)))))))
-        return out
+    def net(self, x: Tensor) -> Any:  # type: ignore[override]
+        return self.last(torch.tanh(self.again(torch.tanh(self.mix(torch.tanh(self.first(x)))))))
 
 
 class Computed(Pet):
@@ -341,11 +334,10 @@ class Computed(Pet):
     def build(self) -> None:
         self.first, self.mix, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, 1)
 
-    def net(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def net(self, x: Tensor) -> Any:  # type: ignore[override]
         hidden = torch.tanh(self.first(x))
         again = checkpoint(lambda t: torch.tanh(self.mix(t)), hidden, use_reentrant=self.reentrant)
-        out: Tensor = self.last(again)
-        return out
+        return self.last(again)
 
 
 class Reentrant(Computed):
@@ -502,9 +494,8 @@ class Picture(Pet):
     def build(self) -> None:
         self.conv, self.norm, self.last = nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Linear(16, 1)
 
-    def net(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.last(torch.relu(self.norm(self.conv(x[:, None]))).flatten(1))
-        return out
+    def net(self, x: Tensor) -> Any:  # type: ignore[override]
+        return self.last(torch.relu(self.norm(self.conv(x[:, None]))).flatten(1))
 
 
 class Hooked(Pet):
@@ -623,9 +614,8 @@ class Stream(IterableDataset[Tensor]):
 class Functional(Pet):
     """The module's own forward is what steps call."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
 
     def loss(self, batch: Any) -> Tensor:
         return (self(batch).squeeze(-1) - batch.sum(-1)).square().mean()

@@ -147,7 +147,7 @@ def test_one_device_is_told_that_there_is_nothing_to_balance(caplog: pytest.LogC
 
 @pytest.mark.parametrize("strategy", strategies("deepspeed_stage_2", "model_parallel"))
 def test_strategies_without_unequal_shares_are_refused_at_once(strategy: str) -> None:
-    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*leave"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*remove"):
         quiet(balance=True, strategy=strategy, devices=2)
 
 

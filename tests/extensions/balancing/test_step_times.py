@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,21 +66,6 @@ def test_time_counts_for_the_innermost_part_once() -> None:
     assert times.take(1) == ([], [])
 
 
-def test_an_error_inside_leaves_the_measure_right() -> None:
-    clock = Clock()
-    times = StepTimes(clock)
-
-    def fails() -> None:
-        clock.now += 2
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        times.timed(FORWARD, times.timed(WAITING, fails))()
-    times.timed(FORWARD, lambda: setattr(clock, "now", clock.now + 1))()
-    times.end_window(1, 0)
-    assert times.take(0)[0][0].forward == 1
-
-
 def test_what_other_threads_do_is_no_part_of_a_step() -> None:
     clock = Clock()
     times = StepTimes(clock)
@@ -128,19 +112,6 @@ def test_data_counts_on_a_device_as_far_as_it_has_nothing_to_do() -> None:
     device.done = device.queued
     found = [(window.data, window.backward, window.other) for window in times.take(0)[0]]
     assert found == [(0, 1, 0), (1, 1, 0), (3, 1, 2)]
-
-
-def test_work_of_another_stream_is_no_part_of_a_step() -> None:
-    device, streams = QueuedWork(), ["own", "another"]
-    times = DeviceTimes(Clock(), device.event, lambda: streams[0])
-    work = Worker(times, device.passes)
-    streams.reverse()
-    work.wait(2)
-    streams.reverse()
-    work.wait(1)
-    times.end_window(1, 0)
-    device.done = device.queued
-    assert times.take(0)[0][0].waiting == 1
 
 
 # -- torch's collectives

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.callbacks import StragglerMonitor
 from tests.extensions.balancing.balanced import Clock, made_up_clock
-from tests.loop.pieces import Recorder, Slope, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, on_ranks
 from tests.tools.pool import RankPool
 
 PARTS = ("data", "forward", "backward", "other")
@@ -90,15 +90,3 @@ def test_a_rank_that_was_slow_for_a_while_is_named_with_its_past_and_again_when_
     (told,) = found["named"]
     assert "takes 3.00 x the fastest rank's time for a sample, and 3.00 x its own best" in told
     assert [each.score for each in found["scores"]] == [1.0, 1.0]
-
-
-def test_a_run_that_nobody_measures_keeps_its_methods() -> None:
-    """Nothing is in the way of a step, then and after a fit that was measured."""
-    for callbacks in ([StragglerMonitor()], []):
-        module = Slope()
-        trainer = quiet(max_epochs=1, callbacks=callbacks)
-        trainer.fit(module, DataLoader(torch.arange(1.0, 9.0, dtype=torch.float64), 1))  # type: ignore[arg-type]
-        assert "backward" not in vars(trainer.strategy)
-        assert trainer.fit_loop.step.training_step == module.training_step
-        assert "evaluate" not in vars(trainer.fit_loop.validation)
-        assert trainer.fit_loop.balance is None

@@ -19,10 +19,10 @@ from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Normed, Plain, rows
-from tests.extensions.deepspeed.test_deepspeed import Deep
+from tests.extensions.deepspeed.test_deepspeed import Deep, errors
 from tests.loop.pieces import quiet
 from tests.tools.fresh import ended, python
-from tests.tools.pool import RankFailure, RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -115,31 +115,19 @@ def test_an_average_goes_on_from_a_checkpoint_in_parts(ranks: RankPool, tmp_path
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-PRUNING = [partial(of_extras, "ModelPruning", "l1_unstructured", amount=0.5)]
-
-
-def refused(arguments: dict[str, Any], precision: Any, cases: list[Any]) -> list[str]:
-    said = []
-    for callbacks in cases:
-        flags: dict[str, Any] = {"precision": precision, "callbacks": [make() for make in callbacks]}
-        try:
-            quiet(strategy=DeepSpeedStrategy(**arguments), max_steps=1, **flags).fit(Deep(), rows(8)(4))
-        except MisconfigurationException as error:
-            said.append(str(error))
-    return said
-
-
 @NEEDS_EXTRAS
 def test_callbacks_that_change_parameters_are_refused_where_those_are_not_trained(ranks: RankPool) -> None:
     for arguments, precision, reason in (
         ({"stage": 3}, "32-true", "in stage 3"),
         ({"stage": 2}, "bf16-true", "precision='bf16-true'"),
     ):
-        (said,) = ranks(1).run(refused, arguments, precision, AVERAGES, timeout=100)
+        flags = [{"precision": precision, "callbacks": [make() for make in average]} for average in AVERAGES]
+        (said,) = ranks(1).run(errors, [(Deep, arguments, each) for each in flags], timeout=100)
         for text, name in zip(said, ("StochasticWeight", "Weight", "EMAWeight"), strict=True):
             assert f"DeepSpeedStrategy with {name}Averaging, which changes parameters: " in text
             assert reason in text
-    ((text,),) = ranks(1).run(refused, {"stage": 2}, "32-true", [PRUNING], timeout=100)
+    pruning = of_extras("ModelPruning", "l1_unstructured", amount=0.5)
+    ((text,),) = ranks(1).run(errors, [(Deep, {"stage": 2}, {"callbacks": [pruning]})], timeout=100)
     assert "DeepSpeedStrategy with ModelPruning: the callback replaces the parameters" in text
 
 
@@ -154,26 +142,6 @@ def test_synchronized_batchnorm_is_that_of_one_process(ranks: RankPool, stage: i
     """With shares that are uneven or empty."""
     for report in ranks(2).run(synchronized, stage, 25, timeout=100):
         assert report, report
-
-
-def measured(folder: str, flags: dict[str, Any]) -> int:
-    from torch.backends import cudnn
-
-    before = cudnn.benchmark
-    try:
-        trainer = quiet(strategy="deepspeed_stage_3", devices=2, max_steps=2, default_root_dir=folder, **flags)
-        trainer.fit(Deep(), rows(8)(2))
-    finally:
-        cudnn.benchmark = before
-    return trainer.global_step
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize(
-    "flags", [{"profiler": name} for name in ("simple", "advanced", "pytorch")] + [{"benchmark": True}]
-)
-def test_profilers_and_benchmark_work(ranks: RankPool, tmp_path: Path, flags: dict[str, Any]) -> None:
-    assert ranks(2).run(measured, str(tmp_path), flags, timeout=100) == [2, 2]
 
 
 # -- a module that stage 3 has left in parts -------------------------------------------------------------------
@@ -200,23 +168,6 @@ def test_a_module_that_stage_3_has_left_in_parts_is_not_given_to_another_engine(
 
 
 # -- failures and hangs ----------------------------------------------------------------------------------------
-
-
-class Fails(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 1 and batch_idx == 1:
-            raise ValueError("one fails")
-        return super().training_step(batch, batch_idx)
-
-
-def failing_rank() -> None:
-    quiet(strategy="deepspeed_stage_3", devices=2, max_steps=3).fit(Fails(), rows(12)(2))
-
-
-def test_a_rank_that_fails_is_named(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="one fails") as raised:
-        ranks(2).run(failing_rank, timeout=100)
-    assert raised.value.rank == 1
 
 
 SCRIPT = """

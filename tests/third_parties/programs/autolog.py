@@ -7,6 +7,8 @@ import mlflow
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -41,10 +43,8 @@ def main(devices):
         strategy="ddp" if devices > 1 else "auto",
         log_every_n_steps=1,
         callbacks=[L.pytorch.callbacks.EarlyStopping("val_loss", patience=1)],
-        logger=False,
+        **QUIET,
         enable_checkpointing=True,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     if trainer.global_rank == 0:  # ranks of one script would each log a run
         mlflow.set_tracking_uri("sqlite:///mlflow.db")

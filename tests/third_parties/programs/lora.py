@@ -9,6 +9,8 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
 
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 def make_pretrained(folder):
     """In the place of a download."""
@@ -71,9 +73,7 @@ def main(devices):
         strategy="ddp" if devices > 1 else "auto",
         gradient_clip_val=1.0,
         callbacks=[checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = LoraFineTuner("pretrained")
     train = DataLoader(Texts(64), batch_size=8 // devices, shuffle=True)

@@ -7,6 +7,8 @@ import torch
 import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -42,11 +44,8 @@ def main(devices):
         accelerator="cpu",
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
-        logger=False,
+        **QUIET,
         log_every_n_steps=4,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Net(), loader, loader)
     if trainer.is_global_zero:

@@ -9,6 +9,8 @@ import torch
 from optuna_integration import PyTorchLightningPruningCallback
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(L.LightningModule):
     def __init__(self, lr):
@@ -41,10 +43,7 @@ def objective(trial, devices):
         devices=devices,
         strategy="ddp_spawn" if devices > 1 else "auto",
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Net(trial.suggest_categorical("lr", [0.1, 1e-5])), loader, loader)
     callback.check_pruned()

@@ -10,6 +10,8 @@ from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrai
 from ray.train.torch import TorchTrainer
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(pl.LightningModule):
     def __init__(self):
@@ -34,10 +36,7 @@ def train(config):
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
         callbacks=[RayTrainReportCallback()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer = prepare_trainer(trainer)
     trainer.fit(Net(), DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4) / 64), batch_size=2))

@@ -13,6 +13,8 @@ from monai.metrics import DiceMetric
 from monai.networks.nets import UNet
 from monai.transforms import AsDiscrete, Compose, EnsureChannelFirstd, EnsureTyped, ScaleIntensityd
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(pl.LightningModule):
     def __init__(self):
@@ -73,10 +75,7 @@ def main(devices):
         accelerator="cpu",
         devices=devices,
         strategy="ddp_spawn" if devices > 1 else "auto",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     net = Net()
     if devices > 1:

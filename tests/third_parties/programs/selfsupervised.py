@@ -11,6 +11,8 @@ from lightly.utils.scheduler import CosineWarmupScheduler
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Pictures(Dataset):
     def __init__(self, views):
@@ -54,10 +56,7 @@ def trainer_of(devices, **flags):
         accelerator="cpu",
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **flags,
     )
 

@@ -13,6 +13,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Classifier(L.LightningModule):
     def __init__(self, vocabulary=32, lr=1e-3):
@@ -62,9 +64,7 @@ def main(devices):
         strategy="ddp_find_unused_parameters_true" if devices > 1 else "auto",
         gradient_clip_val=1.0,
         default_root_dir="checkpoints",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Classifier(), loader, loader)
     if trainer.is_global_zero:

@@ -12,6 +12,8 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class Net(L.LightningModule):
     def __init__(self, lr=0.1):
@@ -42,9 +44,7 @@ def main(devices):
         strategy="ddp" if devices > 1 else "auto",
         log_every_n_steps=2,
         logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
     if trainer.is_global_zero:

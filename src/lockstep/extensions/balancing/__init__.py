@@ -1,1 +1,1 @@
-"""Work that follows the speed of devices: shares of batches, pipelines, and plans that predict memory and time."""
+"""Shares of batches and pipelines that follow the speed of devices, and plans that predict memory and time."""

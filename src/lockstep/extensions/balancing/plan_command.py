@@ -1,4 +1,4 @@
-"""``lockstep plan``: memory and time of each way to train a script's model, on these devices or on others."""
+"""The command ``lockstep plan``, which prints memory and time of each way to train a script's model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Planned(BaseException):
 
 
 def plan(words: Sequence[str]) -> int:
-    """Run the command, and return its exit code: 0 if something fits, 1 if nothing does.
+    """Run ``lockstep plan``, and return its exit code: 0 if some way to train fits, 1 if none does.
 
     Args:
         words: the words after ``lockstep plan``.
@@ -92,11 +92,7 @@ def _parser() -> CommandParser:
     add("--devices", type=number_from(1), metavar="N", help="devices of each node; default: those of the Trainer")
     add("--nodes", type=number_from(1), metavar="M", help="number of machines; default: 1")
     add("--memory", metavar="BYTES", help="memory of each device: 80GB, 24GiB")
-    add(
-        "--link",
-        metavar="BYTES/S",
-        help="speed of the slowest link (between nodes, if there are several): 25GB/s",
-    )
+    add("--link", metavar="BYTES/S", help="speed of the slowest link (between nodes, if there are several): 25GB/s")
     add("--chip", metavar="NAME", help="GPU whose arithmetic speed is assumed: H100, A100, RTX 3090")
     add("--goal", default="speed", choices=("speed", "memory"), help="goal of the choice; default: speed")
     add("--blocks", metavar="NAMES", help="names of the submodules that are blocks, separated by commas")
@@ -130,7 +126,7 @@ def _make_plan(given: argparse.Namespace, script: list[str]) -> Plan:
 
 
 def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
-    """Run the script like ``python script.py``, up to its fit."""
+    """Run a script up to its ``trainer.fit``, and return the plan that ``fit`` creates in place of training."""
     before, words, path = Trainer.fit, sys.argv, list(sys.path)
     Trainer.fit = fit  # type: ignore[method-assign]
     sys.argv = list(script)
@@ -143,14 +139,14 @@ def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
     except SystemExit as ended:
         if ended.code:
             raise MisconfigurationException(
-                f"{script[0]} ended with {ended.code!r} before its trainer.fit(): a plan needs the call."
+                f"{script[0]} ended with {ended.code!r} before its trainer.fit(), which a plan needs."
             ) from None
     finally:
         Trainer.fit = before  # type: ignore[method-assign]
         sys.argv, sys.path[:] = words, path
     raise MisconfigurationException(
-        f"{script[0]} has ended without a trainer.fit(model): a plan needs the call. Arguments of the script are given "
-        "after its name."
+        f"{script[0]} has ended without a trainer.fit(model), which a plan needs. Pass arguments of the script after "
+        "its name."
     )
 
 
@@ -179,7 +175,7 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
 
 
 def write_csv(found: Plan, path: str) -> None:
-    """Write a row for each way to train.
+    """Write a CSV file with a row for each way to train.
 
     Args:
         found: the plan.
@@ -197,7 +193,7 @@ def write_csv(found: Plan, path: str) -> None:
 
 
 def _check_file(option: str, path: str) -> None:
-    """Refuse a file that a command could not write. Call it before the work that the file is for.
+    """Raise an error if a file cannot be written. Call it before the work whose result the file is to contain.
 
     Args:
         option: the option that names the file, for the error.
@@ -210,7 +206,7 @@ def _check_file(option: str, path: str) -> None:
     if os.path.isdir(path):
         why = "it is a folder: give the name of a file"
     elif not os.path.isdir(folder):
-        why = f"there is no folder {folder!r}: make it, or give another name"
+        why = f"there is no folder {folder!r}: create it, or give another name"
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
         why = "it cannot be written there: give another name"
     else:

@@ -1,4 +1,4 @@
-"""Strategies of a plan's choice, and of a saved plan's file."""
+"""Creation of strategies from a plan's choice, and from the file of a saved plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MODES = {"fsdp": "FULL_SHARD", "fsdp_grads": "SHARD_GRAD_OP", "fsdp_offload": "F
 
 
 def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
-    """Create the strategy of a candidate.
+    """Create the strategy that a plan's candidate describes.
 
     Args:
-        candidate: of a plan, one that can be run.
-        start_method: of its ranks, see `DDPStrategy`. DeepSpeed's are always started by the script.
+        candidate: a candidate that can run.
+        start_method: start method of its ranks, see `DDPStrategy`. DeepSpeed's ranks always run the script.
     """
     again = candidate.recomputed
     if candidate.kind == "single":
@@ -56,7 +56,7 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
 
 
 def drives_all_devices(path: str) -> bool:
-    """Return True if one process works with all devices of its node under the plan of a file."""
+    """Return True if the saved plan in a file uses all devices of a node from one process."""
     return SavedPlan.read(path).strategy == "dp"
 
 
@@ -64,7 +64,7 @@ def strategy_by(path: str, world_size: int, interactive: bool) -> Strategy:
     """Create the strategy of a saved plan.
 
     Args:
-        path: its file.
+        path: file of the plan.
         world_size: number of ranks of the run.
         interactive: True in a session without a script that could be started once for each rank.
 
@@ -76,7 +76,7 @@ def strategy_by(path: str, world_size: int, interactive: bool) -> Strategy:
     if ranks != world_size:
         raise MisconfigurationException(
             f"{where}: the plan was made for devices={saved.devices} and num_nodes={saved.nodes}, and this Trainer has "
-            f"{world_size} rank(s): use the plan's devices and nodes, or make a plan for these."
+            f"{world_size} rank(s): use the plan's devices and nodes, or create a plan for these."
         )
     made = strategy_of(saved.candidate, "spawn" if interactive else "popen")
     made.planned = saved, where

@@ -1,4 +1,4 @@
-"""Shares of a global batch for ranks of unequal speed: cost of a window, best cut, time of a change.
+"""Division of a global batch between ranks of unequal speed: window times, best shares, and when shares change.
 
 All functions are pure: the same numbers give the same shares on every rank.
 """
@@ -14,14 +14,14 @@ LARGE = 0.2
 SMALL = 0.05
 """A change that shortens a window by less is never made: times vary as much from one measurement to the next."""
 MOST_VOTES = 16
-"""Upper limit of the measurements in a row that must favor a small change before it is made."""
+"""Maximum number of measurements in a row that must favor a small change before it is made."""
 APART = 0.2
 """Fraction by which a rank's samples must differ before its fixed seconds are estimated from two times."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a window on a rank: ``fixed`` seconds, and seconds proportional to its samples.
+    """Time of an accumulation window on a rank: ``fixed`` seconds plus seconds proportional to its samples.
 
     Example:
         >>> Cost(samples=16, seconds=3.0, fixed=1.0).at(8)
@@ -38,11 +38,11 @@ class Cost:
     """Largest number of samples that the rank's memory allows."""
 
     def at(self, samples: int) -> float:
-        """Return the seconds for a number of samples."""
+        """Return the predicted seconds of a window with this number of samples."""
         return self.fixed + (self.seconds - self.fixed) * samples / self.samples
 
     def within(self, seconds: float) -> int:
-        """Return how many samples the rank can process in some seconds and in its memory; at least 1."""
+        """Return the number of samples, at least 1, that the rank can process in a time and within its memory."""
         each = (self.seconds - self.fixed) / self.samples
         if each <= 0:
             return self.most
@@ -50,7 +50,7 @@ class Cost:
 
 
 def bottleneck(costs: Sequence[Cost], parts: Sequence[int]) -> float:
-    """Return the seconds of the slowest rank, for which all others wait."""
+    """Return the seconds of the slowest rank if each rank processes its number of samples in ``parts``."""
     return max(cost.at(part) for cost, part in zip(costs, parts, strict=True))
 
 
@@ -91,7 +91,7 @@ def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of shares."""
+    """A change of the ranks' shares of a global batch."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -103,10 +103,10 @@ class Move:
 
 @dataclass
 class Votes:
-    """Count of measurements that favor a change: a large one is due at once, a small one after several in a row.
+    """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
 
-    Each time that a small change would take most from another rank than the last one did, the required number doubles,
-    up to `MOST_VOTES`.
+    Whenever a small change takes most samples from a different rank than the last change did, the required number of
+    measurements doubles, up to `MOST_VOTES`.
 
     Example:
         >>> votes = Votes()
@@ -120,7 +120,7 @@ class Votes:
     _last_giver: int = -1  # in the last small change that was made
 
     def are_enough(self, saved: float, giver: int) -> bool:
-        """Count a measurement, and return True if the change is due.
+        """Count a measurement that favors a change, and return True if the change is due.
 
         Args:
             saved: fraction by which the change shortens a window.
@@ -143,13 +143,13 @@ class Votes:
         return True
 
     def reset(self) -> None:
-        """Restart the count after a change, or after a measurement that favors none."""
+        """Reset the count. Call it after a change, and after a measurement that favors no change."""
         self._count = 0
 
 
 @dataclass
 class ShareControl:
-    """Decisions about the ranks' shares, from one measurement after another.
+    """Controller that decides, from successive measurements, when the ranks' shares of a batch change.
 
     A measurement is the median of the seconds that windows took each rank. Two at different shares show which part of
     a rank's seconds is fixed. A change that saves at least `LARGE` of a window is made at once, and one that saves at
@@ -172,7 +172,7 @@ class ShareControl:
         self._free = [0.0] * self.size
 
     def look(self, seconds: Sequence[float], parts: Sequence[int], most: Sequence[int] | None = None) -> Move | None:
-        """Return the change to make after a measurement, or None.
+        """Evaluate a measurement, and return the change of shares that is due, or None.
 
         Args:
             seconds: of a window on each rank.
@@ -208,7 +208,7 @@ class ShareControl:
         return Move(parts, after, tuple(seconds), now / then)
 
     def _estimate_fixed(self, seconds: Sequence[float], parts: tuple[int, ...]) -> None:
-        """Estimate the fixed seconds of each rank from this measurement and the one before the last change."""
+        """Estimate each rank's fixed seconds from this measurement and the measurement before the last change."""
         if self._before is None or self._before[0] == parts:
             return
         before, self._before = self._before, None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 MOST_WINDOWS = 4096
-"""Upper limit of the windows whose seconds are kept; beyond it, every other one is dropped."""
+"""Maximum number of windows whose seconds are kept; beyond this limit, every other window is dropped."""
 COLUMNS = ("step", "stages", "split", "part", "begin", "seconds")
 Row = tuple[int, str, str, float | str, float]
 """Step, split, part, begin and seconds."""
@@ -27,7 +27,7 @@ Row = tuple[int, str, str, float | str, float]
 
 @dataclass
 class _PlaceTimes:
-    """Measured times of a place in the pipeline: a rank, or a device of one process.
+    """Measured times of one position in the pipeline, which is a rank, or a device if one process drives all.
 
     Attributes:
         seconds: rows with a micro-batch's seconds, one for a window.
@@ -41,7 +41,7 @@ class _PlaceTimes:
 
 
 class StageTimeline(Callback):
-    """A callback that writes the times of the stages of ``strategy="balanced"`` to a CSV file when a fit ends.
+    """A callback that writes the stage times of ``strategy="balanced"`` to a CSV file when a fit ends.
 
     A row has the columns ``step``, ``stages`` (of a rank, separated by spaces), ``split`` (blocks of each stage),
     ``part``, ``begin`` and ``seconds``. Rows with the part "a micro-batch" contain its seconds on a rank, without
@@ -65,26 +65,26 @@ class StageTimeline(Callback):
         self._places: dict[int, _PlaceTimes] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure all windows."""
+        """Check the strategy and the path, and start to measure every accumulation window."""
         times = self._times(trainer)
         if not times:
             raise MisconfigurationException(
-                f"StageTimeline writes the stages of a pipeline, and {type(trainer.strategy).__name__} has none: use "
-                'strategy="balanced", or leave it out.'
+                f"StageTimeline writes times of pipeline stages, and {type(trainer.strategy).__name__} has none: use "
+                'strategy="balanced", or remove the callback.'
             )
         # a path that cannot be written to is reported now, not after the fit
         if trainer.is_global_zero:
             self._open("a").close()
         self._places = {place: _PlaceTimes() for place in times}
         for place, each in times.items():
-            each.listener, each.keeps_spans = partial(self._add, trainer, self._places[place]), True
+            each.listener = partial(self._add, trainer, self._places[place])
 
     @staticmethod
     def _times(trainer: Trainer) -> Mapping[int, StageTimes]:
         return getattr(trainer.strategy, "times", {})
 
     def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
-        """Add the rows of a measured window."""
+        """Record the seconds of a measured window, and its spans until the split changes."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
         if step % place.every == 0:
@@ -98,12 +98,12 @@ class StageTimeline(Callback):
         ]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the times of all ranks, and write them."""
+        """Gather the times from all ranks, and write the CSV file on rank 0."""
         times = self._times(trainer)
         if not times:
             return
         for each in times.values():
-            each.listener, each.keeps_spans = None, False
+            each.listener = None
         mine = {place: [*times.seconds, *chain(*times.parts.values())] for place, times in self._places.items()}
         by_rank = trainer.strategy.gather_objects(mine)
         if trainer.is_global_zero:
@@ -122,4 +122,6 @@ class StageTimeline(Callback):
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
             return open(self.path, mode, newline="")
         except OSError as error:
-            raise MisconfigurationException(f"StageTimeline({self.path!r}): {error}") from error
+            raise MisconfigurationException(
+                f"StageTimeline({self.path!r}): the file cannot be written ({error}). Give another path."
+            ) from error

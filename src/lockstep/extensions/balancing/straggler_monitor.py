@@ -22,7 +22,7 @@ BUSY = tuple(name for name in PARTS if name != "waiting")
 
 @dataclass(frozen=True)
 class RankScore:
-    """Speed of a rank.
+    """Speed of a rank relative to the fastest rank and to its own best, with the slowest part of its step.
 
     Attributes:
         rank: its number.
@@ -95,7 +95,7 @@ class StragglerMonitor(Callback):
         self._named_now: set[int] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the names of the hosts."""
+        """Gather the host names of all ranks, and reset the scores."""
         self._hosts = trainer.strategy.gather_objects(socket.gethostname())
         self.scores, self._best, self._named_now = [], [], set()
         self._slow = [0] * trainer.world_size
@@ -140,10 +140,10 @@ class StragglerMonitor(Callback):
 
 
 def _each(times: WindowTimes, part: str) -> float:
-    """Return the seconds of a part for a sample."""
+    """Return the seconds per sample of one part of the step."""
     return float(getattr(times, part)) / (times.samples or 1.0)
 
 
 def _pace(times: WindowTimes) -> float:
-    """Return the seconds for a sample, without waiting."""
+    """Return the seconds per sample of the step without waiting."""
     return times.busy / (times.samples or 1.0)

@@ -13,12 +13,7 @@ _SCHEDULES = "torch.distributed.pipelining.schedules"
 PARTS = (
     Part("torch.distributed.tensor.DTensor._local_tensor", f"{_HERE}planner/trace.py", "a shard", PLAN),
     Part("torch.utils._python_dispatch.TorchDispatchMode", f"{_HERE}planner/trace.py", "each operation", PLAN),
-    Part(
-        "torch._ops.OpOverload._schema",
-        f"{_HERE}planner/trace.py",
-        "the name of an operation",
-        PLAN,
-    ),
+    Part("torch._ops.OpOverload._schema", f"{_HERE}planner/trace.py", "the name of an operation", PLAN),
     Part(
         f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
         f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
@@ -33,10 +28,7 @@ PARTS = (
         PIPELINES,
     ),
     Part(
-        f"{_SCHEDULES}._PipelineScheduleRuntime",
-        f"{_HERE}pipeline/stages.py",
-        "all stages of one process",
-        ONE_PROCESS,
+        f"{_SCHEDULES}._PipelineScheduleRuntime", f"{_HERE}pipeline/stages.py", "all stages of one process", ONE_PROCESS
     ),
     Part(f"{_SCHEDULES}._Action", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),
     Part(f"{_SCHEDULES}._ComputationType", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),

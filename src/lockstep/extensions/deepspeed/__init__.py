@@ -1,1 +1,1 @@
-"""DeepSpeed's engine around a module: made, driven, and looked into."""
+"""Training with DeepSpeed's engine: the strategy, the engine's config, and its checkpoint folders."""

@@ -18,30 +18,22 @@ ZERO = "zero_optimization"
 BUCKETS = 200_000_000
 """Default number of elements in a bucket, as in Lightning."""
 
+_BLOCKS = {
+    ZERO: (
+        *("stage", "sub_group_size", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
+        *("allgather_bucket_size", "reduce_bucket_size"),
+    ),
+    "activation_checkpointing": (
+        *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+        "synchronize_checkpoint_boundary",
+    ),
+    "aio": ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"),
+    "fp16": ("initial_scale_power", "loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+}
+"""Arguments of the strategy that have the same name in a block of the config."""
 PLACES: dict[str, tuple[str, ...]] = {
-    "stage": (ZERO, "stage"),
-    "sub_group_size": (ZERO, "sub_group_size"),
-    "contiguous_gradients": (ZERO, "contiguous_gradients"),
-    "overlap_comm": (ZERO, "overlap_comm"),
-    "allgather_partitions": (ZERO, "allgather_partitions"),
-    "reduce_scatter": (ZERO, "reduce_scatter"),
-    "allgather_bucket_size": (ZERO, "allgather_bucket_size"),
-    "reduce_bucket_size": (ZERO, "reduce_bucket_size"),
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer",),
-    "partition_activations": ("activation_checkpointing", "partition_activations"),
-    "cpu_checkpointing": ("activation_checkpointing", "cpu_checkpointing"),
-    "contiguous_memory_optimization": ("activation_checkpointing", "contiguous_memory_optimization"),
-    "synchronize_checkpoint_boundary": ("activation_checkpointing", "synchronize_checkpoint_boundary"),
-    "block_size": ("aio", "block_size"),
-    "queue_depth": ("aio", "queue_depth"),
-    "single_submit": ("aio", "single_submit"),
-    "overlap_events": ("aio", "overlap_events"),
-    "thread_count": ("aio", "thread_count"),
-    "initial_scale_power": ("fp16", "initial_scale_power"),
-    "loss_scale": ("fp16", "loss_scale"),
-    "loss_scale_window": ("fp16", "loss_scale_window"),
-    "hysteresis": ("fp16", "hysteresis"),
-    "min_loss_scale": ("fp16", "min_loss_scale"),
+    **{name: (block, name) for block, names in _BLOCKS.items() for name in names},
 }
 """Arguments of the strategy and their places in the config."""
 
@@ -54,7 +46,7 @@ OFFLOAD_PARAMETERS = {
     "pin_memory": "pin_memory",
 }
 WHOLE = ("bucket_size", "_threshold", "group_size", "buffer_size", "max_live_parameters", "max_reuse_distance")
-"""Endings of the keys that hold counts. JSON files often write them as 2e8, but DeepSpeed needs an integer."""
+"""Endings of keys whose values are counts. JSON files often have 2e8, but DeepSpeed needs an integer."""
 
 LOOPS = {
     "scheduler": "`configure_optimizers` returns the scheduler, and the Trainer steps it",
@@ -94,12 +86,8 @@ Config = dict[str, Any]
 
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
-    """Return the error for a setting of the config."""
-    return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
-
-
-def _end(sentence: str) -> str:
-    return "?" if sentence.endswith("?") else "."
+    """Return the error that reports a setting of the user's config."""
+    return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why}.")
 
 
 def format_setting(path: Iterable[str], value: object) -> str:
@@ -157,7 +145,7 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         return {key: _plain(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, float) and path[-1].endswith(WHOLE):
         if not value.is_integer():
-            raise refuse(format_setting(path, value), "give a whole number")
+            raise refuse(format_setting(path, value), "give an integer")
         return int(value)
     return value
 
@@ -175,12 +163,12 @@ def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
     """
     for key, value in config.items():
         if key in LOOPS:
-            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; leave the block out")
+            raise refuse(format_setting((key,), value), f"{LOOPS[key]}; remove the block")
     _check_known(config, (*KEYS, *LOOPS), ())
     for block, known in ((ZERO, zero_keys), ("activation_checkpointing", CHECKPOINTING)):
         inner = config.get(block, {})
         if not isinstance(inner, Mapping):
-            raise refuse(format_setting((block,), inner), "give a dict")
+            raise refuse(format_setting((block,), inner), "the value of this block must be a dict")
         _check_known(inner, tuple(known), (block,))
 
 
@@ -188,7 +176,7 @@ def _check_known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[s
     for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's documentation of its config"
+            way = f'did you mean "{near[0]}"? Correct it' if near else "see DeepSpeed's documentation of its config"
             raise refuse(format_setting((*path, key), value), f"DeepSpeed has no such key: {way}")
 
 
@@ -288,7 +276,7 @@ def find_disk(config: Mapping[str, Any]) -> str | None:
 
 
 def _enabled(config: Config, block: str) -> object:
-    """Return "enabled" of a precision's block; None if it is missing."""
+    """Return the value of "enabled" in a precision's block, or None if the key is missing."""
     return (config.get(block) or {}).get("enabled")
 
 
@@ -307,12 +295,9 @@ def set_precision(config: Config, precision: str, device: str) -> None:
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
-        place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
-        setting = (
-            place
-            if precision.startswith("16")
-            else f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
-        )
+        setting = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
+        if not precision.startswith("16"):
+            setting = f"DeepSpeedStrategy(config=...): {format_setting(('fp16', 'enabled'), True)}"
         raise MisconfigurationException(
             f'{setting}: DeepSpeed does not compute in float16 on a CPU. Use Trainer(precision="bf16-mixed"), or a GPU.'
         )
@@ -334,7 +319,7 @@ def set_precision(config: Config, precision: str, device: str) -> None:
 
 
 def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
-    """Set the engine's accumulation to one micro-batch: the loop decides where a window ends.
+    """Set the engine's gradient accumulation to one micro-batch, since the loop decides when a window ends.
 
     Raises:
         MisconfigurationException: the config has a different number than the Trainer.
@@ -350,7 +335,7 @@ def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
 
 
 def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """Set the norm to which the engine clips: the config's if the Trainer has none.
+    """Set the norm to which the engine clips gradients: the config's norm, unless the Trainer has one.
 
     With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 
@@ -372,7 +357,7 @@ def set_clipping(config: Config, value: float | None, algorithm: str | None) -> 
 
 
 def take_batch_sizes(config: Config) -> dict[str, int]:
-    """Take the batch sizes out of the config and return them for `check_batches`.
+    """Remove the batch sizes from the config, and return the sizes for `check_batches`.
 
     The engine only uses them to count samples, so its batch size is 1.
     """
@@ -382,7 +367,7 @@ def take_batch_sizes(config: Config) -> dict[str, int]:
 
 
 def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
-    """Compare the config's batch sizes with the training loader's.
+    """Raise an error if the config's batch sizes differ from the training DataLoader's.
 
     Args:
         sizes: sizes in the config, as returned by `take_batch_sizes`.
@@ -407,7 +392,7 @@ def check_batches(sizes: Mapping[str, int], batch_size: int, micro_batches: int,
 
 
 def check_optimizer(config: Config, optimizer: object) -> None:
-    """Compare the config's optimizer with the one that `configure_optimizers` returned.
+    """Raise an error if the config's optimizer differs from the optimizer of `configure_optimizers`.
 
     Raises:
         MisconfigurationException: the config names another optimizer or other settings.
@@ -430,7 +415,8 @@ def check_optimizer(config: Config, optimizer: object) -> None:
         if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
                 format_setting(("optimizer", "params", key), value),
-                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Set it in one of the two places",
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Give the same value in both, or remove "
+                "the setting from the config",
             )
 
 

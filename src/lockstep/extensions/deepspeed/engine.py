@@ -40,7 +40,7 @@ MIDDLE = (
 
 
 class AnyCall(nn.Module):
-    """Module of the engine that calls any function, so that every method of the user runs inside the engine's hooks.
+    """Module for the engine whose forward calls any function, so that all user methods run in the engine's hooks.
 
     Args:
         module: the user's module.
@@ -51,7 +51,7 @@ class AnyCall(nn.Module):
         self.module = module
 
     def forward(self, work: Callable[[], Any]) -> Any:
-        """Call ``work``."""
+        """Call ``work``, and return the result."""
         return work()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class AnyCall(nn.Module):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's shard of a parameter: the elements that it updates.
+    """This rank's shard of a parameter, which contains the elements that the rank updates.
 
     Attributes:
         flat: the engine's 1-D float32 tensor that contains the shard; a parameter of the optimizer that steps.
@@ -84,7 +84,7 @@ class Piece:
         return tensor.narrow(0, self.place, self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the shard's elements of a whole tensor, 1-D."""
+        """Return the shard's elements of a full tensor, as a 1-D tensor."""
         return whole.flatten()[self.start : self.start + self.size]
 
 
@@ -165,7 +165,7 @@ class ZeroEngine:
 
     @property
     def _flats(self) -> list[Tensor]:
-        """Float32 tensors that the optimizer steps."""
+        """The flat float32 tensors that the engine's optimizer updates."""
         zero = self.zero
         flats: list[Tensor] = (
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -185,18 +185,19 @@ class ZeroEngine:
         return Piece(flat, high.start, low.start, high.numel)
 
     def _record_order(self) -> None:
-        """Record the order of gradients: the engine adds what is at the same place in the ranks' buckets."""
+        """Let the engine record the order in which gradients enter its buckets, for `_check_order`."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         put = self.zero.reduce_independent_p_g_buckets_and_remove_grads
 
-        def noted(parameter: Parameter, *args: Any) -> None:
+        # the engine adds gradients that have the same position in the ranks' buckets
+        def record(parameter: Parameter, *args: Any) -> None:
             self._order.append(numbers[id(parameter)])
             put(parameter, *args)
 
-        self.zero.reduce_independent_p_g_buckets_and_remove_grads = noted
+        self.zero.reduce_independent_p_g_buckets_and_remove_grads = record
 
     def _check_order(self) -> None:
-        """Refuse a window in which ranks added gradients of different parameters. Collective.
+        """Raise an error if the ranks added gradients of different parameters in this window. Collective.
 
         Raises:
             MisconfigurationException: the orders differ; the message names the first parameters that do.
@@ -256,7 +257,7 @@ class ZeroEngine:
         self.has_gradients = last
 
     def clip(self, limit: float) -> None:
-        """Let the next step clip the whole gradient by its 2-norm."""
+        """Set the limit to which the next step clips the 2-norm of the full gradient."""
         self.zero.clip_grad = limit
 
     def step(self) -> None:
@@ -341,7 +342,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradients' norms that offload recorded. In-place changes take effect in clipping."""
+        """Return the gradient norms that the engine records with offload. In-place changes affect clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -387,9 +388,9 @@ class ZeroEngine:
         return id(parameter) in self._trained_ids
 
     def whole_gradient(self, parameter: Parameter) -> Tensor | None:
-        """Return a parameter's whole gradient, averaged over the ranks. Collective.
+        """Return a parameter's full gradient, averaged over the ranks. Collective.
 
-        It exists between a window's last backward and the step; otherwise the result is None.
+        The gradient exists between a window's last backward and the step; otherwise the result is None.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -435,7 +436,7 @@ class ZeroEngine:
         return {**made, "state": states}
 
     def _numbered(self, state: Mapping[str, Any]) -> Iterator[tuple[int, Parameter]]:
-        """Return pairs of a number in a state dict and the parameter of the user's optimizer."""
+        """Pair the parameter numbers of a state dict with the parameters of the user's optimizer."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return zip(numbers, parameters, strict=True)
@@ -451,7 +452,7 @@ class ZeroEngine:
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's shards of an ordinary state dict. A tensor on the meta device leaves the current value.
+        """Load this rank's shards from an unsharded state dict. Tensors on the meta device are skipped.
 
         Collective if the saved tensors are shards.
         """
@@ -482,7 +483,7 @@ class ZeroEngine:
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
-        """Return this rank's elements of a whole tensor or of saved shards; None without a shard."""
+        """Return this rank's elements of a full tensor or of saved shards; None if the rank has no shard."""
         piece = self.pieces.get(id(parameter))
         if isinstance(value, FlatPart):
             if value.even and self.stage == 3:
@@ -491,7 +492,7 @@ class ZeroEngine:
         return None if piece is None else piece.cut(value)
 
     def load_parameter(self, parameter: Any, value: Tensor) -> None:
-        """Set the engine's float32 weights of a parameter. Collective if the value is a shard."""
+        """Copy a value into the engine's float32 weights of a parameter. Collective if the value is a shard."""
         part, piece = self._cut(parameter, value), self.pieces.get(id(parameter))
         with torch.no_grad():
             if piece is not None and part is not None:
@@ -518,15 +519,15 @@ class ZeroEngine:
 
 
 class ZeroGradients(Gradients[ZeroEngine]):
-    """Gradients in DeepSpeed's engine; ``.grad`` is empty."""
+    """Access to the gradients in DeepSpeed's engine. ``.grad`` of parameters is empty."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's shards, and their norms as recorded by offload."""
+        """Return this rank's shards of the gradients, and the gradient norms that offload records."""
         return [*self.holder.gradients(), *self.holder.norms()]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Fill ``.grad`` with whole gradients inside. Changes to them are lost. Collective."""
+        """Fill ``.grad`` with full gradients within the block. Changes to the gradients are lost. Collective."""
         zero = self.holder
         if not zero.has_gradients:
             yield
@@ -542,12 +543,12 @@ class ZeroGradients(Gradients[ZeroEngine]):
                 parameter.grad = None
 
     def window_state(self) -> dict[str, Any]:
-        """Raise: a checkpoint cannot hold the gradients of an unfinished window."""
+        """Raise an error, since a checkpoint cannot contain the gradients of an unfinished window."""
         raise MisconfigurationException(MIDDLE)
 
 
 def _copy_optimizer(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
-    """Copy an optimizer for its trained parameters alone.
+    """Copy an optimizer, keeping only the parameters that require gradients.
 
     Returns:
         the copy, and its groups by the index of the original group.
@@ -573,7 +574,7 @@ def _no_grad() -> Iterator[None]:
 
 @contextmanager
 def _without_own_choices() -> Iterator[None]:
-    """Keep the engine from changing weights and optimizer inside, while it is made."""
+    """Prevent DeepSpeed from broadcasting weights and replacing Adagrad while it creates an engine in the block."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     broadcast, adagrad = DeepSpeedEngine._broadcast_model, torch.optim.Adagrad
@@ -589,9 +590,9 @@ def _without_own_choices() -> Iterator[None]:
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function that calls methods of a partitioned module without training it. Collective.
+    """Return a function that calls methods of a partitioned module for evaluation. Collective.
 
-    Layers are gathered for the call. Its attribute ``end`` removes the hooks.
+    Layers are gathered for the call. The function's attribute ``end`` removes the hooks.
     """
     import deepspeed
 

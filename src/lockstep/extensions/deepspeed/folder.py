@@ -94,19 +94,19 @@ def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpoint(
             f"The checkpoint {str(folder)!r} does not have the format of DeepSpeed's engine "
-            f"({damage.first_line(error)})."
+            f"({damage.first_line(error)}). Resume from another checkpoint."
         ) from error
     return checkpoint
 
 
 def count_ranks(path: PathLike) -> int:
-    """Return the number of ranks that wrote a folder."""
+    """Return the number of ranks that wrote a checkpoint folder."""
     folder = storage.local(path)
     return len(_by_rank(folder / (folder / LATEST).read_text().strip(), "optim"))
 
 
 def _by_rank(folder: Path, kind: str) -> list[Path]:
-    """Return the files of a kind, "model" or "optim", in the order of ranks."""
+    """Return the "model" or "optim" files of a checkpoint folder, in the order of ranks."""
     found = {}
     for file in folder.glob(f"*_{kind}_states.pt"):
         parts = re.fullmatch(rf"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_{kind}_states\.pt", file.name)
@@ -122,11 +122,14 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """Load a file; its tensors are memory-mapped and read on access."""
+    """Load a file of a checkpoint folder. Tensors are memory-mapped and read on access."""
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CorruptCheckpoint(f"The file {str(file)!r} is damaged ({damage.first_line(error)}).") from error
+        raise CorruptCheckpoint(
+            f"The file {str(file)!r} is damaged ({damage.first_line(error)}). Resume from an earlier checkpoint, or "
+            "copy the folder again."
+        ) from error
     return found
 
 
@@ -135,7 +138,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 @dataclass
 class _Group:
-    """Parameters that the engine has flattened together.
+    """Parameters that the engine has flattened into one tensor, with the slices of all ranks.
 
     Attributes:
         shapes: shape by the parameter's name, in the group's order.
@@ -152,7 +155,7 @@ class _Group:
     even: bool
 
     def whole(self, name: str, kind: str) -> Tensor:
-        """Return a parameter's values of a kind in its shape."""
+        """Return the full tensor of a parameter (kind "fp32") or of one of its optimizer states."""
         shape, start, runs = torch.Size(self.shapes[name]), self.starts[name], self.flat[kind]
         numel = shape.numel()
         # the last rank's share is padded to the length of the others
@@ -195,7 +198,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """Return the module's state dict."""
+    """Return the module's state dict, with full tensors or filled shards."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -218,7 +221,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's states by the numbers of its parameters."""
+    """Return the optimizer states by parameter number, with full tensors or filled shards."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():
@@ -283,7 +286,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write a whole checkpoint into a folder as the engine does on one rank with stage 2.
+    """Write a full checkpoint into a folder in the engine's format, as one rank does with stage 2.
 
     Args:
         checkpoint: a loaded checkpoint of a run under `DeepSpeedStrategy`, which saves the parameters' names.
@@ -320,7 +323,7 @@ _Trained = list[tuple[dict[str, Any], dict[int, str]]]
 
 
 def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return further names of trained tensors, and the tensors that are not trained.
+    """Return other names of trained tensors, and the tensors that are not trained.
 
     The latter include buffers: a checkpoint does not mark them, and the engine only looks up its frozen parameters.
     """
@@ -367,7 +370,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
         padding = flat.numel() % 2  # the engine pads a group to an even length
         first = saved.get(next(iter(trained)), {})
         states[number] = {
-            key: _flattened([saved[each][key] for each in trained], padding) if key != "step" else value
+            key: _flatten([saved[each][key] for each in trained], padding) if key != "step" else value
             for key, value in first.items()
         }
         flats.append(flat)
@@ -389,7 +392,7 @@ def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str
     return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
 
 
-def _flattened(values: list[Any], padding: int) -> Any:
+def _flatten(values: list[Any], padding: int) -> Any:
     if not all(isinstance(value, Tensor) for value in values):
         return values[0]
     return torch.cat([*[value.flatten() for value in values], values[0].new_zeros(padding)])

@@ -73,7 +73,7 @@ def check_installed(what: str) -> None:
 
 
 def import_quietly() -> None:
-    """Import the package without its log lines and its optional imports."""
+    """Import DeepSpeed without its log lines and its optional dependencies."""
     # its autotuner imports mlflow, if it is installed; that takes half of the time
     with _quiet(), _without("mlflow"):
         importlib.import_module("deepspeed")
@@ -85,7 +85,7 @@ def import_quietly() -> None:
 def import_for(device: torch.device, level: int) -> Iterator[None]:
     """Import DeepSpeed for this kind of device and connect it to the current process group.
 
-    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. Extensions that the user
+    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is disabled. Extensions that the user
     needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
 
     Args:
@@ -119,7 +119,7 @@ def import_for(device: torch.device, level: int) -> Iterator[None]:
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Make imports of a package fail inside, unless it is imported already."""
+    """Make imports of a package fail within the block, unless the package is imported already."""
     if name in sys.modules:
         yield
         return
@@ -133,7 +133,7 @@ def _without(name: str) -> Iterator[None]:
 
 @contextmanager
 def _delay_compile() -> Iterator[None]:
-    """Delay ``torch.compile`` to the first call of a decorated function inside.
+    """Within the block, delay ``torch.compile`` to the first call of a decorated function.
 
     DeepSpeed always imports its optimizer Muon, which has decorated functions, and torch's compiler takes seconds to
     import.
@@ -162,9 +162,9 @@ def _delay_compile() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Mark DeepSpeed's all-reduce as not compatible inside, so that it is not built.
+    """Within the block, mark DeepSpeed's shared-memory all-reduce as incompatible so that it is not built.
 
-    This also avoids its slow check of all extensions.
+    This also avoids DeepSpeed's slow check of all extensions.
     """
     from deepspeed import ops
 
@@ -182,7 +182,7 @@ def _without_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def hide_rename_warnings() -> Iterator[None]:
-    """Hide torch's deprecation warnings for collectives that DeepSpeed calls by their old names inside."""
+    """Within the block, hide torch's deprecation warnings for collectives that DeepSpeed calls by old names."""
     with DEEPSPEED_WARNINGS.inside():
         before = list(warnings.filters)
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -224,7 +224,7 @@ def uses_checkpointing(module: torch.nn.Module) -> bool:
 
 
 def configure_checkpointing(block: Mapping[str, Any]) -> None:
-    """Configure ``deepspeed.checkpointing`` by the config's block.
+    """Configure ``deepspeed.checkpointing`` from the config's "activation_checkpointing".
 
     Activations are not partitioned, which would need model parallelism.
     """
@@ -240,7 +240,7 @@ def configure_checkpointing(block: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log errors only inside: importing DeepSpeed logs its device and more."""
+    """Within the block, log errors only, since importing DeepSpeed logs its device and more."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -253,7 +253,7 @@ _known_group: object = None
 
 
 def _drop_dead_groups() -> None:
-    """Drop process groups that DeepSpeed made in an earlier default group, which is destroyed by now."""
+    """Drop process groups that DeepSpeed created in a default group that has been destroyed."""
     global _known_group
     here = dist.group.WORLD
     if here is _known_group:
@@ -275,7 +275,7 @@ def _drop_dead_groups() -> None:
 
 @contextmanager
 def _log_builds() -> Iterator[None]:
-    """Log builds of DeepSpeed's extensions inside, and keep them from waiting for a build that was killed."""
+    """Within the block, log builds of DeepSpeed's extensions and remove locks of builds that were killed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = OpBuilder.jit_load
@@ -331,7 +331,7 @@ def build_folder(name: str) -> Path | None:
 
 
 def remove_stale_lock(folder: Path) -> bool:
-    """Remove the lock of a build that was killed; later builds would wait for it forever.
+    """Remove the lock of a build that was killed, since later builds would wait for the lock forever.
 
     A running build has its lock file open, so a lock that no process has open is stale. This is only checked on
     Linux, by ``/proc``.

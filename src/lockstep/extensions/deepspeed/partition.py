@@ -1,4 +1,4 @@
-"""Partitioned parameters (ZeRO stage 3): how a module is cut and filled."""
+"""Partitioned parameters (ZeRO stage 3): division of a module into shards, and loading of shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def partition(
         config: the engine's config.
         dtype: dtype of the shards; None: that of the parameters.
         device: this rank's device.
-        gather: gives a layer's parameters their values, before they are cut.
+        gather: creates the values of a layer's parameters, before the parameters are partitioned.
         sources: files with the values of parameters, by the parameter's id: each rank reads its shard.
 
     Returns:
@@ -84,7 +84,7 @@ def _part_of(parameter: Tensor, source: Source | None) -> Tensor:
 
 
 class _Room:
-    """Memory for one whole parameter at a time, while DeepSpeed cuts it.
+    """Buffer for one full parameter at a time, reused while DeepSpeed partitions a module.
 
     Args:
         module: its largest parameter fits.
@@ -97,7 +97,7 @@ class _Room:
         self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def whole_with(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a whole tensor with this rank's elements in their place; the others are not defined."""
+        """Return a full tensor that contains this rank's elements. The other elements are undefined."""
         whole = self._bytes[: shape.numel() * dtype.itemsize].view(dtype)
         start, size = span(shape.numel(), comm.rank(), comm.world_size())
         whole[start : start + size].copy_(part)
@@ -105,7 +105,7 @@ class _Room:
 
 
 def align_numbers() -> None:
-    """Make all ranks continue DeepSpeed's numbering of layers and parameters at the same number. Collective.
+    """Set DeepSpeed's counters of layers and parameters to the same values on all ranks. Collective.
 
     DeepSpeed compares these numbers between ranks. It counts over all engines of a process, and a rank may have made
     more engines than others.
@@ -119,11 +119,11 @@ def align_numbers() -> None:
 
 
 def put(parameter: Any, value: Tensor) -> None:
-    """Set this rank's shard of a partitioned parameter. Not collective.
+    """Write a value into this rank's shard of a partitioned parameter. Not collective.
 
     Args:
         parameter: a partitioned parameter of the module.
-        value: the whole value, or this rank's elements.
+        value: the full value, or this rank's elements.
     """
     start, size = span(parameter.ds_numel, comm.rank(), comm.world_size())
     whole = value.shape == parameter.ds_shape
@@ -137,10 +137,10 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """Make linear layers save the parameter for their backward inside, instead of a view that keeps its memory.
+    """Let linear layers in the block save the parameter for their backward, not a view that keeps its memory.
 
-    A backward that recomputes layers must be inside as well: torch checks that they save as many tensors as the first
-    time.
+    A backward that recomputes layers must run in such a block as well, since torch checks that the layers save as many
+    tensors as in the first forward.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 

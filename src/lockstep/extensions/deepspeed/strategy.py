@@ -167,7 +167,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         if zero_optimization is not True:
             raise MisconfigurationException(
                 f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): ZeRO cannot be switched off. Without it "
-                'use strategy="ddp", which reduces whole gradients faster.'
+                'use strategy="ddp", which reduces full gradients faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._select_writer(checkpoint_format, async_save)
@@ -212,8 +212,8 @@ class DeepSpeedStrategy(ShardedStrategy):
     def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
         if self._zero is None:
             raise MisconfigurationException(
-                'DeepSpeedStrategy(checkpoint_format="deepspeed"): the engine, which saves, does not exist before a '
-                'fit. Save during or after a fit, or use checkpoint_format="sharded".'
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): the engine writes the file, but does not exist '
+                'before a fit. Save during or after a fit, or use checkpoint_format="sharded".'
             )
         # `save_checkpoint` may be called after the fit, when the context of the call has ended
         with package.hide_rename_warnings():
@@ -225,8 +225,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Check the precision, and leave the scaling of a float16 loss to the engine."""
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
-                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32. '
-                f"Choose one of {', '.join(settings.PRECISIONS)}."
+                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32 '
+                f"and does not support this precision. Choose one of {', '.join(settings.PRECISIONS)}."
             )
         settings.set_precision(self._config, precision.name, device.type)
         # a copy: the user may pass the same plugin to another Trainer
@@ -288,7 +288,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._watch(module)
 
     def _choose_recomputation(self) -> None:
-        """Apply the config's block: to ``deepspeed.checkpointing`` if the model calls it, else to repeated blocks."""
+        """Apply the config's "activation_checkpointing" to ``deepspeed.checkpointing`` or to repeated blocks."""
         block = self._config.get("activation_checkpointing", {})
         on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
         if not on:
@@ -307,7 +307,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """Dtype of the engine's parameters; None: float32."""
+        """Dtype of the engine's parameters, or None for float32."""
         blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
@@ -330,7 +330,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Make DeepSpeed's engine for the module and its optimizer."""
+        """Create DeepSpeed's engine for the module and its optimizer."""
         from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
@@ -355,22 +355,18 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._zero.zero_grad()
 
     def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
-        """Refuse what the engine cannot do, and return the only optimizer."""
+        """Raise an error if the engine cannot train the module, and return its only optimizer."""
         module = self.module
         kind = type(module).__name__
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{kind}: automatic_optimization=False under DeepSpeed: its engine must receive which backward is the "
-                'last one before a step. Use automatic optimization, or strategy="fsdp".'
+                f"{kind} has automatic_optimization=False, and DeepSpeed's engine must know which backward is the last "
+                'before a step. Use automatic optimization, or strategy="fsdp".'
             )
-        if len(optimizers) != 1:
+        if len(optimizers) != 1 or isinstance(optimizers[0], CombinedOptimizer):
+            what = "a CombinedOptimizer" if len(optimizers) == 1 else f"{len(optimizers)} optimizers"
             raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
-                'Use parameter groups of one optimizer, or strategy="fsdp".'
-            )
-        if isinstance(optimizers[0], CombinedOptimizer):
-            raise MisconfigurationException(
-                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine steps one optimizer. "
+                f"{kind}.configure_optimizers returned {what}: DeepSpeed's engine steps one optimizer. "
                 'Use parameter groups of one optimizer, or strategy="fsdp".'
             )
         for name, way in (
@@ -385,7 +381,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         optimizer = optimizers[0]
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
-                f"{type(optimizer).__name__}: none of its parameters requires a gradient. There is nothing to train."
+                f"{type(optimizer).__name__}: none of its parameters requires a gradient, so nothing can be trained. "
+                "Set requires_grad=True on the parameters to train."
             )
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -405,21 +402,11 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f"{kind}: parameter {some}, but DeepSpeed trains parameters of one dtype. Freeze the others "
                 '(`requires_grad_(False)`), convert them by module.float(), or use strategy="fsdp".'
             )
-        # the engine would only raise an assertion, which does not list the tested ones
-        if not self._config.get("zero_allow_untested_optimizer", True):
-            from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-            if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-                tested = ", ".join(sorted({tested.__name__ for tested in ZERO_SUPPORTED_OPTIMIZERS}))
-                raise MisconfigurationException(
-                    f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: "
-                    f"DeepSpeed has tested {tested}. Use one of them, or remove the argument."
-                )
         self._check_callbacks()
         return optimizer
 
     def _check_callbacks(self) -> None:
-        """Refuse callbacks that change the module's parameters if the engine trains other tensors."""
+        """Raise an error for callbacks that change parameters of the module if the engine trains other tensors."""
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
@@ -492,7 +479,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Let the engine clip the whole gradient by its 2-norm in the next step."""
+        """Let the engine clip the full gradient by its 2-norm in the next step."""
         assert self._zero is not None
         if algorithm != "norm":
             settings.set_clipping({}, value, algorithm)
@@ -534,7 +521,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
-        """Return this rank's shard of a parameter: the engine's float32 elements if it is trained."""
+        """Return this rank's shard of a parameter. For a trained parameter these are the engine's float32 elements."""
         if self._zero is not None and self._zero.trains(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):
@@ -543,7 +530,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value
 
     def _for_checkpoint(self, value: Tensor) -> Tensor:
-        """Return the value that a checkpoint has for a shard: itself, or the whole tensor if rank 0 writes."""
+        """Return the shard for a sharded checkpoint, or the full tensor for a checkpoint that rank 0 writes."""
         if self.saves_shards:
             return value
         # gathered one by one, and only rank 0 keeps the result, in CPU memory
@@ -551,7 +538,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Return the states of module and optimizer.
+        """Return the states of module and optimizer for a checkpoint. Collective.
 
         With "sharded" these are this rank's shards. With "full" rank 0 has whole tensors, and the other ranks have
         tensors on the meta device. With "deepspeed" the engine writes states itself, and this contains only names and
@@ -609,7 +596,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return found
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's shards. A tensor on the meta device, as from `save`, leaves the current value."""
+        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped."""
         if state.module is not None:
             self._load_module(state.module)
         for saved in state.optimizers or ():
@@ -627,7 +614,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         found = self.module.load_state_dict(rest, strict=strict and not others)
         missing = [name for name in found.missing_keys if name not in others]
         if strict and (missing or found.unexpected_keys):
-            raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
+            raise RuntimeError(
+                f"The checkpoint does not fit: missing keys {missing}, unexpected keys {found.unexpected_keys}. "
+                "Set strict_loading = False on the module to ignore them."
+            )
         for name in cut - kept:
             put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):
@@ -637,7 +627,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
-        """Return the engine's float32 values of a parameter that the module rounds; in stage 3 this rank's elements."""
+        """Return float32 values for the engine from a loaded parameter; in stage 3, only this rank's elements."""
         flat = _elements(value).flatten()
         if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)

@@ -1,4 +1,4 @@
-"""Parameters without a gradient in a window keep their values and optimizer states, as on one process.
+"""Steps that leave parameters without a gradient and their optimizer states unchanged, as on one process.
 
 DeepSpeed concatenates the parameters of a group and steps all of them; weight decay and momentum would also move
 those that are frozen or unused.
@@ -28,7 +28,7 @@ SWAPPED = (
 
 
 class UnusedParameters:
-    """Values and states that the engine's step must not change.
+    """Wrapper of the engine's step that restores parameters without a gradient and their optimizer states.
 
     Args:
         optimizer: the optimizer that steps; its parameters are the engine's float32 tensors.
@@ -54,7 +54,7 @@ class UnusedParameters:
         self._missed: set[int] = set()  # ids of parameters that missed a step which others of their group took
 
     def step(self, used: set[int], step: Callable[[], object]) -> None:
-        """Call ``step`` and restore the parameters without a gradient.
+        """Call the engine's ``step``, and restore the parameters without a gradient.
 
         Args:
             used: ids of the parameters with a gradient; the same parameters on all ranks.
@@ -96,7 +96,7 @@ class UnusedParameters:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape and v.dim() == 1}
 
     def _copy_values(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
-        """Copy the module's values of a parameter, this rank's float32 shard, and the optimizer's states of it."""
+        """Copy a parameter's values in the module, this rank's float32 shard, and the shard's optimizer states."""
         piece = self._pieces.get(id(parameter))
         module = [values.clone() for values in _values(parameter)]
         if piece is None:
@@ -124,7 +124,7 @@ class UnusedParameters:
 
 
 def _values(parameter: Any) -> list[Tensor]:
-    """Return the module's tensors of a parameter: in stage 3 its shard, and the whole one while it is gathered."""
+    """Return the tensors with a parameter's values: in stage 3 the shard, and the full tensor while gathered."""
     part = getattr(parameter, "ds_tensor", None)
     whole = [parameter.detach()] if parameter.numel() else []
     return whole if part is None else [part.detach(), *whole]

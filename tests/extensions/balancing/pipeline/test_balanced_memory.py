@@ -1,4 +1,4 @@
-"""What a pipeline keeps: graphs of micro-batches that are through, and batches that were compared, are let go of."""
+"""A pipeline frees the graphs of micro-batches that are through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.data.source import _compared
 from lockstep.strategies import BalancedStrategy
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
@@ -69,21 +68,3 @@ def test_the_last_stage_keeps_no_graph_of_a_micro_batch_that_is_through(
 ) -> None:
     """What the step returned held the graph of each, under "zero-bubble" with all of its activations."""
     assert 1 <= ranks(2).run(most_at_a_time, schedule, returns_dict)[0] <= most
-
-
-def test_the_first_batch_of_a_pass_is_let_go_of_once_it_was_compared() -> None:
-    gone: list[int] = []
-
-    def batches() -> Any:
-        for number in range(3):
-            batch = torch.full((2,), float(number))
-            weakref.finalize(batch, gone.append, number).atexit = False
-            yield batch
-            del batch
-
-    drawn = _compared(batches(), lambda row: row.unsqueeze(0), "train")
-    for number in range(3):
-        batch = next(drawn)
-        assert batch.tolist() == [number, number]
-        del batch
-    assert gone == [0, 1]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +18,7 @@ from lockstep.extensions.balancing.pipeline.control import (
     shares_of_blocks,
 )
 from lockstep.extensions.balancing.pipeline.layout import Layout
-from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
-from lockstep.extensions.balancing.pipeline.probe import Like, probe, states_of
+from lockstep.extensions.balancing.pipeline.probe import Like, probe
 from lockstep.extensions.balancing.pipeline.stages import Stages
 from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BLOCKS, StageTimes, typical
 from lockstep.extensions.balancing.planner.partition import Block, Device, partition
@@ -56,13 +52,9 @@ def test_the_first_split_is_the_best_of_all() -> None:
 
 def test_no_stage_is_left_empty() -> None:
     """A device that is very slow was left without blocks, and a pipeline has no stage for it."""
-    blocks = [Block(seconds=1.0)] * 4
-    devices = [Device(), Device(speed=0.01), Device()]
-    assert [stage.device for stage in partition(blocks, devices).stages] == [0, 2]
-    stages = partition(blocks, devices, spare=False).stages
-    assert [(stage.start, stage.stop) for stage in stages] in ([(0, 1), (1, 2), (2, 4)], [(0, 2), (2, 3), (3, 4)])
-    with pytest.raises(ValueError, match="2 blocks cannot be on each of 3 devices"):
-        partition(blocks[:2], devices, spare=False)
+    assert control([1.0] * 4, [1.0, 100.0, 1.0], (2, 1, 1)).best() in ((1, 1, 2), (2, 1, 1))
+    with pytest.raises(ValueError, match="2 blocks are too few for 3 devices"):
+        partition([Block(seconds=1.0)] * 2, [Device()] * 3, spare=False)
 
 
 def test_memory_bounds_what_a_fast_stage_takes() -> None:
@@ -103,19 +95,6 @@ def test_a_stage_that_becomes_slow_gives_blocks_at_once_and_takes_them_back() ->
     assert back.after == (4, 4)
 
 
-def test_a_small_gain_needs_two_measurements_that_follow_soon() -> None:
-    """Votes were 32 windows apart: a slowdown that had moved was settled after 130 steps."""
-    times = SimpleNamespace(take=list, listens=False)
-    split = MeasuredSplit({0: times}, ranks=2, ranks_of_host=2)  # type: ignore[dict-item]
-    found = split.control = control([1.0] * 20, [1.0, 1.0], (10, 10))
-    periods = []
-    for first in (0.5, 0.5, 0.5, 0.6, 0.6, 0.54, 0.54, 0.54):
-        rows: Any = SimpleNamespace(read=lambda first=first: [[first, 0.0, 4.0], [0.5, 0.0, 4.0]])
-        split._read(found, rows)
-        periods.append((split._period, found.counts[0]))
-    assert periods == [(16, 10), (32, 10), (32, 10), (8, 10), (8, 9), (16, 9), (32, 9), (32, 9)]
-
-
 def test_blocks_stay_where_moving_costs_more_than_it_saves() -> None:
     looks = [StageLook(1.5e-3), StageLook(0.5e-3)]
     found = control([1.0] * 8, [1.0, 1.0], (4, 4), moves=1e9)
@@ -123,7 +102,7 @@ def test_blocks_stay_where_moving_costs_more_than_it_saves() -> None:
     found = control([1.0] * 8, [1.0, 1.0], (4, 4), moves=1e6)
     assert found.look(looks, 4) is not None
     found = control([1.0] * 8, [1.0, 1.0], (4, 4), moves=1e6)
-    found.note_move(1e6, 1.0)  # blocks have moved slowly before
+    found.record_move(1e6, 1.0)  # blocks have moved slowly before
     assert found.look(looks, 4) is None
 
 
@@ -173,26 +152,15 @@ def test_blocks_are_measured_and_left_as_they_were() -> None:
     net[0].linear.weight.grad = gradient = torch.ones(4, 4)
     before = torch.random.get_rng_state()
     like = Like(torch.Size([2, 4]), torch.float32, True)
-    found = probe(stages_of(module), like, torch.device("cpu"), clock)
-    assert [each.seconds for each in found] == pytest.approx([1.0, 3.0, 2.0])
-    assert all(64 <= each.keeps <= 256 for each in found)  # a mask and an output of 8 numbers, and the input
+    seconds, kept = probe(stages_of(module), like, torch.device("cpu"), clock)
+    assert seconds == pytest.approx((1.0, 3.0, 2.0))
+    assert all(64 <= each <= 256 for each in kept)  # a mask and an output of 8 numbers, and the input
     assert torch.equal(torch.random.get_rng_state(), before)
     assert [int(block.calls) for block in net] == [0, 0, 0]
     assert stood_in.isnan().all()
     assert not any(stood_in.stride())
     assert net[0].linear.weight.grad is gradient
     assert all(p.grad is None for p in module.parameters() if p is not net[0].linear.weight)
-
-
-def test_states_of_an_optimizer_are_told_before_its_first_step() -> None:
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    assert states_of([torch.optim.SGD([parameter], lr=0.1)]) == 0.0
-    assert states_of([torch.optim.SGD([parameter], lr=0.1, momentum=0.9)]) == 1.0
-    adam = torch.optim.AdamW([parameter])
-    assert states_of([adam]) == 2.0
-    parameter.grad = torch.ones(4, 4)
-    adam.step()
-    assert states_of([adam]) == pytest.approx(2.0, rel=0.1)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -216,18 +184,3 @@ def test_a_window_is_measured_by_part(on_gpu: bool) -> None:
     assert typical([window]) == pytest.approx((3.0, 1.5, 2.0))
     assert window.end - window.begin == pytest.approx(23.0)
     assert times.take() == []
-
-
-def test_the_watch_costs_a_few_microseconds_a_step() -> None:
-    """What telling the others costs beside it is measured by benchmarks/balance.py."""
-    times = StageTimes(torch.device("cpu"))
-    parts = [times.wrapped(part, lambda: None) for part in (BLOCKS, BACKWARD)]
-    least = 1.0
-    for _ in range(200):
-        begin = time.thread_time()
-        with times.window(4):
-            for _ in range(4):
-                for part in parts:
-                    part()
-        least = min(least, time.thread_time() - begin)
-    assert least < 40e-6

@@ -6,15 +6,13 @@ import json
 import platform
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lockstep.extensions.balancing.planner import hardware
 from lockstep.extensions.balancing.planner.cost import Candidate, predict
-from lockstep.extensions.balancing.planner.engines import NETS, EngineCost, _solve
+from lockstep.extensions.balancing.planner.engines import EngineCost
 from lockstep.extensions.balancing.planner.hardware import (
     Hardware,
     described,
@@ -53,9 +51,8 @@ def test_devices_elsewhere() -> None:
     assert made.slowest_link()[0] == 25e9
     assert made.speed("bf16-mixed") > made.speed("32-true") > made.speed("64-true")
     assert described(4, 1, link=10e9).slowest_link()[0] == 10e9
-    for arguments in ({"devices": 0}, {"devices": 1, "nodes": 0}, {"devices": 1, "chip": "abacus"}):
-        with pytest.raises(MisconfigurationException, match=r"--\w+ "):
-            described(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="--chip abacus: unknown"):
+        described(1, chip="abacus")
 
 
 def test_a_measurement_is_kept_with_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +96,6 @@ def test_links_are_measured_by_two_processes() -> None:
         assert cost.seconds(groups=4, parameters=50, size=4e6, ranks=2) > 0
 
 
-def test_what_engines_add_is_told_apart() -> None:
-    cost = EngineCost(step=3e-3, group=2e-3, parameter=1e-4, byte=1e-9)
-    added = {
-        name: cost.seconds(groups, groups * layers, 4.0 * groups * layers * width**2, ranks=2)
-        for name, (groups, layers, width) in NETS.items()
-    }
-    found = _solve(added)
-    for name in ("step", "group", "parameter", "byte"):
-        assert getattr(found, name) == pytest.approx(getattr(cost, name), rel=1e-2)
-
-
 def test_a_measured_engine_takes_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = (("fsdp", EngineCost(step=0.5)), ("deepspeed 2", EngineCost(parameter=0.25)))
     monkeypatch.setattr(hardware, "measure_links", lambda: {"link": 1e9, "engines": costs})
@@ -130,38 +116,3 @@ def test_what_torchs_allocator_keeps_is_there_to_be_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 66 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 1 * gib)
     assert usable_memory(torch.device("cuda", 0)) == pytest.approx(0.95 * 75 * gib)
-
-
-@pytest.mark.parametrize(("mine", "present", "other"), [(0, 3, 1), (1, 3, 2), (2, 3, 1), (1, 2, 0), (0, 1, None)])
-def test_a_link_is_measured_to_a_device_that_is_there_by_a_process_of_its_own(
-    mine: int, present: int, other: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of an odd number had a neighbour that there was not, and what was opened on the other one stayed."""
-    monkeypatch.setattr(hardware, "devices_of", lambda kind: [torch.device(kind, index) for index in range(present)])
-    asked: list[list[str]] = []
-
-    def run(words: list[str], **options: Any) -> SimpleNamespace:
-        asked.append(words)
-        return SimpleNamespace(stdout="2.5e10\n")
-
-    monkeypatch.setattr(hardware.subprocess, "run", run)
-    found = hardware._link_to_neighbour(torch.device("cuda", mine))
-    assert found == (None if other is None else 2.5e10)
-    assert [words[-1].endswith(f"copying('cuda', {mine}, {other}))") for words in asked] == [True] * (other is not None)
-
-
-def test_measuring_draws_nothing_from_the_runs_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are measured on random numbers: of equal ones a GPU makes more a second."""
-    multiplied: list[torch.Tensor] = []
-
-    def once(run: Any, device: torch.device, times: int = 5) -> float:
-        result = run()
-        multiplied.extend([result] if isinstance(result, torch.Tensor) and result.ndim == 2 else [])
-        return 1.0
-
-    monkeypatch.setattr(hardware, "_median", once)
-    before = torch.get_rng_state()
-    hardware.measure_device(torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(multiplied) == 2
-    assert all(product.unique().numel() > 100 for product in multiplied)

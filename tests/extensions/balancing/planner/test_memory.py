@@ -9,14 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from lockstep import strategies
 from lockstep.extensions.balancing.planner.cost import Candidate, Prediction, predict
 from lockstep.extensions.balancing.planner.hardware import described
 from lockstep.extensions.balancing.planner.profile import ModelProfile
-from lockstep.extensions.balancing.planner.trace import workspace_of_lstm
 from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -143,13 +140,3 @@ def test_memory_of_a_pipeline(ranks: RankPool, model: str, schedule: str) -> Non
     # under zero-bubble, the micro-batches that exist at the same time depend on the arrival of messages
     run = partial(ranks(2).run, in_stages, model, schedule, split)
     compare(expected, lambda: [max(run(), key=lambda one: one["peak"])], kinds, schedule == "zero-bubble")
-
-
-@pytest.mark.parametrize("sizes", [(64, 32, 128), (1, 1, 1), (32, 8, 100), (10, 4, 128), (13, 5, 37), (7, 3, 256)])
-def test_the_workspace_of_an_lstm_is_that_of_a_real_one(sizes: tuple[int, int, int]) -> None:
-    length, batch, hidden = sizes
-    cell = nn.LSTM(8, hidden)
-    weights = [weight.detach() for weight in cell._flat_weights]
-    x, state, flags = torch.zeros(length, batch, 8), torch.zeros(batch, hidden), (True, False, False, True)
-    found = torch.ops.aten.mkldnn_rnn_layer(x, *weights, state, state, False, [], 2, hidden, 1, *flags)
-    assert found[3].numel() == workspace_of_lstm(length, batch, hidden)

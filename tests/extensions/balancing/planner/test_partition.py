@@ -187,22 +187,6 @@ def test_a_thousand_blocks_on_64_devices_take_no_time(kinds: int, memory: float)
     assert any(stage.recomputed for stage in found.stages) is (memory < math.inf)
 
 
-def test_a_faster_device_gets_more_and_a_smaller_one_computes_again() -> None:
-    chain = [Block(1.0, 0.25, states=1.0, kept=4.0, inputs=1.0)] * 8
-    found = partition(chain, [Device(speed=3.0), Device()])
-    assert [(s.start, s.stop) for s in found.stages] == [(0, 6), (6, 8)]
-    tight = partition(chain, [Device(memory=17.0), Device(memory=36.0)])
-    assert [(s.start, s.stop, len(s.recomputed)) for s in tight.stages] == [(0, 4, 2), (4, 8, 0)]
-    assert tight.stages[0].memory == 4 * 1 + 2 * 4 + 2 * 1 + 3  # the last: of one while its backward runs
-
-
-def test_a_link_that_is_slow_moves_the_cut() -> None:
-    chain = [Block(1.0, sends=10.0), Block(1.0, sends=0.0), Block(1.0, sends=10.0), Block(1.0)]
-    even = partition(chain, [Device(), Device()])
-    assert even.bottleneck == 2.0
-    assert partition(chain[:3], [Device(bandwidth=10.0), Device(bandwidth=10.0)]).stages[0].stop == 2
-
-
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     chain = [Block(1.0, states=10.0)] * 4
     with pytest.raises(DoesNotFit, match="would need 4 bytes more") as raised:
@@ -213,18 +197,3 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         partition([chain[0], Block(1.0, states=15.0)], [Device(memory=10.0)] * 3)
     with pytest.raises(ValueError, match="0 blocks over 1 devices"):
         partition([], [Device()])
-
-
-def test_no_split_with_a_block_on_each_device_says_so() -> None:
-    """It was an IndexError."""
-    chain = [Block(1.0, states=2.0)] * 24
-    with pytest.raises(DoesNotFit, match="block 0 alone needs 1 bytes more"):
-        partition(chain, [Device(memory=1.0)] * 16, spare=False)
-    with pytest.raises(DoesNotFit, match="each would need 1 bytes more"):
-        partition(chain, [Device(memory=3.0)] * 12, spare=False)
-    assert len(partition(chain, [Device(memory=4.0)] * 12, spare=False).stages) == 12
-
-
-def test_a_device_without_memory_is_left_empty() -> None:
-    found = partition([Block(1.0, states=5.0)] * 2, [Device(memory=1.0), Device(memory=10.0)])
-    assert [stage.device for stage in found.stages] == [1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.extensions.balancing.planner import profile
-from lockstep.extensions.balancing.planner.profile import find_units, measure_step, profile_step
+from lockstep.extensions.balancing.planner.profile import find_units, measure_step
 from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, UPDATE, TracedStep
 from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.ground.errors import MisconfigurationException
@@ -156,17 +156,6 @@ def test_what_cannot_be_planned_is_said(kind: type[LightningModule], said: str) 
     assert type(module.net.weight) is nn.Parameter  # type: ignore[union-attr]
 
 
-def test_a_step_of_a_loop_of_ones_own() -> None:
-    net = nn.Linear(8, 2)
-    step = TracedStep(
-        net, lambda: net(torch.ones(4, 8)).sum(), lambda: [torch.optim.SGD(net.parameters(), 0.1)], nullcontext
-    )
-    profile = profile_step(step, samples=4)
-    assert profile.elements == 18
-    assert {(p.like, p.fixed) for p in profile.parameters} == {(0, 0)}
-    assert profile.steps["kept"].work(FORWARD).products == 2 * 4 * 8 * 2
-
-
 def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device was waited for at each block's edge, so that each block's launches counted as its time."""
     work, waits = QueuedWork(), list[torch.device]()
@@ -180,7 +169,7 @@ def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.Monke
     monkeypatch.setattr(profile, "synchronize", synchronize)
     clock = profile._Clock([], torch.device("cuda", 0))
     for phase, unit, seconds in (("forward", 0, 3.0), ("forward", 1, 7.0), ("backward", 1, 0.0)):
-        clock.note(phase, unit)
+        clock.record(phase, unit)
         work.passes(seconds)
     assert waits == []
     assert clock.seconds() == {("forward", 0): 3.0, ("forward", 1): 7.0}

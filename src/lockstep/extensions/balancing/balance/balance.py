@@ -1,4 +1,4 @@
-"""Exchange of step times between ranks; with ``Trainer(balance=True)`` their shares follow."""
+"""Exchange of step times between ranks, by which ``Trainer(balance=True)`` adjusts each rank's share of samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROOM = 0.8
 LOCAL_STEPS = ", since it takes local steps and averages the weights of the nodes evenly"
 ALONE = (
     "Trainer(balance=True) has no effect on one device: it divides a global batch between several. Use more devices, "
-    "or leave `balance` out."
+    "or remove `balance`."
 )
 NO_SAMPLES = (
     "Trainer(balance=True): a global batch has {total} samples for {size} ranks, so shares cannot change. Use a larger "
@@ -58,13 +58,13 @@ BATCH_NORM = (
 
 
 def check(strategy: Strategy, why: str = "") -> None:
-    """Refuse ``Trainer(balance=True)`` under a strategy whose ranks cannot take unequal shares.
+    """Raise an error if ``balance=True`` is used with a strategy whose ranks cannot have unequal shares.
 
     One device alone is accepted.
 
     Args:
-        strategy: of the run.
-        why: a reason to refuse it in any case, as a clause for the message.
+        strategy: strategy of the fit.
+        why: a reason to refuse the strategy in any case, as a clause for the message.
 
     Raises:
         MisconfigurationException: the strategy is refused.
@@ -76,12 +76,12 @@ def check(strategy: Strategy, why: str = "") -> None:
     if why or (several and not takes):
         raise MisconfigurationException(
             f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
-            f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'
+            f'{why}. Use strategy="ddp" or "fsdp", or remove `balance`.'
         )
 
 
 def measure(session: Session, step: Step, validation: EvaluationLoop, listeners: Sequence[Callback]) -> Balance | None:
-    """Create the measurement of a fit's steps, or return None if no callback listens and shares are not balanced.
+    """Return a `Balance` for a fit, or None if no callback receives step times and shares do not change.
 
     Args:
         session: of the fit.
@@ -110,7 +110,7 @@ def measure(session: Session, step: Step, validation: EvaluationLoop, listeners:
         raise MisconfigurationException(
             f"{type(listeners[0]).__name__}: {type(strategy).__name__} runs the forward and backward of whole windows "
             'or of all devices itself, so their times cannot be measured separately. Use strategy="ddp" or "fsdp", or '
-            "leave the callback out."
+            "remove the callback."
         )
     return Balance(session, step, validation, listeners, shares)
 
@@ -119,7 +119,7 @@ def measure(session: Session, step: Step, validation: EvaluationLoop, listeners:
 
 
 class Balance:
-    """Exchange of the ranks' times every `PERIOD` windows, which callbacks receive and shares follow.
+    """Periodic exchange of the ranks' step times, which are passed to callbacks and used to adjust shares.
 
     All ranks read the same numbers and make the same decision.
 
@@ -161,7 +161,7 @@ class Balance:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Measure steps within the block."""
+        """Measure the times of steps within the block."""
         try:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
@@ -171,7 +171,7 @@ class Balance:
                 self._rows.leave()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Prepare for an epoch, or for the rest of one, before its loaders are opened."""
+        """Prepare measurement and shares for an epoch, before its DataLoaders are opened."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(*feed.sources)
         self._times.begin()
@@ -193,7 +193,7 @@ class Balance:
         self._parts, self._expected, self._counts = tuple(parts), expected, []
 
     def window_ended(self, window: Window) -> None:
-        """Record a window at its boundary; start or read an exchange where one is due."""
+        """Record a finished accumulation window, and start or finish an exchange if one is due."""
         of_rank = window.of_rank
         samples = of_rank[self._index]
         counts = of_rank is self._counts or list(of_rank) == self._expected
@@ -211,7 +211,7 @@ class Balance:
                 self._times.take(-1)
 
     def _send(self) -> None:
-        """Start an exchange: this rank's medians, how far it has drawn, and how many samples it has memory for."""
+        """Start an exchange of median times, loading progress, and the number of samples that fit each memory."""
         windows, busy = self._times.take(self._cut)
         parts = typical(windows) if windows and self._listeners else NO_TIMES
         mine = median(busy) if len(busy) >= LEAST else math.nan
@@ -219,7 +219,7 @@ class Balance:
         self._rows = RowsToCome(entry, alone=self._session.world_size == 1)
 
     def _read(self, sent: RowsToCome, feed: Feed, between_epochs: bool = False) -> None:
-        """Finish an exchange: pass its times to callbacks, and change shares if that is worth it."""
+        """Finish an exchange, pass the times to callbacks, and change the shares if `ShareControl` decides so."""
         rows, self._rows = sent.read(), None
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])
@@ -247,7 +247,7 @@ class Balance:
         return self._control.look(busy, self._parts, most)
 
     def _room(self) -> float:
-        """Return how many of the samples that are divided at once fit this rank's memory; infinite if unknown."""
+        """Return how many of the samples that ranks divide at once fit this rank's memory; infinite if unknown."""
         looks = self._windows // PERIOD
         if self._changes and self._largest and looks >= self._most[0]:
             free = _samples_in_free_memory(self._session, self._largest)
@@ -256,11 +256,11 @@ class Balance:
 
 
 def _samples_in_free_memory(session: Session, largest: float) -> float:
-    """Return how many samples of a micro-batch fit the free memory; infinite if that is unknown.
+    """Return the size, in samples, of the largest micro-batch that fits the free memory; infinite if unknown.
 
     Args:
-        session: between two windows, so that all memory of a micro-batch is free.
-        largest: samples of the largest micro-batch so far.
+        session: the fit, between two windows, so that all memory of a micro-batch is free.
+        largest: number of samples in the largest micro-batch so far.
     """
     strategy, activations = session.strategy, session.activations
     device = strategy.root_device
@@ -276,10 +276,10 @@ def _samples_in_free_memory(session: Session, largest: float) -> float:
 
 
 def message_of(move: Move, step: int, where: str) -> str:
-    """Describe a change of shares for the log."""
+    """Return the log message for a change of shares."""
     after, before = (", ".join(map(str, parts)) for parts in (move.after, move.before))
     took = ", ".join(f"{seconds * 1e3:.3g}" for seconds in move.seconds)
     return (
-        f"balance: step {step}: of {sum(move.after)} samples ranks take {after} from {where} on. They took {before}, "
-        f"in {took} ms: steps should be {move.gain:.2f} x as fast."
+        f"balance: step {step}: from {where} on, ranks take {after} of {sum(move.after)} samples. They took {before}, "
+        f"in {took} ms; steps should be {move.gain:.2f} x as fast."
     )

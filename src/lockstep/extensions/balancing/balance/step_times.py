@@ -1,4 +1,4 @@
-"""Time of a step on this rank by part: fetching data, forward, backward, waiting for other ranks, the rest."""
+"""Timers for the parts of a training step on this rank: loading, forward, backward, waiting, and the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = ("data", "forward", "backward", "waiting", "other")
 
 
 class WindowTimes(NamedTuple):
-    """Seconds of one window on one rank, or of a typical window.
+    """Seconds of one accumulation window on one rank by part, or their medians over several windows.
 
     Attributes:
         samples: number of this rank's samples in the window.
@@ -46,12 +46,12 @@ class WindowTimes(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Seconds without waiting."""
+        """Seconds of all parts except waiting."""
         return self.data + self.forward + self.backward + self.other
 
 
 def typical(windows: Sequence[WindowTimes]) -> WindowTimes:
-    """Return the upper median of each part over at least one window."""
+    """Return the upper median of each part over one or more windows."""
     # statistics.median would take three times as long
     half = len(windows) // 2
     return WindowTimes(*[sorted(column)[half] for column in zip(*windows, strict=True)])
@@ -68,7 +68,7 @@ _Tape = list[tuple[int, int, TimedEvent, TimedEvent]]
 
 
 class StepTimes:
-    """Measurement of a fit's windows by the clock of the host.
+    """Timer for the parts of a fit's accumulation windows, based on the host's clock.
 
     Time counts for the innermost part: a wait within a backward counts as waiting only.
 
@@ -106,7 +106,7 @@ class StepTimes:
             yield
 
     def attach_source(self, source: LoaderSource) -> None:
-        """Measure how long this rank waits for batches of these loaders. A second call does nothing."""
+        """Measure how long this rank waits for batches of a loader source. A source is attached once."""
         if source is self._source:
             return
         self._source = source
@@ -114,7 +114,7 @@ class StepTimes:
             setattr(source, name, self._timed_opening(getattr(source, name)))
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` wrapped so that its time counts for a part of the window."""
+        """Wrap ``fn`` so that its running time counts for a part of the window."""
         seconds, inner, clock, mine = self._seconds, self._inner, self.clock, get_ident()
         anywhere = part == WAITING  # torch's collectives; only the loop calls the others
 
@@ -152,7 +152,7 @@ class StepTimes:
         self._seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def end_window(self, samples: float, kind: int) -> None:
-        """Record a window.
+        """Record the window that ends now, and start the next one.
 
         Args:
             samples: this rank's number in it.
@@ -166,7 +166,7 @@ class StepTimes:
         seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return the windows since the last call, and the seconds of those of a kind without waiting."""
+        """Return all windows since the last call, and the seconds without waiting of the windows with one kind."""
         found = list(self._windows)
         self._windows.clear()
         return [window for window, _ in found], [window.busy for window, of in found if of == kind]
@@ -176,7 +176,7 @@ class StepTimes:
 
 
 class DeviceTimes(StepTimes):
-    """Measurement of a fit's windows by events on a device, without synchronization.
+    """Timer for the parts of a fit's accumulation windows, based on device events and without synchronization.
 
     Forward, backward and waiting are times of the device. Fetching data counts as far as the device is idle meanwhile.
 
@@ -198,7 +198,7 @@ class DeviceTimes(StepTimes):
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
-        """Create one for the current device of its kind, which must have timed events."""
+        """Create a timer for the current device of this type, which must support timed events."""
         # without streams, all work is on one: str() equals itself
         stream = functools.partial(current_stream, device) if has_streams(device) else str
         return cls(clock, functools.partial(timed_event, device), stream)
@@ -209,7 +209,7 @@ class DeviceTimes(StepTimes):
         return event
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` wrapped so that its time counts for a part of the window."""
+        """Wrap ``fn`` so that its running time counts for a part of the window."""
         # loading is the host's work
         if part == DATA:
             return super().timed(part, fn)
@@ -244,7 +244,7 @@ class DeviceTimes(StepTimes):
             self._pending.popleft()
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return the windows since the last call that the device has finished."""
+        """Return the windows that the device has finished since the last call; see `StepTimes.take`."""
         while self._pending and self._pending[0][-1].query():
             samples, of, data, tape, begin, end = self._pending.popleft()
             seconds, inside = [0.0] * 5, [0.0]

@@ -1,1 +1,1 @@
-"""Pipelines: a chain of blocks in stages on several ranks, for an unchanged training_step."""
+"""Pipelines that split a chain of blocks into stages on several ranks, with an unchanged training_step."""

@@ -1,4 +1,4 @@
-"""Random numbers of a pipeline's blocks, such as dropout: different at each place of the pipeline."""
+"""Random generators for a pipeline's blocks, so that for example dropout differs between ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CPU = torch.device("cpu")
 
 
 class BlockRandom:
-    """States of the generators of blocks, by place and device.
+    """States of the random generators of blocks, for each position in the pipeline and each device.
 
     Code outside the chain uses the process's own generators: the first and the last stage run the same code, and must
     get the same numbers.
 
     Args:
-        devices: of this process, by their places in the pipeline.
+        devices: devices of this process, by their positions in the pipeline.
     """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
@@ -36,7 +36,7 @@ class BlockRandom:
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """Use the generators of a place within the block."""
+        """Use the generator states of a position in the pipeline within the block."""
         devices = self._devices[place]
         outside = [_state(device) for device in devices]
         _set(devices, self._states[place])
@@ -47,11 +47,11 @@ class BlockRandom:
             _set(devices, outside)
 
     def state_dict(self) -> dict[int, list[Tensor]]:
-        """Return the states for a checkpoint."""
+        """Return the generator states for a checkpoint."""
         return dict(self._states)
 
     def load_state_dict(self, states: Mapping[int, list[Tensor]]) -> None:
-        """Continue with the states of :meth:`state_dict`, if they are of the same places and kinds of devices."""
+        """Load states from :meth:`state_dict`, unless they belong to other positions or types of devices."""
         sizes = {place: [state.numel() for state in mine] for place, mine in self._states.items()}
         if {place: [state.numel() for state in saved] for place, saved in states.items()} == sizes:
             self._states = dict(states)

@@ -1,7 +1,8 @@
-"""The chain of blocks in a module, and steps whose code before and after it runs on different ranks.
+"""The chain of blocks in a module, and steps that run in two parts: before and after the chain.
 
-A step is a method of the user such as ``training_step``, which calls the chain once. :meth:`Chain.input_of` runs it up
-to that call. :meth:`Chain.with_output` runs it to its end; the call returns an output that was computed elsewhere.
+A step is a method of the user such as ``training_step``, which calls the chain once. :meth:`Chain.input_of` runs the
+step up to that call. :meth:`Chain.with_output` runs the step to its end; the call returns an output that was computed
+elsewhere.
 Other arguments of blocks, such as masks, are computed by each rank with the same code.
 """
 
@@ -29,7 +30,7 @@ OUTSIDE = (
     "`training_step`, `validation_step`, `test_step` or `predict_step`, or after the call of the Trainer."
 )
 BETWEEN = (
-    "Block {place} of the chain {chain!r} was given another tensor than the output of block {before}: "
+    "Block {place} of the chain {chain!r} was given a tensor other than the output of block {before}: "
     f"{CONTRACT}. Move the code between them into one of them."
 )
 ARGUMENTS = "Block {place} of the chain {chain!r} was called with {given}: " + CONTRACT + "."
@@ -38,7 +39,7 @@ LEARNED = (
     "which cannot be sent to another rank: compute the tensor inside the block, or detach it."
 )
 NOT_AT_FIRST = (
-    "Block {place} of the chain {chain!r} was called with {given}, and its first block with one tensor alone: call all "
+    "Block {place} of the chain {chain!r} was called with {given}, but the first block with one tensor only: call all "
     "blocks with the same arguments."
 )
 TWICE = (
@@ -83,7 +84,7 @@ class _Mode(Enum):
 
 
 class _BlockCall:
-    """Replacement of a block's ``forward``, and of ``_call_impl`` with its hooks."""
+    """Callable that replaces a block's ``forward`` or ``_call_impl`` and passes calls to the chain."""
 
     def __init__(self, chain: Chain, place: int, own: Callable[..., Any]) -> None:
         self.chain, self.place, self.own = chain, place, own
@@ -114,7 +115,7 @@ class Chain:
         self.name = self._find(module) if name is None else name
         found = dict(module.named_modules()).get(self.name)
         if not isinstance(found, CONTAINERS) or len(found) < 2:
-            what = "there is none of this name" if found is None else f"it is of class {type(found).__name__}"
+            what = "no submodule has this name" if found is None else f"this submodule is a {type(found).__name__}"
             if isinstance(found, CONTAINERS):
                 what = f"it has {len(found)} block(s)"
             raise MisconfigurationException(NOT_A_CHAIN.format(name=name, what=what, known=_known(module)))
@@ -122,8 +123,8 @@ class Chain:
         self.names = [f"{self.name}.{key}" for key, _ in found.named_children()]
         if len({id(block) for block in self.blocks}) < len(self.blocks) or len(self.names) < len(self.blocks):
             raise MisconfigurationException(
-                f"The chain {self.name!r} has one block in several places: make a block for each place; they may share "
-                "parameters."
+                f"The chain {self.name!r} contains the same block several times: create a block for each position. "
+                "Blocks may share parameters."
             )
         self.mode = _Mode.REFUSES
         self._output: Tensor | None = None
@@ -133,7 +134,7 @@ class Chain:
         self._takes_more = False
 
     def block_of(self, name: str) -> int | None:
-        """Return the place of the block with an entry of the module's state dict; None if it is outside the chain."""
+        """Return the index of the block with this state dict entry, or None for an entry outside the chain."""
         return next((place for place, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
 
     @staticmethod
@@ -147,14 +148,14 @@ class Chain:
     # -- calls of the blocks
 
     def attach(self) -> None:
-        """Replace the blocks' calls."""
+        """Replace the calls of the blocks so that the chain handles them."""
         for place, block in enumerate(self.blocks):
             vars(block)["forward"] = _BlockCall(self, place, block.forward)
             # hooks run where the block computes, not where the step calls it
             vars(block)["_call_impl"] = _BlockCall(self, place, block._call_impl)
 
     def detach(self) -> None:
-        """Restore the blocks' calls."""
+        """Restore the original calls of the blocks."""
         for block in self.blocks:
             vars(block).pop("_call_impl", None)
             patched = vars(block).pop("forward", None)
@@ -175,11 +176,12 @@ class Chain:
         return self._in(_Mode.RUNS)
 
     def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Handle the user's call of one block: return the output of the chain, or end the step early."""
+        """Return the output of the chain for the user's call of one block, or end the step early."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if not args or not isinstance(args[0], Tensor):
-            raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=_shown(args, kwargs)))
+            given = _describe(args, kwargs)
+            raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=given))
         value: Tensor = args[0]
         extra = Extra(args[1:], kwargs)
         if self._count == 0 and place != 0:
@@ -193,7 +195,7 @@ class Chain:
         self._takes_more = bool(extra) if place == 0 else self._takes_more
         if extra and not self._takes_more:
             raise MisconfigurationException(
-                NOT_AT_FIRST.format(place=place, chain=self.name, given=_shown(args, kwargs))
+                NOT_AT_FIRST.format(place=place, chain=self.name, given=_describe(args, kwargs))
             )
         if self.mode is _Mode.TAKES:
             return self._collect(place, value, extra)
@@ -202,14 +204,14 @@ class Chain:
         return self._output
 
     def _collect(self, place: int, value: Tensor, extra: Extra) -> Tensor:
-        """Record a block's arguments, and end the step after the last; until then return the input of the block."""
+        """Record the arguments of a block. Return the block's input, or end the step after the last block."""
         if place == 0:
             self._first, self._extras = value, []
             # later blocks take no other arguments either: the step can end here
             if not extra:
                 raise _Reached(value)
         if any(tensor.requires_grad for tensor in tree_leaves((extra.args, extra.kwargs), Tensor)):
-            given = _shown((value, *extra.args), dict(extra.kwargs))
+            given = _describe((value, *extra.args), dict(extra.kwargs))
             raise MisconfigurationException(LEARNED.format(place=place, chain=self.name, given=given))
         self._extras.append(extra)
         self._count, self._output = place + 1, value
@@ -254,8 +256,8 @@ class Chain:
         raise MisconfigurationException(ENDED_EARLY.format(count=self._count, blocks=len(self.blocks), chain=self.name))
 
 
-def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Describe the arguments of a call: positional ones by class, others by name."""
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the classes of positional and the names of keyword arguments, for messages."""
     return ", ".join([*(type(each).__name__ for each in args), *(f"{key}=" for key in kwargs)]) or "nothing"
 
 

@@ -1,4 +1,4 @@
-"""The split of a pipeline's chain: cost of a micro-batch on a stage, best split, time of a change.
+"""Decisions about the split of a pipeline's chain: predicted times, the best split, and when the split changes.
 
 All functions are pure: the same numbers give the same split on every rank.
 """
@@ -26,7 +26,7 @@ SIMILAR = 1.5
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of a block of the chain.
+    """Share of a block in the seconds of the chain, and its memory.
 
     Attributes:
         share: fraction of the seconds of the whole chain.
@@ -43,7 +43,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of a micro-batch on a stage's rank.
+    """Seconds and memory of a micro-batch on the rank of a stage.
 
     Attributes:
         chain: seconds of a forward and backward of all blocks of the chain.
@@ -62,20 +62,15 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageLook:
-    """Measured seconds of a micro-batch on a rank, without waiting: in its blocks, and outside of them."""
+    """Measured seconds of a micro-batch on a rank, inside and outside its blocks, without waiting."""
 
     blocks: float
     outside: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Sum of both."""
-        return self.blocks + self.outside
-
 
 @dataclass(frozen=True)
 class Resplit:
-    """A change of the split.
+    """A change of the split, or the decision to keep the split.
 
     Attributes:
         before: number of blocks by stage before the change.
@@ -111,7 +106,7 @@ class Resplit:
 
 
 def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -> list[float]:
-    """Return the share of each block in the seconds of the chain, from the measurements of several ranks.
+    """Return each block's fraction of the chain's seconds, from the measurements of several ranks.
 
     Args:
         seconds: of each block, by rank.
@@ -136,7 +131,7 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
 
 @dataclass
 class SplitControl:
-    """Decisions about the split, from one measurement after another.
+    """Controller that decides, from successive measurements, when the split of a chain changes.
 
     A measurement is the seconds of a micro-batch on each rank, without waiting. The speed of a rank follows from the
     newest one, and the share of each block from the measurement of all blocks at the start. A change that saves at
@@ -172,15 +167,15 @@ class SplitControl:
 
     @property
     def is_undecided(self) -> bool:
-        """True if another split was better in the newest measurement, and more of them must favor it."""
+        """True if a different split was better in the newest measurement, but more measurements must favor it."""
         return not self._settled
 
     def adopt(self, counts: tuple[int, ...]) -> None:
-        """Take over a split that was changed."""
+        """Set the current split, and discard predictions for the previous split."""
         self.counts, self._expected, self._settled = counts, self.predict(counts), ()
 
     def predict(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return the seconds of a micro-batch on each stage."""
+        """Return the predicted seconds of a micro-batch on each stage."""
         ends = list(accumulate(counts, initial=0))
         return tuple(
             stage.outside + stage.chain * sum(block.share for block in self.blocks[start:stop])
@@ -188,7 +183,7 @@ class SplitControl:
         )
 
     def best(self) -> tuple[int, ...]:
-        """Return the split with the fastest slowest stage, within the memory of all ranks."""
+        """Return the split that minimizes the seconds of the slowest stage, within the memory of all ranks."""
         chain = [Block(b.share, states=b.stays, kept=b.keeps, working=b.keeps) for b in self.blocks]
         # only the first and the last stage run code outside the blocks: it counts as part of their first and last block
         first, last = self.stages[0], self.stages[-1]
@@ -204,7 +199,7 @@ class SplitControl:
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """Return the first split after the blocks were measured, which may be the present one."""
+        """Return the first decision after the blocks were measured, which may be to keep the split."""
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
         # a measurement of one moment must show a large gain; smaller ones follow from measured windows
@@ -215,14 +210,14 @@ class SplitControl:
         return found
 
     def look(self, looks: Sequence[StageLook], micro_batches: int) -> Resplit | None:
-        """Return the change to make after a measurement, or None.
+        """Evaluate a measurement, and return the change of the split that is due, or None.
 
         Args:
             looks: seconds of a micro-batch on each rank of a pipeline.
             micro_batches: number in a window.
         """
         # the clock is too coarse for such stages, or a device has not finished a window
-        if any(not look.blocks > 0 or not math.isfinite(look.total) for look in looks):
+        if any(not look.blocks > 0 or not math.isfinite(look.blocks + look.outside) for look in looks):
             return None
         self._update_speeds(looks)
         now = self.predict(self.counts)
@@ -245,7 +240,7 @@ class SplitControl:
         return found
 
     def _update_speeds(self, looks: Sequence[StageLook]) -> None:
-        """Take the speeds of the ranks from a measurement, in which a rank's seconds are those of all its stages."""
+        """Set the speeds of the ranks from a measurement, in which a rank's seconds cover all its stages."""
         ends = list(accumulate(self.counts, initial=0))
         shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
         places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]
@@ -278,7 +273,7 @@ class SplitControl:
         stages = [[stage for stage, count in enumerate(counts) for _ in range(count)] for counts in (before, after)]
         return sum(block.moves for block, one, other in zip(self.blocks, *stages, strict=True) if one != other)
 
-    def note_move(self, size: float, seconds: float) -> None:
-        """Record the speed of the link after blocks have moved."""
+    def record_move(self, size: float, seconds: float) -> None:
+        """Set the speed of the link from the bytes and seconds of a move."""
         if size > 0 and seconds > 0:
             self.link = size / seconds

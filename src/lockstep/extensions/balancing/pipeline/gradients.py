@@ -1,4 +1,4 @@
-"""Gradients of a model in stages: sums over stages, means over replicas, and the norm of the whole gradient."""
+"""Gradients of a model in stages: sums over stages, means over replicas, and the norm of the full gradient."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lockstep.ground.tree import tree_leaves
 
 
 class StageGradients(Gradients[WholeModule]):
-    """Gradients on a rank that has some of the stages of a module."""
+    """Gradients on a rank that runs some of a module's stages."""
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore saved gradients."""
+        """Restore gradients that were saved in the middle of an accumulation window."""
         # of the parameters that this rank owns only: gradients of shared ones are summed over their holders
         mine = {id(parameter) for parameter in self.holder.owned.mine(list(self.engine.module.parameters()))}
         own = {name for name, parameter in self.engine.named_parameters().items() if id(parameter) in mine}
@@ -39,12 +39,12 @@ def shapes_of(batch: object) -> Hashable:
 
 
 def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: int) -> None:
-    """Sum gradients of parameters that several stages hold, then average over the replicas. Collective.
+    """Sum gradients of parameters that several stages share, then average over the replicas. Collective.
 
     A parameter that no rank has used keeps None.
 
     Args:
-        owned: holders of the parameters.
+        owned: ranks that store each parameter.
         pipeline: the ranks of this replica.
         peers: the ranks of the same stage.
         replicas: their number.
@@ -64,12 +64,12 @@ def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: 
 
 
 TOGETHER = 2**23
-"""Upper limit, in bytes, of small gradients that are sent as one tensor. A large one is summed in place."""
+"""Maximum bytes of small gradients that are sent as one tensor. A larger gradient is summed in place."""
 
 
 @torch.no_grad()
 def _sum(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
-    """Sum gradients times a factor over a group, in place; None for a parameter without a gradient on any rank."""
+    """Sum gradients over a group in place, times a factor. A parameter without a gradient on any rank gets None."""
     device = next((p.grad.device for p in parameters if p.grad is not None), parameters[0].device)
     has = [p.grad is not None for p in parameters]
     # the flags are reduced on the device, so that only a rank that lacks a gradient waits for the result
@@ -111,7 +111,7 @@ def _sum_in_place(tensor: Tensor, group: comm.Group, factor: float) -> None:
 def clip_by_norm(
     parameters: Sequence[Parameter], owned: Ownership, bound: float, pipeline: comm.Group, device: torch.device
 ) -> Tensor:
-    """Scale gradients so that the 2-norm of the whole model's gradient is at most ``bound``. Collective.
+    """Scale gradients so that the 2-norm of the full model's gradient is at most ``bound``. Collective.
 
     Args:
         parameters: of this rank, with gradients; on any devices.

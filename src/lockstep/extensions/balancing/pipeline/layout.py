@@ -1,4 +1,4 @@
-"""Layout of a pipeline: blocks and parameters by rank and device."""
+"""Placement of a pipeline's blocks and parameters on ranks and devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.extensions.balancing.pipeline.chain import Chain
 
 
 def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage; they differ by at most one.
+    """Return the number of blocks of each stage in a split whose stages differ by at most one block.
 
     Example:
         >>> equal_split(8, 3)
@@ -25,7 +25,7 @@ def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of each stage, and the rank of each stage among the ranks of its pipeline.
+    """Number of blocks in each stage, and mapping of stages to the ranks of a pipeline.
 
     The last stage is on the first rank, the one before it on the next, and so on. With more stages than ranks, the
     stages go round the ranks. If one process drives all devices of a pipeline, the ranks are its devices.
@@ -49,31 +49,31 @@ class Layout:
         return len(self.counts)
 
     def place_of(self, stage: int) -> int:
-        """Return the rank of a stage in its pipeline."""
+        """Return the rank, in the pipeline, that runs a stage."""
         # losses, and with them logged values, are to be on rank 0
         return self.ranks - 1 - stage % self.ranks
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """Return the stages of a rank, in their order."""
+        """Return the stages of a rank in ascending order."""
         return tuple(range(self.ranks - 1 - place, self.stages, self.ranks))
 
     def blocks_of(self, stage: int) -> range:
-        """Return the places of a stage's blocks in the chain."""
+        """Return the indices of a stage's blocks in the chain."""
         start = sum(self.counts[:stage])
         return range(start, start + self.counts[stage])
 
     def stage_of(self, block: int) -> int:
-        """Return the stage that has a block."""
+        """Return the stage that contains a block."""
         return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
 
 
 class StagePlacement:
-    """The device of each parameter and buffer that this process holds of a module in stages.
+    """Mapping of the parameters and buffers of a module in stages to the devices of this process.
 
     Args:
-        chain: of the module.
-        layout: of its blocks.
-        devices: of this process, by their place in the pipeline. With several, blocks are on the device of their
+        chain: chain of the module.
+        layout: layout of the blocks.
+        devices: devices of this process, by position in the pipeline. With several, blocks are on the device of their
             stage, and layers outside the chain on the device of the last stage.
 
     Attributes:
@@ -87,13 +87,13 @@ class StagePlacement:
         self._of_blocks = [devices.get(place, self.root) for place in places]
 
     def device_of(self, name: str) -> torch.device:
-        """Return the device of an entry of the module's state dict."""
+        """Return the device for an entry of the module's state dict."""
         block = self._chain.block_of(name)
         return self.root if block is None else self._of_blocks[block]
 
 
-def torn_apart(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
-    """Return two names of one parameter or buffer that would be in two places; None if there is none.
+def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
+    """Return two names of a shared tensor for which ``where`` returns different places, or None.
 
     Args:
         module: whole.
@@ -109,22 +109,22 @@ def torn_apart(module: nn.Module, where: Callable[[str], object]) -> tuple[str, 
 
 
 class Ownership:
-    """Holders and owner of each tensor of a module whose chain is divided over the ranks of a pipeline.
+    """Mapping of the parameters and buffers of a module in stages to the ranks that store them.
 
-    A block's tensors are held by the rank of the block. Layers outside the chain are held by all ranks, since the code
-    before and after the chain may use them. Gradients of parameters with several holders are summed. The owner is the
-    first holder: its values are saved.
+    A block's tensors are stored by the rank of the block. Layers outside the chain are stored by all ranks, since the
+    code before and after the chain may use them. Gradients of parameters on several ranks are summed. The owner is the
+    first of these ranks, whose values are saved.
 
     Args:
-        module: whole or not, with parameters of the same names on each rank.
+        module: the module, with the same parameter names on each rank.
         chain: of the module.
         layout: of its blocks.
         place: this rank in the pipeline.
 
     Attributes:
         local: this rank's parameters.
-        remote: parameters that only other ranks hold.
-        shared: parameters that several ranks hold, in the same order on all ranks.
+        remote: parameters that only other ranks store.
+        shared: parameters that several ranks store, in the same order on all ranks.
         outside_buffers: names of buffers outside the chain.
     """
 
@@ -145,29 +145,29 @@ class Ownership:
         self.outside_buffers = [name for name, _ in module.named_buffers() if self._of_block(name) is None]
 
     def holders_of(self, name: str) -> range:
-        """Return the ranks that hold an entry of the module's state dict."""
+        """Return the ranks that store an entry of the module's state dict."""
         owner = self._of_block(name)
         return range(self._ranks) if owner is None else range(owner, owner + 1)
 
     def owner_of(self, name: str) -> int:
-        """Return the owner of an entry of the module's state dict."""
+        """Return the rank whose value of a state dict entry is saved."""
         return self._of_block(name) or 0
 
     def is_spread(self, prefix: str) -> bool:
-        """Return True if there are blocks below the layer with this prefix of names."""
+        """Return True if the layer with this name prefix contains blocks."""
         return any(block.startswith(prefix) and block != prefix for block in self._prefixes)
 
     def holders(self, parameter: Parameter) -> set[int]:
-        """Return the ranks that hold a parameter."""
+        """Return the ranks that store a parameter."""
         return self._holders[id(parameter)]
 
     def owner(self, parameter: Parameter) -> int:
-        """Return the owner of a parameter."""
+        """Return the rank whose value of a parameter is saved."""
         return min(self._holders[id(parameter)])
 
     def _of_block(self, name: str) -> int | None:
         return next((place for prefix, place in self._prefixes.items() if name.startswith(prefix)), None)
 
     def mine(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Return those of the parameters that this rank owns."""
+        """Return the parameters that this rank owns."""
         return [parameter for parameter in parameters if self.owner(parameter) == self.place]

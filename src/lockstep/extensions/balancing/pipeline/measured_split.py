@@ -1,19 +1,18 @@
-"""Measurements of blocks and windows, exchanged between the ranks of a pipeline, and the split that follows.
+"""Exchange of measured block and window times between the ranks of a pipeline, by which the split is chosen.
 
-A process that drives several devices measures each of them, and sends one row for each.
+A process that drives several devices measures each device, and sends one row for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.extensions.balancing.pipeline.chain import Extras
 from lockstep.extensions.balancing.pipeline.control import (
     BlockCost,
     Resplit,
@@ -43,7 +42,7 @@ ROW = 3
 
 @dataclass(frozen=True)
 class _DeviceReport:
-    """Seconds of all blocks on a device, and its memory; sent once."""
+    """Measured seconds of all blocks on one device, and its free memory."""
 
     place: int
     seconds: tuple[float, ...]
@@ -55,7 +54,7 @@ class _DeviceReport:
 
 
 class MeasuredSplit:
-    """Exchange of a pipeline's measurements between its ranks.
+    """Periodic exchange of times between a pipeline's ranks, which decides when the split changes.
 
     Args:
         times: of this process's windows, by place in the pipeline.
@@ -76,11 +75,11 @@ class MeasuredSplit:
     def at_boundary(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
-        """Return the split that was decided on before a window, or None. Collective.
+        """Return the change of the split that is due before the next window, or None. Collective.
 
         Args:
             stages: of this rank.
-            owned: holders of the parameters.
+            owned: ranks that store each parameter.
             optimizers: of the fit.
             turns: the micro-batches of the next window.
         """
@@ -119,10 +118,15 @@ class MeasuredSplit:
     def _measure(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
-        """Measure all blocks on each device. If no replica has samples in this window, the next one does it."""
+        """Measure all blocks on each device, and return the first decision; None if the window has no samples."""
         like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
-        mine = [] if like is None else self._probe_devices(stages, owned, optimizers, like, extras_of, len(turns))
+        states, mine = states_of(optimizers), list[_DeviceReport]()
+        if like is not None:
+            for place, device in stages.devices.items():
+                seconds, kept = probe(stages, like, device, self.times[place].clock, extras_of)
+                room = self._room(stages, owned, optimizers, states, place)
+                mine.append(_DeviceReport(place, seconds, kept, states, room, len(turns)))
         reports: list[_DeviceReport] = [each for of_rank in comm.all_gather_object(mine) for each in of_rank]
         if not reports:
             return None
@@ -144,28 +148,10 @@ class MeasuredSplit:
         for each in self.times.values():
             each.take()
 
-    def _probe_devices(
-        self,
-        stages: Stages,
-        owned: Ownership,
-        optimizers: Sequence[Optimizer],
-        like: Like,
-        extras_of: Callable[[], Extras],
-        count: int,
-    ) -> list[_DeviceReport]:
-        """Measure all blocks on each device of this process."""
-        states, reports = states_of(optimizers), []
-        for place, device in stages.devices.items():
-            found = probe(stages, like, device, self.times[place].clock, extras_of)
-            seconds, keeps = tuple(max(each.seconds, 1e-9) for each in found), tuple(each.keeps for each in found)
-            room = self._room(stages, owned, optimizers, states, place)
-            reports.append(_DeviceReport(place, seconds, keeps, states, room, count))
-        return reports
-
     def _room(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], states: float, place: int
     ) -> float:
-        """Return the bytes that a device of this rank has for blocks, including those that its own take now."""
+        """Return the bytes that a device has for blocks, including the bytes of the blocks that it has now."""
         free = free_memory(stages.devices[place], self._ranks_of_host)
         if free is None:
             return math.inf
@@ -185,14 +171,14 @@ class MeasuredSplit:
         return ROOM * max(free + now - later, 0.0)
 
     def close(self) -> None:
-        """Finish an exchange that nobody reads."""
+        """Finish a pending exchange without reading the result."""
         if self._rows is not None:
             self._rows.leave()
             self._rows = None
 
 
 def _costs_of_stages(stages: Stages, reports: Sequence[_DeviceReport], count: int) -> list[StageCost]:
-    """Return the cost of all blocks on each stage's device, and its memory."""
+    """Return the seconds of all blocks and the memory on the device of each stage."""
     costs, layout = [], stages.layout
     each_of = layout.stages // layout.ranks
     in_flight = {stage: most for mine in stages.actions(count) for stage, most in most_in_flight(mine).items()}
@@ -224,7 +210,7 @@ def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
-    """Return the bytes of each block that move with it, and those that it takes on its rank.
+    """Return, for each block, the bytes that a move sends, and the bytes that the block needs on a rank.
 
     Args:
         stages: of the chain.

@@ -1,4 +1,4 @@
-"""Micro-batches of equal size from a batch; the last one is filled up with samples that do not count."""
+"""Division of a batch into micro-batches of equal size; the last one is padded with repeated samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves, tree_map
 
 CANNOT_BE_CUT = (
-    "BalancedStrategy(micro_batches={count}): the batch cannot be cut into micro-batches: {why}. The first dimension "
+    "BalancedStrategy(micro_batches={count}): the batch cannot be split into micro-batches: {why}. The first dimension "
     "of each tensor must be the samples. Or use micro_batches=1 and accumulate_grad_batches=N."
 )
 
@@ -26,9 +26,9 @@ class BatchPart:
 
     Attributes:
         batch: its samples.
-        filled: the same with the last sample repeated, up to the size of the others.
-        samples: their number; None: the batch was not cut.
-        rows: number of samples of ``filled``; None: the batch was not cut.
+        filled: its samples, with the last one repeated up to the size of the other micro-batches.
+        samples: their number; None: the batch was not split.
+        rows: number of samples of ``filled``; None: the batch was not split.
         part: its samples as a fraction of the batch.
     """
 
@@ -40,7 +40,7 @@ class BatchPart:
 
 
 def cut(batch: Any, count: int) -> list[BatchPart]:
-    """Cut a batch into ``count`` micro-batches, or fewer if it has fewer samples.
+    """Split a batch into ``count`` micro-batches, or fewer if the batch has fewer samples.
 
     Args:
         batch: tensors, lists and tuples whose first dimension is the samples. Numbers, texts and tensors without

@@ -19,12 +19,12 @@ from lockstep.extensions.balancing.pipeline.layout import Ownership
 from lockstep.ground import comm
 
 SMALL = 64
-"""Upper limit of the elements of a tensor that is sent within the announcement of its block."""
+"""Maximum number of elements of a tensor that is sent inside the announcement."""
 
 
 @dataclass(frozen=True)
 class _Announced:
-    """Shape and dtype of a tensor that is sent by itself."""
+    """Shape and dtype of a large tensor, which is sent after the announcement."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class _Announced:
 
 @dataclass(frozen=True)
 class _Enclosed:
-    """A tensor that is sent within the announcement."""
+    """A small tensor, which is sent inside the announcement."""
 
     tensor: Tensor
     on_device: bool
@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return a value's entry in the announcement: itself, or for a large tensor its shape and dtype."""
+        """Return the entry that announces a value: the value, or the shape and dtype of a large tensor."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer
@@ -84,7 +84,7 @@ class _Post:
         return value
 
     def send(self, value: Any, target: int) -> None:
-        """Queue a value that was announced as a tensor of its own."""
+        """Queue a large tensor for sending. Other values are sent inside the announcement."""
         if isinstance(self.announce(value), _Announced):
             # as bytes: backends do not support all dtypes
             data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(self._wire)
@@ -121,15 +121,15 @@ def move(
     group: comm.Group,
     device: torch.device,
 ) -> int:
-    """Send to each rank the tensors that it holds ``after`` and did not hold ``before``. Collective.
+    """Move blocks to their new ranks, with gradients, buffers and optimizer states. Collective.
 
     The sender keeps its values.
 
     Args:
-        module: without values for tensors of other ranks.
-        before: holders before the move.
-        after: holders after the move.
-        optimizers: with states for the parameters.
+        module: the module, in which tensors of other ranks have no values.
+        before: ranks of each tensor before the move.
+        after: ranks of each tensor after the move.
+        optimizers: optimizers, whose states move with the parameters.
         group: the ranks of the pipeline.
         device: of this rank.
 
@@ -172,7 +172,7 @@ def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_
 
 
 def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
-    """Return the values that are sent for an item, by a key."""
+    """Return the values to send for an item, by key."""
     if item.kind == EXTRA:
         return {"extra": module.get_submodule(item.name).get_extra_state()}
     if item.kind == BUFFER:

@@ -1,4 +1,4 @@
-"""Measured cost of each block of a chain on a device: seconds of a forward and backward, and bytes of activations.
+"""Measurement of each block of a chain on a device: seconds of forward and backward, and bytes of activations.
 
 Each device measures all blocks. Blocks of other devices get made-up weights of the same shapes, one block at a time.
 """
@@ -33,7 +33,7 @@ AS_ADAM = 2.0
 
 @dataclass(frozen=True)
 class Like:
-    """Shape and dtype of the tensor that a chain is called with."""
+    """Shape and dtype of a tensor, from which inputs for measurements are created."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -41,25 +41,12 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Describe a tensor."""
+        """Return the description of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
-    def made(self, device: torch.device) -> Tensor:
-        """Create such a tensor with normal random numbers."""
+    def create(self, device: torch.device) -> Tensor:
+        """Create a tensor of this shape and dtype with normal random numbers."""
         return torch.randn(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
-
-
-@dataclass(frozen=True)
-class BlockProbe:
-    """Measured cost of a block.
-
-    Attributes:
-        seconds: forward and backward of a micro-batch.
-        keeps: bytes that its forward keeps for the backward, without parameters.
-    """
-
-    seconds: float
-    keeps: int
 
 
 def probe(
@@ -68,7 +55,7 @@ def probe(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
     extras_of: Callable[[], Extras] = tuple,
-) -> list[BlockProbe]:
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Measure the forward and backward of each block of a chain. Weights, buffers and random states are restored.
 
     Args:
@@ -77,6 +64,9 @@ def probe(
         device: of this process.
         clock: returns seconds.
         extras_of: creates the blocks' other arguments. It is called for each pass, since blocks may change them.
+
+    Returns:
+        for each block the seconds of a micro-batch, above 0, and the bytes that its forward keeps, without parameters.
 
     Raises:
         MisconfigurationException: the output of a block cannot be sent to the next stage.
@@ -90,16 +80,17 @@ def probe(
     ):
         likes, keeps, extras = [like], [], extras_of()
         for place, block in enumerate(blocks):
-            with _whole(block, device), _counting(block) as kept:  # a warm-up
-                likes.append(Like.of(_run(stages, place, block, likes[-1].made(device), extras)))
+            with _place_weights(block, device), _count_kept(block) as kept:  # a warm-up
+                likes.append(Like.of(_run(stages, place, block, likes[-1].create(device), extras)))
             keeps.append(sum(kept.values()))
         passes: list[list[float]] = []
         (least, most), start = PASSES, time.perf_counter()
         while True:
             extras = extras_of()
-            calling = _timed(stages, 0, _Nothing(), likes[0], device, clock, extras)
+            calling = _measure_block(stages, 0, _Nothing(), likes[0], device, clock, extras)
             each = [
-                _timed(stages, place, block, likes[place], device, clock, extras) for place, block in enumerate(blocks)
+                _measure_block(stages, place, block, likes[place], device, clock, extras)
+                for place, block in enumerate(blocks)
             ]
             # the overhead of a call is not the block's
             passes.append([max(seconds - calling, seconds / 10) for seconds in each])
@@ -110,7 +101,7 @@ def probe(
     typical = median(sum(each) for each in passes)
     usable = [each for each in passes if sum(each)] or [[1.0] * len(blocks)]  # the clock may be too coarse
     shares = [median(each[place] / sum(each) for each in usable) for place in range(len(blocks))]
-    return [BlockProbe(typical * share, kept) for share, kept in zip(shares, keeps, strict=True)]
+    return tuple(max(typical * share, 1e-9) for share in shares), tuple(keeps)
 
 
 class _Nothing(nn.Module):
@@ -120,7 +111,7 @@ class _Nothing(nn.Module):
         return x.view_as(x)
 
 
-def _timed(
+def _measure_block(
     stages: Stages,
     place: int,
     block: nn.Module,
@@ -130,8 +121,8 @@ def _timed(
     extras: Extras,
 ) -> float:
     """Measure the seconds of a block's forward and backward."""
-    with _whole(block, device):
-        x = like.made(device)
+    with _place_weights(block, device):
+        x = like.create(device)
         begin = _now(device, clock)
         _run(stages, place, block, x, extras)
         return _now(device, clock) - begin
@@ -156,7 +147,7 @@ def _run(stages: Stages, place: int, block: nn.Module, x: Tensor, extras: Extras
 
 
 @contextmanager
-def _counting(block: nn.Module) -> Iterator[dict[int, int]]:
+def _count_kept(block: nn.Module) -> Iterator[dict[int, int]]:
     """Collect the bytes that a forward keeps for the backward, without parameters, by storage."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, int] = {}
@@ -171,8 +162,8 @@ def _counting(block: nn.Module) -> Iterator[dict[int, int]]:
 
 
 @contextmanager
-def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give a block weights on the device and no gradients within the block; restore them and the buffers after it."""
+def _place_weights(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Place a block's weights on the device, without gradients; restore weights, gradients and buffers on exit."""
     parameters, buffers = list(block.parameters()), list(block.buffers())
     before = [(p.data, p.grad) for p in parameters]
     copies = [(buffer.data, buffer.detach().clone()) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Comparison of torch's backward in two parts, used by zero-bubble schedules, with a whole backward.
+"""Comparison of torch's backward in two parts, used by zero-bubble schedules, with an ordinary backward.
 
 torch finds the weights of a stage in the graph between its output and its input. It omits parameters that are not on a
 path to the input, hooks on accumulated gradients, and everything if the input needs no gradient. It frees parts of the
@@ -24,9 +24,9 @@ Gradients = Sequence[Tensor | None]
 
 
 class SplitCheck:
-    """Check of the backwards of one of torch's stages.
+    """Check that the backward in two parts of one of torch's stages computes correct gradients.
 
-    The first backward is compared with a whole one, and so is each later one whose graph has another form.
+    The first backward is compared with an ordinary one, and so is each later one whose graph has a different form.
 
     Args:
         stage: of torch's; its backward is replaced.
@@ -108,7 +108,7 @@ class SplitCheck:
         near = torch.finfo(whole.dtype).eps ** 0.5
         off = whole.abs().max() if found is None else (found - whole).abs().max()
         if whole.numel() and off > near * whole.abs().max():
-            self._refuse(f"torch gives {what} another gradient in two parts than in one")
+            self._refuse(f"torch gives {what} a different gradient in two parts than in one")
 
     def _refuse(self, why: str) -> NoReturn:
         raise self._error(why)

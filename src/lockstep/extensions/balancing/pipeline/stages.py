@@ -1,4 +1,4 @@
-"""The stages of a pipeline on one rank: training by torch's schedules, and evaluation.
+"""Stages of a pipeline on one rank: training with torch's schedules, and evaluation.
 
 A rank has the stages of one place in the pipeline and sends to the others. Or one process has the stages of all
 places, one device for each, and runs the actions of all in one order.
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 SPLITS_BACKWARD = "zero-bubble"
 SCHEDULES = ("1f1b", "gpipe", *IN_ROUNDS)
 KEPT = 16
-"""Upper limit of the shapes whose stages are kept, with the buffers that they receive into."""
+"""Maximum number of shapes whose stages are kept, with their receive buffers."""
 DIMENSIONS = 12
-"""Upper limit of the dimensions of a tensor that goes from stage to stage."""
+"""Maximum number of dimensions of a tensor that is sent from stage to stage."""
 HEAD = 4
 """Numbers that are sent ahead of a tensor, next to its shape."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -51,14 +51,14 @@ NOT_FLOATING = (
     f"most {DIMENSIONS} dimensions to the next block. Return one, or move the block out of the chain."
 )
 OTHER_SHAPE = (
-    "The chain {chain!r} gave a tensor of shape {found} after block {block}, and for a batch of the same shapes one of "
-    "{expected} before: shapes between the stages must follow from the shapes of the batch, not from its values. Pad "
-    "the batch in the `collate_fn`."
+    "Block {block} of the chain {chain!r} returned a tensor of shape {found}, but {expected} for an earlier batch of "
+    "the same shapes. Shapes between the stages must follow from the shapes of the batch, not from its values: pad the "
+    "batch in the `collate_fn`."
 )
 NOT_ROWS = (
-    "The chain {chain!r} returns a tensor of shape {shape} for a micro-batch of {rows} samples, {samples} without the "
-    "filling: its first dimension must be the samples. Or use batch sizes that micro_batches={count} divides, with "
-    "drop_last=True."
+    "The chain {chain!r} returns a tensor of shape {shape} for a micro-batch of {samples} samples that "
+    "was padded to {rows}: its first dimension must be the samples. Or use batch sizes that micro_batches={count} "
+    "divides, with drop_last=True."
 )
 OTHER_ARGUMENTS = (
     "The blocks of the chain {chain!r} were called with one tensor for one batch, and with more arguments for another "
@@ -69,13 +69,13 @@ NO_LOSS = (
     "loss, if only `0.0 * loss`."
 )
 NEVER_CALLED = (
-    "`training_step` did not call the chain {chain!r}: the strategy has nothing to split. Call it there once."
+    "`training_step` did not call the chain {chain!r}, so there is nothing to split: call the chain once in each step."
 )
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A micro-batch on its way through the stages.
+    """A micro-batch, with functions that run the user's step on its samples.
 
     Attributes:
         enter: called before the step runs.
@@ -97,7 +97,7 @@ class Turn:
 
 
 class _Stage:
-    """One of the stages of this rank.
+    """One stage of this rank, with its blocks, device and timer.
 
     Attributes:
         number: among all stages.
@@ -105,8 +105,8 @@ class _Stage:
         times: measures it.
         run: the measured forward of the blocks.
         blocks: its part of the chain.
-        places: of these blocks in the chain.
-        expected: shape of the tensor that it sends, if that is known.
+        places: indices of these blocks in the chain.
+        expected: shape of the tensor that the stage sends, if known.
         done: number of micro-batches whose forward has run in this call.
     """
 
@@ -125,7 +125,7 @@ class _Stage:
         self.blocks = [chain.blocks[place] for place in self.places]
         self.expected: torch.Size | None = None
         self.done = 0
-        self.run: Callable[[Tensor, Extras], Tensor] = _timed(times, BLOCKS, partial(through, self))
+        self.run: Callable[[Tensor, Extras], Tensor] = _with_timer(times, BLOCKS, partial(through, self))
         # a stage receives leaves, which a block must not change in place
         self.changes_input = not self.is_first and any(
             getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
@@ -137,7 +137,9 @@ class _Stage:
 
 
 class _Blocks(nn.Module):
-    """The blocks of a stage, as torch calls them. The first stage receives the number of a micro-batch.
+    """Module that torch's schedule calls to run the blocks of a stage.
+
+    The first stage receives the number of a micro-batch as its input.
 
     Args:
         forward: of the stage.
@@ -159,10 +161,10 @@ class _Blocks(nn.Module):
 
 @dataclass
 class _Plan:
-    """torch's schedule for a shape, and the shapes of the tensors that the stages of this rank send.
+    """torch's schedule for micro-batches of one shape, and the shapes of the tensors that this rank sends.
 
     Attributes:
-        takes_more: blocks are called with more than the output of the previous block.
+        takes_more: True if blocks have other arguments than the output of the previous block.
     """
 
     schedule: Schedule
@@ -171,20 +173,20 @@ class _Plan:
 
 
 def round_size(micro_batches: int, ranks: int) -> int:
-    """Return the number of micro-batches in a round of a schedule of `IN_ROUNDS`."""
+    """Return the number of micro-batches in a round, for the schedules in `IN_ROUNDS`."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
 def goes_in_rounds(micro_batches: int, ranks: int) -> bool:
-    """Return True if a schedule of `IN_ROUNDS` accepts this number of micro-batches."""
+    """Return True if the micro-batches divide into equal rounds, as the schedules in `IN_ROUNDS` require."""
     return micro_batches % round_size(micro_batches, ranks) == 0
 
 
 class Stages:
-    """The stages of one pipeline, as one of its ranks sees them.
+    """The stages of one rank, which train and evaluate together with the stages of a pipeline's other ranks.
 
     Args:
-        chain: whose blocks run here and on the other ranks.
+        chain: blocks of all stages.
         layout: of the blocks.
         group: the ranks of the pipeline.
         devices: of this process, by their place in the pipeline: one, or those of all places. Layers outside the chain
@@ -237,8 +239,8 @@ class Stages:
         self._takes_more = False
         self._error: BaseException | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
-        self._run_begin = _timed(times.get(self.root), BEFORE, self.begin)
-        self._run_end = _timed(times.get(self.root), AFTER, self._end)
+        self._run_begin = _with_timer(times.get(self.root), BEFORE, self.begin)
+        self._run_end = _with_timer(times.get(self.root), AFTER, self._end)
 
     # -- training
 
@@ -287,7 +289,7 @@ class Stages:
             log.disabled = before
 
     def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
-        """Run a stage's part of a forward; torch calls it for one micro-batch after another."""
+        """Run a stage's forward of a micro-batch. torch calls it for one micro-batch after another."""
         try:
             extras: Extras = ()
             turn = self._turns[stage.done]
@@ -325,7 +327,7 @@ class Stages:
             return self.chain.input_of(step)
 
     def extras_of(self, step: Callable[[], Any]) -> Extras:
-        """Return the blocks' other arguments, which each stage computes by running the step up to the chain."""
+        """Run a step up to the chain, and return the blocks' arguments other than the previous block's output."""
         with self.context(), running_again(), torch.no_grad():
             return self.chain.input_of(step)[1]
 
@@ -339,7 +341,7 @@ class Stages:
         return out if stage.is_last else out.contiguous()
 
     def check(self, out: object, block: int) -> None:
-        """Refuse an output that cannot be sent from stage to stage.
+        """Raise an error if the output of a block cannot be sent from stage to stage.
 
         Raises:
             MisconfigurationException: with the number of the block.
@@ -389,7 +391,7 @@ class Stages:
     # -- stages for a shape
 
     def _make(self, count: int) -> _Plan:
-        """Create torch's stages and schedule for micro-batches like the first of the present turns."""
+        """Create torch's stages and schedule for the shape of the current micro-batches."""
         from torch.distributed.pipelining import schedules
 
         shapes, takes_more = self._shapes()
@@ -423,14 +425,14 @@ class Stages:
         return _Plan(schedule, sends, takes_more)
 
     def actions(self, count: int) -> list[list[Action]]:
-        """Return the actions of each place of the pipeline for a number of micro-batches, in their order."""
+        """Return, for each rank of the pipeline, its actions in order for a number of micro-batches."""
         ranks, stages = self.layout.ranks, self.layout.stages
         if self.schedule in IN_ROUNDS and not goes_in_rounds(count, ranks):
             return actions_of("gpipe", stages, count)
         return actions_of(self.schedule, ranks, count, stages // ranks)
 
     def _stage(self, own: _Stage, received: Tensor, sent: Tensor) -> PipelineStage:
-        """Create torch's stage for one of this rank's."""
+        """Create torch's `PipelineStage` for a stage of this rank."""
         from torch.distributed.pipelining import PipelineStage
 
         # the code after the chain may use any parameter of this rank
@@ -452,7 +454,7 @@ class Stages:
             SplitCheck(stage, weights, {self.chain.names[place]: self.chain.blocks[place] for place in own.places})
         # these compute only; their callers in torch also wait for other stages
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-            vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
+            vars(stage)[name] = _with_timer(own.times, BACKWARD, getattr(stage, name))
         return stage
 
     def _shapes(self) -> tuple[list[tuple[Tensor, Tensor]], bool]:
@@ -476,7 +478,7 @@ class Stages:
                     received = x = arrived
                 out = self._through(stage, stage.moved(x), extras)
                 self._send(stage, out, extras)
-                found.append((_valueless(received), _valueless(out)))
+                found.append((_without_values(received), _without_values(out)))
             self._wait()
         return found, bool(extras)
 
@@ -554,7 +556,7 @@ class Stages:
 
 
 def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the other arguments of a block on its device."""
+    """Return the arguments of a block other than the previous block's output, on the block's device."""
     if not extras:
         return (), {}
     args, kwargs = extras[place].args, dict(extras[place].kwargs)
@@ -566,7 +568,7 @@ def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[An
 
 
 def _without_memory(returned: Any) -> Any:
-    """Return a step's return value, also a dict's values, without the graphs of its tensors."""
+    """Return a step's return value with all tensors detached, so that their graphs are freed."""
     if isinstance(returned, dict):
         return {key: _without_memory(value) for key, value in returned.items()}
     if not isinstance(returned, Tensor):
@@ -575,12 +577,12 @@ def _without_memory(returned: Any) -> Any:
     return returned.detach() if returned.ndim else returned.detach().clone()
 
 
-def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_timer(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn if times is None else times.wrapped(part, fn)
 
 
 def _initialize_on_one_device(schedule: Schedule, stages: list[PipelineStage]) -> None:
-    """Let torch set up stages of several devices. Since 2.15 it requires one device, over which ranks would connect."""
+    """Let torch initialize stages on several devices. Since 2.15 torch requires one device for all stages."""
     connect = getattr(schedule, "_initialize_pipeline_distributed_state", None)
     if connect is None:
         return
@@ -617,12 +619,12 @@ def _send_zeros(stage: PipelineStage, received: Tensor) -> None:
 
 
 def _expects_gradient(stage: PipelineStage, passed: Tensor) -> bool:
-    """Return True if a stage waits for a gradient of its output; in torch 2.11 also if the output needs none."""
+    """Return True if torch's stage waits for the gradient of its output; torch 2.11 always does."""
     return passed.requires_grad or not hasattr(stage, "_user_meta")
 
 
 def _copy_between_devices(stage: PipelineStage, sent: Tensor) -> None:
-    """Let a stage of torch's copy its inputs and gradients from the devices of the other stages of this process.
+    """Let torch's stage copy inputs and gradients from the devices of this process's other stages.
 
     Args:
         stage: torch's.
@@ -655,5 +657,5 @@ def _copy_between_devices(stage: PipelineStage, sent: Tensor) -> None:
     )
 
 
-def _valueless(tensor: Tensor) -> Tensor:
+def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from lockstep.extensions.balancing.pipeline import gradients
 from lockstep.extensions.balancing.pipeline.block_random import BlockRandom
 from lockstep.extensions.balancing.pipeline.chain import Chain
 from lockstep.extensions.balancing.pipeline.control import Resplit
-from lockstep.extensions.balancing.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, torn_apart
+from lockstep.extensions.balancing.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, find_torn
 from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
 from lockstep.extensions.balancing.pipeline.micro_batches import cut
 from lockstep.extensions.balancing.pipeline.moves import move
@@ -47,8 +48,8 @@ from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
 ONE_DEVICE = (
-    "BalancedStrategy splits a model over devices, and this run has one: give devices=2 or more, or leave the strategy "
-    "out."
+    "BalancedStrategy splits a model over devices, and this run has one: give devices=2 or more, or remove the "
+    "strategy."
 )
 STAGES = (
     "BalancedStrategy(stages={stages!r}): the run has {world} ranks, which {stages} does not divide: give a number "
@@ -56,16 +57,16 @@ STAGES = (
 )
 ONE_PIPELINE = (
     "BalancedStrategy(stages={stages!r}, one_process=True): one process has one pipeline of its {devices} devices, "
-    "without replicas: leave `stages` out, or leave one_process out for one rank on each device."
+    "without replicas: omit `stages`, or omit one_process for one rank on each device."
 )
 SEVERAL_RANKS = (
     "BalancedStrategy(one_process=True): one process drives the devices of one node, and this run has {ranks} ranks on "
-    "{nodes} node(s): give num_nodes=1 and start one process only, or leave one_process out."
+    "{nodes} node(s): give num_nodes=1 and start one process only, or omit one_process."
 )
 TORN = (
     "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give a `split` that keeps both "
-    "on one device (layers outside the chain are on {root}, with the last stage), untie them, or leave one_process "
-    "out. Ranks can share parameters."
+    "on one device (layers outside the chain are on {root}, with the last stage), untie them, or omit one_process. "
+    "Ranks can share parameters."
 )
 TWO_DEVICES = "and would be on {one} and on {other}"
 MAY_MOVE = 'and with split="measured" blocks move between devices'
@@ -79,10 +80,13 @@ SPLIT = (
     "numbers above 0, whose sum is {blocks}, the blocks of the chain {chain!r}."
 )
 NO_FIT = (
-    "BalancedStrategy: {why}, by the bytes that were measured before the first step. The blocks are split by speed "
-    "alone."
+    "BalancedStrategy: {why}, according to the memory that was measured before the first step. The blocks are split by "
+    "speed alone."
 )
-NOT_IN_A_FIT = "BalancedStrategy.resplit: blocks move while a fit runs, between two windows: call it in a hook of one."
+NOT_IN_A_FIT = (
+    "BalancedStrategy.resplit: blocks can only move while a fit runs, between two accumulation windows: call it in a "
+    "hook such as on_train_batch_start."
+)
 FEW_BLOCKS = (
     "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: use fewer ranks or "
     "stages_per_rank, or divide its blocks into smaller ones."
@@ -97,11 +101,11 @@ BATCH_NORM = (
 )
 COMPILED = (
     "BalancedStrategy(schedule='zero-bubble') runs the backward of a block in two parts, and {name!r} is compiled, "
-    'which has one: leave torch.compile out, or use schedule="interleaved".'
+    'which has one: remove torch.compile, or use schedule="interleaved".'
 )
 STRANGE = (
-    "{optimizer} has a parameter of shape {shape} that is not in the module, so its stage is unknown: make it an "
-    "attribute of the module."
+    "{optimizer} has a parameter of shape {shape} that is not in the module, so its stage is unknown: register "
+    "the parameter in the module."
 )
 ELSEWHERE = (
     "A step used {name!r} outside of its block, which is on another rank: share the parameter with a layer outside "
@@ -117,18 +121,18 @@ ALONE = (
 
 
 class BalancedStrategy(RankedStrategy):
-    """A pipeline: the blocks of a chain are split over ``stages`` ranks, and each rank holds its own blocks' weights.
+    """A strategy that splits a chain of blocks over ``stages`` ranks as a pipeline. Each rank stores its own blocks.
 
     The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, in which each block takes the output of the
-    previous one. ``training_step`` stays as it is and calls the chain once. The first stage runs it up to that call.
-    The last stage runs all of it, and the call returns the output of the chain. The same applies to
+    previous one. ``training_step`` stays as it is and calls the chain once. The first stage runs the step up to that
+    call. The last stage runs the full step, and the call returns the output of the chain. The same applies to
     ``validation_step``, ``test_step`` and ``predict_step``. A run has stages x replicas ranks. The last stage of a
     replica is on its first rank.
 
     Args:
         stages: ranks of a pipeline; "all": one pipeline of all ranks.
-        micro_batches: parts into which each batch of a loader is cut. Those of all batches of a window go through the
-            stages one after another. Default: twice the stages.
+        micro_batches: number of parts into which each batch of a loader is split. The parts of all batches in an
+            accumulation window go through the stages one after another. Default: twice the stages.
         schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it), "gpipe" (of all
             micro-batches), "interleaved" (1F1B with several stages on each rank, which wait less for one another) or
             "zero-bubble" (the backward is in two parts, and the previous stage waits for the first one only).
@@ -199,7 +203,7 @@ class BalancedStrategy(RankedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Take rank, device and precision. The ranks of a pipeline see the same samples."""
+        """Set rank, device and precision. The ranks of one pipeline are one replica and see the same samples."""
         super().connect(world, device, precision)
         size = self._size(world)
         if not self.drives_all_devices:
@@ -213,7 +217,7 @@ class BalancedStrategy(RankedStrategy):
         return self._split
 
     def _size(self, world: World) -> int:
-        """Return the number of places in a pipeline: ranks, or devices of one process."""
+        """Return the number of ranks in a pipeline, or of devices if one process drives all of them."""
         if self.drives_all_devices and world.size > 1:
             raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
         size = len(self.devices) if self.drives_all_devices else world.size
@@ -244,7 +248,7 @@ class BalancedStrategy(RankedStrategy):
 
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Split rank 0's module. Until a fit starts each rank has all weights, those of other ranks on the CPU."""
+        """Split the module into stages with rank 0's weights. Each rank has all weights until a fit starts."""
         # planned weights are missing because they are still in their folder
         if not pretrained.is_planned(module):
             self._refuse_parts(module)
@@ -275,7 +279,7 @@ class BalancedStrategy(RankedStrategy):
         chain.attach()
 
     def _places(self) -> dict[int, torch.device]:
-        """Return the devices of this process by their places in the pipeline."""
+        """Return the devices of this process by their positions in the pipeline."""
         return dict(enumerate(self.devices)) if self.drives_all_devices else {comm.rank(self.members): self.root_device}
 
     def _lay_out(self, counts: tuple[int, ...]) -> StagePlacement:
@@ -305,13 +309,13 @@ class BalancedStrategy(RankedStrategy):
         return placement
 
     def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
-        """Refuse a parameter or buffer that one process would have on two devices, now or after a move."""
-        torn, moves = torn_apart(self.module, placement.device_of), self._split_argument == "measured"
+        """Raise an error if one process would have a parameter or buffer on two devices, now or after a move."""
+        torn, moves = find_torn(self.module, placement.device_of), self._split_argument == "measured"
         if torn is not None:
             one, other = (str(placement.device_of(name)) for name in torn)
             why = TWO_DEVICES.format(one=one, other=other)
             raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=why, root=placement.root))
-        torn = torn_apart(self.module, chain.block_of) if moves else None
+        torn = find_torn(self.module, chain.block_of) if moves else None
         if torn is not None:
             raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=MAY_MOVE, root=placement.root))
 
@@ -329,7 +333,7 @@ class BalancedStrategy(RankedStrategy):
         return tuple(split)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimizers, and free the weights of other ranks' blocks."""
+        """Check and store the optimizers, and free the weights of other ranks' blocks."""
         module = self.module
         if not module.automatic_optimization:
             raise MisconfigurationException(NO_MANUAL.format(module=type(module).__name__))
@@ -378,7 +382,7 @@ class BalancedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step of an evaluation through all stages. All of them return the output of a ``predict_step``."""
+        """Run a step of an evaluation through all stages. All ranks return the output of ``predict_step``."""
         assert self._stages is not None
         output = self._stages.evaluate(partial(fn, *args))
         if getattr(fn, "__name__", "") == "predict_step":
@@ -388,7 +392,7 @@ class BalancedStrategy(RankedStrategy):
     def _turns(
         self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
     ) -> list[tuple[int, Turn]]:
-        """Cut each non-empty batch of a window into ``count`` parts, and return them with the number of their batch."""
+        """Split each non-empty batch of a window into ``count`` parts, and return pairs of batch number and part."""
         # frozen parameters change what stages send, as shapes do
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
@@ -410,7 +414,7 @@ class BalancedStrategy(RankedStrategy):
         return turns
 
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Run forwards and backwards of a window by the schedule, and reduce the gradients to the whole batch's."""
+        """Run all forwards and backwards of an accumulation window, reduce the gradients, and return the outputs."""
         count = self._micro_batches or 2 * self._size(self.world)
         turns = self._turns(step, micro_batches, count)
         # before anything of this window is computed: blocks may move
@@ -423,7 +427,7 @@ class BalancedStrategy(RankedStrategy):
         with ExitStack() as windows:
             for times in self.times.values():
                 windows.enter_context(times.window(len(turns)))
-            for run in _runs_of_one_shape(turns):
+            for run in (list(run) for _, run in groupby(turns, key=lambda each: each[1].shape)):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
         # a parameter of another rank's stage has no memory here: its gradient would be lost
@@ -435,7 +439,7 @@ class BalancedStrategy(RankedStrategy):
         return [_join_outputs(each) for each in outputs]
 
     def _follow_measurements(self, turns: Sequence[Turn]) -> None:
-        """Change the split before a window, if the ranks' measurements favor another one."""
+        """Change the split before a window, if the ranks' measurements favor a different split."""
         measured, stages = self._measured, self._stages
         if measured is None:
             return
@@ -451,7 +455,7 @@ class BalancedStrategy(RankedStrategy):
         rank_zero_info(f"balanced: step {found.step}: {found}.")
         if found.after != found.before:
             size = measured.control.moved_between(found.before, found.after)
-            measured.control.note_move(size, self.resplit(found.after))
+            measured.control.record_move(size, self.resplit(found.after))
 
     @does("moving blocks to other ranks")
     def resplit(self, split: Sequence[int]) -> float:
@@ -485,7 +489,7 @@ class BalancedStrategy(RankedStrategy):
         return comm.all_reduce(took, "max").item()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the whole model's gradient. Collective."""
+        """Clip the gradient of the full model. Collective."""
         assert self._owned is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
@@ -503,11 +507,11 @@ class BalancedStrategy(RankedStrategy):
     # -- state
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield each parameter and gradient from a rank that has it. Collective."""
+        """Yield name, full value and full gradient of each parameter. Collective."""
         return self._parts.whole_parameters()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Return the whole state of module and optimizers on rank 0, as one process has it. Collective."""
+        """Return the full state of module and optimizers on rank 0, as one process would save it. Collective."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(ALONE.format(rank=self.world.rank))
         sends = self.replicas.index == 0
@@ -522,7 +526,7 @@ class BalancedStrategy(RankedStrategy):
         return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's part of a whole state, and the saved split if it fits the chain and the ranks."""
+        """Load this rank's part of a full state, and the saved split if it fits the chain and the ranks."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
@@ -544,54 +548,32 @@ def _is_number(value: object, least: int) -> bool:
 def _check_arguments(
     stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
 ) -> None:
-    if stages != "all" and not _is_number(stages, 2):
-        raise MisconfigurationException(
-            f'BalancedStrategy(stages={stages!r:.100}): give a number of ranks above 1, or "all".'
-        )
-    if micro_batches is not None and not _is_number(micro_batches, 1):
-        raise MisconfigurationException(
-            f"BalancedStrategy(micro_batches={micro_batches!r:.100}): give a number above 0, or None for twice the "
-            "stages."
-        )
-    if schedule not in SCHEDULES:
-        raise MisconfigurationException(
-            f"BalancedStrategy(schedule={schedule!r:.100}): choose {', '.join(map(repr, SCHEDULES))}."
-        )
-    if stages_per_rank is not None and not _is_number(stages_per_rank, 1):
-        raise MisconfigurationException(
-            f"BalancedStrategy(stages_per_rank={stages_per_rank!r:.100}): give a number above 0."
-        )
+    counts = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
+    of_split = 'give "measured", "equal", or the number of blocks of each stage, each above 0, such as [3, 5]'
+    of_parts = "give a number above 0, or None for twice the stages"
+    of_rank = stages_per_rank is None or _is_number(stages_per_rank, 1)
+    for name, value, is_valid, way in (
+        ("stages", stages, stages == "all" or _is_number(stages, 2), 'give a number of ranks above 1, or "all"'),
+        ("micro_batches", micro_batches, micro_batches is None or _is_number(micro_batches, 1), of_parts),
+        ("schedule", schedule, schedule in SCHEDULES, f"choose {', '.join(map(repr, SCHEDULES))}"),
+        ("stages_per_rank", stages_per_rank, of_rank, "give a number above 0"),
+        ("split", split, split in KINDS or counts, of_split),
+        ("one_process", one_process, isinstance(one_process, bool), "give True or False"),
+    ):
+        if not is_valid:
+            raise MisconfigurationException(f"BalancedStrategy({name}={value!r:.100}): {way}.")
     if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
         raise MisconfigurationException(
             f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
             f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
-    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
-    if split not in KINDS and not numbers:
-        raise MisconfigurationException(
-            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
-            "each above 0, such as [3, 5]."
-        )
-    if not isinstance(one_process, bool):
-        raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
-    refuse_without(PIPELINES, "BalancedStrategy", "take DDPStrategy(shard_optimizer=True)", PARTS)
+    refuse_without(PIPELINES, "BalancedStrategy", "use DDPStrategy(shard_optimizer=True)", PARTS)
     if one_process:
-        refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "leave one_process out", PARTS)
-
-
-def _runs_of_one_shape(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
-    """Divide turns into runs of equal shapes, in their order."""
-    runs: list[list[tuple[int, Turn]]] = []
-    for each in turns:
-        if runs and runs[-1][-1][1].shape == each[1].shape:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return runs
+        refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "omit one_process", PARTS)
 
 
 def _join_outputs(returned: list[Any]) -> Any:
-    """Return the outputs of a batch's parts for ``on_train_batch_end``; of dicts, a list of values for each key."""
+    """Combine the outputs of a batch's parts for ``on_train_batch_end``. Dicts get a list of values for each key."""
     if len(returned) == 1:
         return returned[0]
     if returned and all(isinstance(each, dict) for each in returned):

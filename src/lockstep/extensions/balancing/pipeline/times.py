@@ -1,4 +1,4 @@
-"""Times of a pipeline's windows on one rank: seconds of computing, without waiting for other stages."""
+"""Timers for a pipeline's stages: seconds of computing in a window, without waiting for other stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEWEST = 64
 
 @dataclass(frozen=True)
 class StageSpan:
-    """A part of a stage's work on one micro-batch.
+    """Start and end of one part of a stage's work on a micro-batch.
 
     Attributes:
         part: one of `BEFORE`, `BLOCKS`, `AFTER` and `BACKWARD`.
@@ -39,24 +39,24 @@ class StageSpan:
 
 
 class WindowOfStage(NamedTuple):
-    """Times of a window on a stage.
+    """Measured times of an accumulation window on a stage.
 
     Attributes:
         begin: seconds by the clock of the host.
         end: seconds by the clock of the host.
         seconds: by part, the sum over all micro-batches.
         micro_batches: their number.
-        spans: parts of the micro-batches, in their order, if `StageTimes.keeps_spans`.
+        spans: parts of the micro-batches, in their order.
     """
 
     begin: float
     end: float
     seconds: tuple[float, float, float, float]
     micro_batches: int
-    spans: tuple[StageSpan, ...] = ()
+    spans: tuple[StageSpan, ...]
 
-    def look(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch in the blocks and outside of them."""
+    def per_micro_batch(self) -> tuple[float, float]:
+        """Return the seconds of a micro-batch inside the blocks, and the seconds outside the blocks."""
         before, blocks, after, backward = self.seconds
         forward = before + blocks + after
         if not forward:
@@ -67,7 +67,7 @@ class WindowOfStage(NamedTuple):
 
 
 class StageTimes:
-    """Measurement of the windows of a stage, by the host's clock or by events on a GPU.
+    """Timer for the windows of a stage, based on the host's clock or on GPU events.
 
     Args:
         device: of the stage.
@@ -75,26 +75,26 @@ class StageTimes:
 
     Attributes:
         listens: True if windows that start now are measured.
-        keeps_spans: True if windows that start now have spans.
         listener: receives each window as soon as it is measured. With a listener all windows are measured.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], TimedEvent] | None = None) -> None:
         self.clock: Callable[[], float] = perf_counter
         self._device = device
-        self.listens, self.keeps_spans = True, False
+        self.listens = True
         self.listener: Callable[[WindowOfStage], None] | None = None
         if make_event is None and has_timed_events(device):
             make_event = partial(timed_event, device)
         self._make = make_event
         self._tape: list[tuple[int, Any, Any]] = []
-        self._seconds = [0.0] * 4
         self._inside = False
         self._windows: deque[WindowOfStage] = deque(maxlen=NEWEST)
         self._pending: deque[_Pending] = deque(maxlen=NEWEST)
 
-    def _event(self) -> TimedEvent:
-        assert self._make is not None
+    def _now(self) -> Any:
+        """Return the time of the clock, or an event that is recorded on the GPU."""
+        if self._make is None:
+            return self.clock()
         event = self._make()
         with current_device(self._device):
             event.record()
@@ -102,51 +102,35 @@ class StageTimes:
 
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
-        """Measure a window within the block, if anything listens."""
+        """Measure a window within the block, if `listens` is True or a listener is set."""
         if not micro_batches or not (self.listens or self.listener):
             yield
             return
         self._tape, self._inside = [], True
-        self._seconds[:] = (0.0, 0.0, 0.0, 0.0)
-        first, begin = None if self._make is None else self._event(), self.clock()
+        first, begin = self._now(), self.clock()
         try:
             yield
         finally:
             self._inside = False
-        end = self.clock()
-        if first is not None:
-            self._pending.append(_Pending(begin, end, first, self._event(), self._tape, micro_batches))
-            return
-        before, blocks, after, backward = self._seconds
-        spans = tuple(StageSpan(part, start - begin, stop - begin) for part, start, stop in self._tape)
-        self._add(WindowOfStage(begin, end, (before, blocks, after, backward), micro_batches, spans))
+        window = _Pending(begin, self.clock(), first, self._now(), self._tape, micro_batches)
+        if self._make is None:
+            self._add(window.read())
+        else:
+            self._pending.append(window)
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` wrapped so that its time counts for a part of a measured window."""
+        """Wrap ``fn`` so that its running time counts for a part of a measured window."""
 
         @wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
                 return fn(*args, **kwargs)
-            clock = self.clock
-            begin = clock()
+            begin = self._now()
             result = fn(*args, **kwargs)
-            end = clock()
-            self._seconds[part] += end - begin
-            if self.keeps_spans:
-                self._tape.append((part, begin, end))
+            self._tape.append((part, begin, self._now()))
             return result
 
-        @wraps(fn)
-        def timed_on_gpu(*args: Any, **kwargs: Any) -> Any:
-            if not self._inside:
-                return fn(*args, **kwargs)
-            begin = self._event()
-            result = fn(*args, **kwargs)
-            self._tape.append((part, begin, self._event()))
-            return result
-
-        return timed if self._make is None else timed_on_gpu
+        return timed
 
     def _add(self, window: WindowOfStage) -> None:
         self._windows.append(window)
@@ -154,7 +138,7 @@ class StageTimes:
             self.listener(window)
 
     def take(self) -> list[WindowOfStage]:
-        """Return the windows since the last call that the device has finished, without waiting for it."""
+        """Return the windows that the device has finished since the last call, without waiting for the device."""
         while self._pending and self._pending[0].last.query():
             self._add(self._pending.popleft().read())
         found = list(self._windows)
@@ -163,7 +147,7 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A window that the host has finished, but the GPU may not have."""
+    """A window that the host has finished and the GPU may still be computing. Times are of the clock, or events."""
 
     begin: float
     end: float
@@ -173,23 +157,27 @@ class _Pending(NamedTuple):
     micro_batches: int
 
     def read(self) -> WindowOfStage:
-        """Return the window with the times of the GPU."""
-        spans = [StageSpan(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
+        """Return the window with the seconds of its parts."""
+
+        def elapsed(end: Any) -> float:
+            return end - self.first if isinstance(end, float) else self.first.elapsed_time(end) / 1e3
+
+        spans = [StageSpan(part, *map(elapsed, ends)) for part, *ends in self.tape]
         seconds = [sum(span.end - span.begin for span in spans if span.part == part) for part in range(4)]
         before, blocks, after, backward = seconds
         return WindowOfStage(self.begin, self.end, (before, blocks, after, backward), self.micro_batches, tuple(spans))
 
 
 def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
-    """Return medians of a micro-batch's seconds in the blocks, outside of them, and of the number of micro-batches.
+    """Return the medians of a micro-batch's seconds inside and outside the blocks, and of the micro-batch count.
 
-    All are NaN if there is no window.
+    All three are NaN if there is no window.
     """
     if not windows:
         return math.nan, math.nan, math.nan
-    looks = [window.look() for window in windows]
+    seconds = [window.per_micro_batch() for window in windows]
     return (
-        median(blocks for blocks, _ in looks),
-        median(outside for _, outside in looks),
+        median(blocks for blocks, _ in seconds),
+        median(outside for _, outside in seconds),
         median(float(window.micro_batches) for window in windows),
     )

@@ -1,4 +1,4 @@
-"""Weights of a model in stages: each rank's own on its devices, and the whole model for a checkpoint."""
+"""Weights of a model in stages: each rank's part on its devices, and the full model for checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Gather = Callable[[object], list[Any]]
 
 
 class WholeModule:
-    """A module whose blocks are held by the ranks of a pipeline.
+    """A module whose blocks are stored by different ranks of a pipeline.
 
     Args:
         module: the same on all ranks.
-        owned: holders and owners of its tensors.
-        pipeline: the ranks.
+        owned: ranks that store each tensor.
+        pipeline: group of the ranks.
         placement: devices of this rank's tensors.
 
     Attributes:
@@ -52,7 +52,7 @@ class WholeModule:
         self._bring(self.placement.device_of, [])
 
     def _bring(self, device_of: Callable[[str], torch.device], optimizers: list[Optimizer]) -> None:
-        """Move this rank's tensors to devices by name."""
+        """Move this rank's tensors to the devices that ``device_of`` returns for their names."""
         local = {id(parameter) for parameter in self.owned.local}
         for name, parameter in self._parameters.items():
             if id(parameter) in local:
@@ -77,7 +77,7 @@ class WholeModule:
         self.is_freed = True
 
     def read(self, sources: Mapping[int, Source]) -> None:
-        """Read this rank's parameters from their sources, and free those of other ranks.
+        """Read this rank's parameters from their sources, and free the other ranks' parameters.
 
         Args:
             sources: by the parameters' ids.
@@ -91,7 +91,7 @@ class WholeModule:
         self.free([])
 
     def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
-        """Adopt a new placement after blocks have moved: place received tensors, and free sent ones."""
+        """Apply a new placement after a move. Received tensors go to their devices, and sent tensors are freed."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
         self.free(optimizers)
@@ -120,7 +120,7 @@ class WholeModule:
         return self.owned.owner_of(name) if parameter is None else self.owned.owner(parameter)
 
     def align_buffers(self, peers: comm.Group) -> None:
-        """Copy buffers before a window: from replica 0 to the others, outside the chain from the last stage."""
+        """Synchronize buffers: from replica 0 to the other replicas, and outside the chain from the last stage."""
         named = dict(self.module.named_buffers())
         if peers is not None:
             own = [b for name, b in named.items() if self.owned.place in self.owned.holders_of(name)]
@@ -128,7 +128,7 @@ class WholeModule:
         comm.broadcast_tensors([named[name] for name in self.owned.outside_buffers], 0, self.pipeline)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield name, value and gradient of each parameter, on the first device. Collective."""
+        """Yield name, full value and full gradient of each parameter, on the first device. Collective."""
         named = {plain_name(name): p for name, p in self.module.named_parameters()}
         # one message for all: ranks must agree on the broadcasts below
         there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.device)
@@ -149,21 +149,21 @@ class WholeModule:
     # -- checkpoints
 
     def state_dict(self, sends: bool, gather: Gather) -> dict[str, Any]:
-        """Return the module's whole state dict on rank 0, and each other rank's part there. Collective.
+        """Return the module's full state dict on rank 0, and only the local part on the other ranks. Collective.
 
         Args:
             sends: True on the ranks of the replica whose values are taken.
             gather: gathers objects on rank 0.
         """
         own = self.module.state_dict()
-        mine = {name: _on_cpu(value) for name, value in own.items() if sends and self._owner(name) == self.owned.place}
+        mine = {name: _to_cpu(value) for name, value in own.items() if sends and self._owner(name) == self.owned.place}
         found: dict[str, Any] = {}
         for part in gather(mine) or [mine]:
             found.update(part)
         return {name: found[name] for name in own if name in found}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
-        """Load this rank's part of a whole state dict.
+        """Load this rank's part of a full state dict.
 
         Raises:
             RuntimeError: shapes differ, or ``strict`` and names are missing or unexpected.
@@ -177,14 +177,17 @@ class WholeModule:
         found = self.module.load_state_dict({n: value for n, value in state.items() if n not in remote}, strict=False)
         missing = [name for name in found.missing_keys if name not in remote or name not in state]
         if strict and (missing or found.unexpected_keys):
-            raise RuntimeError(f"missing: {missing}; unexpected: {found.unexpected_keys}")
+            raise RuntimeError(
+                f"The checkpoint does not fit: missing keys {missing}, unexpected keys {found.unexpected_keys}. "
+                "Set strict_loading = False on the module to ignore them."
+            )
 
     def optimizer_state(self, optimizer: Optimizer, sends: bool, gather: Gather) -> dict[str, Any]:
         """Return the full state of an optimizer on rank 0, and only the local part on the other ranks. Collective."""
         own = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {
-            key: _on_cpu(value)
+            key: _to_cpu(value)
             for key, value in own["state"].items()
             if sends and (not isinstance(key, int) or self.owned.owner(parameters[key]) == self.owned.place)
         }
@@ -195,7 +198,7 @@ class WholeModule:
         return {**own, "state": dict(sorted(found.items(), key=lambda item: str(item[0]).zfill(12)))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's state of this rank's parameters."""
+        """Load the part of an optimizer's full state that belongs to this rank's parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         local = {id(parameter) for parameter in self.owned.local}
         own = {
@@ -222,9 +225,9 @@ def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimize
                 state[key] = value.to(device)
 
 
-def _on_cpu(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
+        return {key: _to_cpu(each) for key, each in value.items()}
     return value

@@ -1,1 +1,1 @@
-"""The planner: cost of a model, speed of devices, prediction of each way to train, and a choice."""
+"""Planner that predicts memory and time of each way to train, from a model's profile and devices' speed."""

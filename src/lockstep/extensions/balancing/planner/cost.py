@@ -1,4 +1,4 @@
-"""Prediction of a step's memory and seconds under each way to train, by formulas over a profile and hardware."""
+"""Prediction of a step's memory and seconds for each way to train, from a model's profile and the hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from lockstep.engines.owners import owners_of
 from lockstep.extensions.balancing.planner.hardware import Hardware
 from lockstep.extensions.balancing.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.extensions.balancing.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
-from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, most_in_flight, play
+from lockstep.extensions.balancing.planner.timeline import (
+    IN_ROUNDS,
+    STAGES_OF_RANK,
+    actions_of,
+    most_in_flight,
+    simulate,
+)
 from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 from lockstep.ground.comm import PIECE
 
@@ -34,7 +40,7 @@ GROUP_CALLS = 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train.
+    """A way to train: a strategy and the settings that change memory or time.
 
     Attributes:
         kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
@@ -66,12 +72,12 @@ class Candidate:
 
     @property
     def plain(self) -> Candidate:
-        """The candidate without variants."""
+        """The candidate with default buckets, and without hook, offload and recomputation."""
         return replace(self, bucket_mb=BUCKET_MB, hook="", offload=False, recomputed=False)
 
     @property
     def name(self) -> str:
-        """Name in the table."""
+        """Name of the candidate in a plan's table."""
         name = NAMES.get(self.kind, self.kind)
         if self.kind == "deepspeed":
             name = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload
@@ -86,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of a candidate, on the rank with the largest one.
+    """Predicted memory and seconds of a candidate, on the rank with the largest memory.
 
     Attributes:
         candidate: the way to train.
@@ -132,12 +138,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if there is memory for it."""
+        """True if no memory is missing."""
         return self.missing <= 0
 
     @property
     def eligible(self) -> bool:
-        """True if a plan may choose it."""
+        """True if a plan may choose this candidate."""
         return self.fits and not self.obstacle and not self.other
 
 
@@ -153,20 +159,20 @@ def _states(parameters: Iterable[ParameterProfile]) -> float:
 
 
 def shard_elements(p: ParameterProfile, ranks: int) -> int:
-    """Return the elements of a rank's shard under FSDP: whole rows, padded."""
+    """Return the number of elements in a rank's FSDP shard of a parameter. Shards consist of complete rows."""
     if not p.shape:
         return 1
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
 def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
-    """Return the bytes of whole parameters, their gradients and optimizer states."""
+    """Return the bytes of unsharded parameters, gradients and optimizer states, by purpose."""
     size = float(sum(p.size for p in parameters))
     return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
 
 
 def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
-    """Return the bytes of the parameters that FSDP gathers together: of each repeated block, and of all others."""
+    """Return the parameter bytes that FSDP gathers at once: for each repeated block, and for the rest (`REST`)."""
     sizes: dict[int, float] = {REST: 0.0}
     for p in profile.parameters:
         unit = p.unit if p.unit != REST and profile.blocks[p.unit].repeated else REST
@@ -178,7 +184,7 @@ def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
 
 
 def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
-    """Return the measured seconds of a span, or those of the cost model."""
+    """Return the measured seconds of a span, or without a measurement the cost model's seconds."""
     if span.seconds is not None:
         return span.seconds
     work = span.work
@@ -187,7 +193,7 @@ def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float
 
 
 def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
-    """Return the seconds of the spans of a phase on one device."""
+    """Return the total seconds of a phase's spans on one device."""
     return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
 
 
@@ -201,7 +207,7 @@ def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
 
 
 class _Single:
-    """One process with the whole model, and the base class of all other ways.
+    """Cost of one process with the full model. Base class for the costs of the other ways to train.
 
     Attributes:
         ranks: number of devices that take part.
@@ -247,11 +253,11 @@ class _Single:
         return {**_model_states(self.profile.parameters), "buckets": 0.0}
 
     def working(self) -> float:
-        """Return the bytes at the peak, less the model states of :meth:`states`."""
+        """Return the peak memory in bytes, without the model states that :meth:`states` returns."""
         return max(map(self.working_in, self.step.spans))
 
     def working_in(self, span: SpanProfile) -> float:
-        """Return the bytes at the peak of a span, less the model states."""
+        """Return the peak memory of a span in bytes, without the model states."""
         # states() counts all gradients, and before the end of the backward some do not exist yet
         return span.peak if span.phase == FORWARD else span.grown - self.trained
 
@@ -265,12 +271,12 @@ class _Single:
         return phase_seconds(self.step.spans, self.profile, self.hardware, name)
 
     def exchange(self, compute: float) -> tuple[float, float]:
-        """Return the seconds of computation and of waiting for messages, given the computation of one device."""
+        """Return the seconds of computation and of waiting for messages, from one device's seconds of computation."""
         return compute, 0.0
 
 
 class _DataParallel(_Single):
-    """One process that divides the batch over all devices."""
+    """Cost of ``dp``, in which one process divides the batch over all devices."""
 
     alone, cuts_batch = False, True
 
@@ -283,13 +289,13 @@ class _DataParallel(_Single):
 
 
 class _DDP(_Single):
-    """The whole model on each rank, and gradients in buckets that are reduced while the backward runs."""
+    """Cost of ``ddp``, with a replica on each rank and gradient buckets that are reduced during the backward."""
 
     alone = False
 
     @cached_property
     def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
-        """Names in each bucket, first in order of registration and then in the order in which gradients arrive."""
+        """Parameter names by bucket: in order of registration, and in the order in which gradients arrive."""
         device, bucket = torch.device("cpu"), self.candidate.bucket_mb
         trained = [p for p in self.profile.parameters if p.trainable]
         infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
@@ -299,13 +305,13 @@ class _DDP(_Single):
 
     @cached_property
     def first(self) -> float:
-        """Bytes of the first step's gradients during the second forward; 0 if the buckets stay the same."""
+        """Bytes of the first step's gradients in the second forward; 0 if the buckets are not rebuilt."""
         # they are in the buckets by registration, which are freed after the forward
         registered, arrived = self.buckets
         return self.trained if registered != arrived else 0.0
 
     def waiting(self, arrived: float) -> float:
-        """Return the bytes of gradients that are not in a bucket yet, if so many bytes have arrived."""
+        """Return the bytes of gradients that are not in a bucket yet after ``arrived`` bytes of gradients."""
         sizes = {p.name: p.size for p in self.profile.parameters}
         # the gradients of a bucket are copied into it together
         for bucket in self.buckets[1]:
@@ -330,7 +336,7 @@ class _DDP(_Single):
         return compute, self.exposed()
 
     def exposed(self) -> float:
-        """Return the seconds that a rank waits for buckets after its backward.
+        """Return the seconds that a rank waits for reductions of buckets after its backward.
 
         Buckets are reduced one after another, each when its gradients exist. If messages do not overlap with
         computation, all are reduced after the backward.
@@ -358,7 +364,7 @@ class _DDP(_Single):
         return max(end - now, 0.0)
 
     def summed(self, size: float) -> float:
-        """Return the seconds of an all-reduce of gradients: in shared memory of one host, else by a ring."""
+        """Return the seconds of an all-reduce of ``size`` bytes, in shared memory on one host, otherwise in a ring."""
         size *= 0.5 if self.candidate.hook == "bf16" else 1.0
         if self.hardware.shared and self.hardware.nodes == 1:
             return self.hardware.shared_latency + self.ranks / 2 * size / self.hardware.shared
@@ -366,7 +372,7 @@ class _DDP(_Single):
 
 
 class _SharedUpdate(_DDP):
-    """Base class of engines in which each rank updates a part of the model."""
+    """Base class for costs of engines in which each rank updates a part of the model."""
 
     @property
     def engine(self) -> str:
@@ -385,7 +391,7 @@ class _SharedUpdate(_DDP):
         return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
 
     def groups(self) -> int:
-        """Return the number of groups of parameters that are gathered one by one: repeated blocks, and all others."""
+        """Return the number of parameter groups that are gathered: one for each repeated block, one for the rest."""
         return sum(block.repeated for block in self.profile.blocks) + 1
 
     def on_the_host(self) -> float:
@@ -399,7 +405,7 @@ class _SharedUpdate(_DDP):
 
 
 class _Sharded(_SharedUpdate):
-    """ddp with a sharded optimizer: each parameter has an owner, which updates it."""
+    """Cost of ``ddp`` with a sharded optimizer, in which each parameter is updated by its owner's rank."""
 
     def states(self) -> dict[str, float]:
         trained = [p for p in self.profile.parameters if p.trainable]
@@ -421,7 +427,7 @@ class _Sharded(_SharedUpdate):
 
 
 class _FullySharded(_SharedUpdate):
-    """FSDP: each rank has a shard of each parameter, and gathers a block's parameters while the block runs."""
+    """Cost of FSDP, in which parameters are sharded and gathered while their block runs."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -442,7 +448,7 @@ class _FullySharded(_SharedUpdate):
         }
 
     def working(self) -> float:
-        """Return the bytes at the peak of gathered parameters and whole gradients, less the model states.
+        """Return the peak bytes of activations, gathered parameters and full gradients, without the model states.
 
         A gather makes one flat copy and from it the parameters, so that both exist for a moment. During a block's
         backward, the flat copy of the previous block arrives, and gradients are copied into one flat tensor.
@@ -476,7 +482,7 @@ class _FullySharded(_SharedUpdate):
 
 
 class _DeepSpeed(_FullySharded):
-    """DeepSpeed's engine, which updates its own float32 copy of the weights."""
+    """Cost of DeepSpeed's engine, which updates its own float32 copy of the weights."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -508,7 +514,7 @@ class _DeepSpeed(_FullySharded):
         }
 
     def working(self) -> float:
-        """Return the bytes at the peak, less the model states.
+        """Return the peak memory in bytes, without the model states.
 
         Gradients are gathered in buckets. In stages 1 and 2 the update creates whole ones.
         """
@@ -544,7 +550,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
 
     Args:
         profile: of the model, in the candidate's precision.
-        candidate: the way to train.
+        candidate: a way to train.
         hardware: the devices.
     """
     if candidate.kind == "pipeline":
@@ -556,7 +562,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
 
 
 def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
-    """Return the spans of forward and backward outside the blocks: before the first block, and all later ones."""
+    """Return two lists of spans outside the blocks: the spans before the first block, and all later spans."""
     early: list[SpanProfile] = []
     late: list[SpanProfile] = []
     for phase, direction in ((FORWARD, 1), (BACKWARD, -1)):
@@ -568,7 +574,7 @@ def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """Yield the blocks of the chain. Code before the first and after the last block counts as part of them."""
+    """Yield the cost of each block. Code before and after the chain counts for the first and the last block."""
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
     early, late = _outside(step)
@@ -596,8 +602,8 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
         )
 
 
-def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
-    """Return the bytes by purpose on a rank of a pipeline.
+def _memory_of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
+    """Return the memory of one rank of a pipeline in bytes, by purpose.
 
     Args:
         profile: of the model.
@@ -625,16 +631,16 @@ def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[f
 
 
 def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
-    """Return the devices in the order of the stages, ``each`` stages on one, with the memory for a stage."""
+    """Return one `Device` for each stage, with the memory for a stage if a device has ``each`` stages."""
     bandwidth, latency = hardware.slowest_link()
-    everywhere = sum(_of_rank(profile, (), ()).values())
+    everywhere = sum(_memory_of_rank(profile, (), ()).values())
     received = 2 * each * max(block.sends for block in profile.blocks)
     memory = (hardware.memory - everywhere - received) / each
     return [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
 
 
 def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
-    """Predict a pipeline by simulating its schedule with the best split."""
+    """Predict memory and seconds of a pipeline by simulating its schedule with the best split."""
     schedule, count = candidate.schedule.lower(), candidate.micro_batches
     each = STAGES_OF_RANK.get(schedule, 1)
     ranks = min(hardware.world, len(profile.blocks) // each)
@@ -650,18 +656,18 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     if spares and len(split.stages) < ranks:
         ranks = len(split.stages)
         actions = actions_of(schedule, ranks, count)
-    played = play([stage.seconds for stage in split.stages], actions)
+    simulated = simulate([stage.seconds for stage in split.stages], actions)
     of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
     compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
     flights = [most / count for most in in_flight]
-    parts = max((_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
+    parts = max((_memory_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
     return replace(
         blank,
         devices=ranks,
         parts=parts,
         memory=sum(parts.values()),
         compute=compute,
-        sent=max(each.end for each in played) - compute,
+        sent=max(each.end for each in simulated) - compute,
         update=phase_seconds(profile.steps["kept"].spans, profile, hardware, UPDATE) / ranks,
         split=split,
     )

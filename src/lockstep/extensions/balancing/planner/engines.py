@@ -22,7 +22,7 @@ STEPS = 9
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds that an engine adds to a step of two ranks.
+    """Seconds that a sharded engine adds to a training step on two ranks.
 
     Attributes:
         step: constant seconds.
@@ -51,7 +51,7 @@ class EngineCost:
 
 
 class Net(nn.Module):
-    """A chain of groups of square layers."""
+    """Network for the measurement: groups of square linear layers that run one after another."""
 
     def __init__(self, groups: int, layers: int, width: int) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ ENGINES: dict[str, Callable[[Net], Step]] = {
 """Function that creates a step of a network, by the kind of a candidate and its stage."""
 
 
-def _timed(step: Step) -> float:
-    """Return the median seconds of a step, of the slowest rank."""
+def _measure_step(step: Step) -> float:
+    """Return the median seconds of a step on the slowest rank."""
     for _ in range(3):
         step()
     found = []
@@ -161,13 +161,13 @@ def _timed(step: Step) -> float:
 
 
 def measure_engines() -> dict[str, EngineCost]:
-    """Measure the seconds that engines add to a step, by name.
+    """Measure the seconds that each engine adds to a step, and return the costs by the engine's name.
 
-    Collective, on two ranks of a process group of gloo. DeepSpeed is left out if it is missing or fails.
+    Collective, on two ranks of a gloo process group. DeepSpeed is omitted if it is missing or fails.
     """
     alone = {}
     for name, shape in NETS.items():
-        whole, without = _timed(_plain(Net(*shape))), _timed(_plain(Net(*shape), updates=False))
+        whole, without = _measure_step(_plain(Net(*shape))), _measure_step(_plain(Net(*shape), updates=False))
         alone[name] = without + (whole - without) / dist.get_world_size()  # each rank updates its part
     found = {}
     with _silent():
@@ -175,7 +175,7 @@ def measure_engines() -> dict[str, EngineCost]:
             if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
                 continue
             try:
-                added = {name: _timed(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
+                added = {name: _measure_step(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
             except Exception:  # a plan without DeepSpeed is better than none
                 if engine.startswith("deepspeed"):
                     continue
@@ -185,7 +185,7 @@ def measure_engines() -> dict[str, EngineCost]:
 
 
 def _solve(added: dict[str, float]) -> EngineCost:
-    """Solve for the cost of an engine from the seconds that it added to the four networks. No part is below zero."""
+    """Compute an engine's cost from the seconds added to each of the four networks. No part is below zero."""
     parameter = max((added["layers"] - added["one"]) / 10, 0.0)
     group = max((added["groups"] - added["one"] - 10 * parameter) / 5, 0.0)
     step = max(added["one"] - group - 2 * parameter, 0.0)

@@ -55,7 +55,7 @@ def parse_bytes(flag: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices on equal nodes.
+    """Speed, memory and links of equal devices on equal nodes.
 
     Attributes:
         devices: number on a node.
@@ -109,7 +109,7 @@ class Hardware:
         return self.devices * self.nodes
 
     def speed(self, precision: str) -> float:
-        """Return the operations a second of matrix products in a precision of ``Trainer(precision=...)``."""
+        """Return the floating-point operations a second of matrix products under ``Trainer(precision=...)``."""
         table = dict(self.products)
         kinds = (("bf16", "bfloat16"), ("16", "float16"), ("64", "float64"))
         wanted = next((dtype for key, dtype in kinds if key in precision), "float32")
@@ -118,7 +118,7 @@ class Hardware:
         return table.get(wanted) or table.get("bfloat16" if wanted == "float16" else "float16") or table["float32"]
 
     def slowest_link(self) -> tuple[float, float]:
-        """Return bandwidth and latency of the slowest link of a ring over all devices."""
+        """Return bytes a second and latency in seconds of the slowest link in a ring over all devices."""
         if self.nodes > 1 and self.devices > 1:
             return min(self.link, self.node_link), max(self.latency, self.node_latency)
         return (self.node_link, self.node_latency) if self.nodes > 1 else (self.link, self.latency)
@@ -127,7 +127,7 @@ class Hardware:
 def described(
     devices: int, nodes: int = 1, memory: float | None = None, link: float | None = None, chip: str | None = None
 ) -> Hardware:
-    """Describe devices of another machine.
+    """Create the `Hardware` of a machine that is described and not measured.
 
     Args:
         devices: number on a node.
@@ -137,11 +137,8 @@ def described(
         chip: name of a GPU, for its arithmetic speed: "H100", "A100", "RTX 3090"; None: a modest one of 2020.
 
     Raises:
-        MisconfigurationException: a number is below 1, or the chip is unknown.
+        MisconfigurationException: the chip is unknown.
     """
-    for flag, value in (("--devices", devices), ("--nodes", nodes)):
-        if value < 1:
-            raise MisconfigurationException(f"{flag} {value}: give a number from 1")
     made = Hardware(devices, nodes, name="a device as described")
     if memory is not None:
         made = replace(made, memory=memory * 0.92)  # the rest is the driver's, and lost between allocations
@@ -185,7 +182,7 @@ def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 
 def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second of a product of matrices."""
+    """Measure the floating-point operations a second of matrix products in a dtype."""
     # larger matrices use more of a device; a device that is slow in a dtype stops at small ones
     size, most = SMALL, SMALL if device.type == "cpu" else 4096
     while True:
@@ -198,7 +195,7 @@ def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_device(device: torch.device) -> Hardware:
-    """Measure products, copies and small operations on a device of this machine. It takes about a second."""
+    """Measure matrix products, copies and small operations on a device. It takes about a second."""
     on_cpu = device.type == "cpu"
     dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16)
     products = {_name(dtype): _rate_of_products(device, dtype) for dtype in dtypes}
@@ -231,7 +228,7 @@ def measure_device(device: torch.device) -> Hardware:
 
 
 def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | None:
-    """Measure bytes a second from a device to the next one; None if it is the only one or the measurement fails."""
+    """Measure bytes a second from a device to its neighbor; None without a neighbor, or if it fails."""
     numbers = [other.index for other in devices_of(device.type)]
     mine = device.index or 0
     if len(numbers) < 2:
@@ -247,7 +244,7 @@ def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | N
 
 
 def copying(kind: str, one: int, other: int) -> float:
-    """Measure bytes a second of copies between two devices of a kind, given their numbers."""
+    """Measure bytes a second of copies between two devices of one type, given their indices."""
     device = torch.device(kind, one)
     source = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source, device=torch.device(kind, other))
@@ -255,7 +252,7 @@ def copying(kind: str, one: int, other: int) -> float:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Return the bytes that a run can use on a device, including the free memory of torch's allocator."""
+    """Return the bytes that a run can use on a device, including free memory in torch's allocator."""
     free = free_memory(device)
     if free is None:
         return 16 * GB
@@ -263,7 +260,7 @@ def usable_memory(device: torch.device) -> float:
 
 
 def _small_step() -> Callable[[], None]:
-    """Create a step of some milliseconds, whose update moves more memory than a core's cache has."""
+    """Create a training step of some milliseconds whose update moves more memory than a core's cache holds."""
     net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)])
     optimizer, x = torch.optim.AdamW(net.parameters(), 1e-6), torch.ones(64, 512)
 
@@ -276,7 +273,9 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure communication between ranks of this host, in one of two processes. Rank 0 writes the results.
+    """Measure communication between two processes on this host, which both call this function.
+
+    Rank 0 writes the results into ``folder``.
 
     Args:
         rank: 0 or 1.
@@ -382,7 +381,7 @@ def cache_folder() -> Path:
 
 
 def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
-    """Return this machine's devices, from the cache or measured now. Free memory is always read now.
+    """Return this machine's hardware from the cache, or measure the hardware. Free memory is never cached.
 
     Args:
         device: one of them; the others are assumed to be equal.
@@ -407,7 +406,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert fields of `Hardware` from JSON."""
+    """Convert fields of `Hardware` from JSON values to their types."""
     made = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()}
     return {**made, "engines": tuple((name, EngineCost(**cost)) for name, cost in made.get("engines", ()))}
 

@@ -1,4 +1,4 @@
-"""Split of a chain of blocks over a row of devices with the fastest slowest device.
+"""Split of a chain of blocks over a sequence of devices that minimizes the seconds of the slowest device.
 
     split = partition([Block(seconds=1.0), Block(seconds=2.0)], [Device(), Device()])
     split.bottleneck
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 MATRICES = 8
-"""Upper limit of the devices whose stages' seconds are kept; those of a thousand blocks take 8 MB each."""
+"""Maximum number of devices whose stage seconds are kept; for a thousand blocks each device takes 8 MB."""
 ROUNDING = 1 + 1e-12
 """Factor on a device's memory, so that sums with rounding errors still fit."""
 
@@ -36,7 +36,7 @@ ROUNDING = 1 + 1e-12
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a chain, for one micro-batch on a device of speed 1.
+    """Cost of a block in a chain, for one micro-batch on a device of speed 1.
 
     Attributes:
         seconds: forward and backward.
@@ -58,13 +58,13 @@ class Block:
 
     @property
     def saves(self) -> float:
-        """Bytes of a micro-batch that a recomputation saves; 0 if the block is never recomputed."""
+        """Bytes that a recomputation saves for each micro-batch; 0 if the block is never recomputed."""
         return max(self.kept - self.inputs, 0.0) if self.again < math.inf else 0.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of the row.
+    """Speed, memory and link of a device in the sequence.
 
     Attributes:
         speed: relative to the device on which the blocks were measured.
@@ -83,10 +83,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Stage:
-    """The blocks of one device.
+    """Consecutive blocks on one device, with their seconds and memory.
 
     Attributes:
-        device: its place in the row.
+        device: its index in the sequence.
         start: index of its first block.
         stop: index after its last block.
         recomputed: indices of the recomputed blocks.
@@ -104,7 +104,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Split:
-    """A chain over devices; devices without blocks have no stage."""
+    """Stages of a chain that is split over devices. Devices without blocks have no stage."""
 
     stages: tuple[Stage, ...]
 
@@ -115,7 +115,7 @@ class Split:
 
 
 class DoesNotFit(ValueError):
-    """A chain needs more memory than its devices have.
+    """Error for a chain that needs more memory than its devices have.
 
     Attributes:
         missing: bytes that each device would need in addition.
@@ -130,7 +130,7 @@ class DoesNotFit(ValueError):
 
 
 def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int] = frozenset()) -> float:
-    """Return the bytes of blocks on a device if those with the indices ``recomputed`` are recomputed."""
+    """Return the bytes that blocks need on a device if the blocks with indices ``recomputed`` are recomputed."""
     stays = sum(block.states for block in blocks)
     kept = sum(block.kept - (block.saves if at in recomputed else 0) for at, block in enumerate(blocks))
     peaks = (block.working + (block.saves if at in recomputed else 0) for at, block in enumerate(blocks))
@@ -138,7 +138,7 @@ def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int
 
 
 class _Kind(NamedTuple):
-    """Key of blocks with equal cost and savings of a recomputation."""
+    """Key for blocks whose recomputation takes the same time and saves the same memory."""
 
     again: float
     saves: float
@@ -150,7 +150,7 @@ class _Kind(NamedTuple):
 
 
 class _Chain:
-    """Tensors for all stages ``[start:stop]`` at once: sums up to a block, and matrices ``[stop, start]``."""
+    """Costs of all possible stages ``[start:stop]``, computed from cumulative sums and matrices ``[stop, start]``."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks, self.size = blocks, len(blocks)
@@ -173,20 +173,20 @@ class _Chain:
             self.members[kind] = counts.cumsum(0)
 
     def most(self, values: list[float]) -> Tensor:
-        """Return the largest value of each stage's blocks."""
+        """Return a matrix ``[stop, start]`` with the largest value among the blocks of each stage."""
         grid = torch.full((self.size + 1, self.size + 1), -math.inf, dtype=torch.float64)
         below = torch.arange(self.size)[:, None] >= torch.arange(self.size)
         grid[1:, :-1] = torch.where(below, torch.tensor(values, dtype=torch.float64)[:, None], -math.inf)
         return grid.cummax(0).values
 
     def between_backwards(self, device: Device, start: Tensor, stop: Tensor) -> Tensor:
-        """Return the bytes that stages hold between backwards without recomputation."""
+        """Return the bytes that stages need between two backward passes without recomputation."""
         return self.states[stop] - self.states[start] + device.in_flight * (self.kept[stop] - self.kept[start])
 
     def recompute(
         self, device: Device, start: Tensor, stop: Tensor
     ) -> tuple[list[tuple[_Kind, Tensor, Tensor]], Tensor, Tensor]:
-        """Choose the blocks to recompute so that stages fit.
+        """Choose the blocks to recompute in each stage so that the stage fits the device.
 
         Returns:
             for each kind the stages concerned and their numbers of blocks; the seconds of the recomputation on a
@@ -210,7 +210,7 @@ class _Chain:
         return chosen, seconds, stays + peak <= room
 
     def costs(self, device: Device, spare: bool) -> Tensor:
-        """Return the seconds of each stage on a device; infinite if it does not fit.
+        """Return the seconds of each possible stage on a device; infinite for stages that do not fit.
 
         Args:
             device: of the stage.
@@ -233,7 +233,7 @@ class _Chain:
         return grid.fill_diagonal_(0.0 if spare else math.inf)
 
     def stage(self, device: Device, at: int, start: int, stop: int, seconds: float) -> Stage:
-        """Create a stage that fits the device. The first blocks of each kind are recomputed."""
+        """Create a stage that fits the device. Where needed, the first blocks of each kind are recomputed."""
         numbers: dict[_Kind, int] = {}
         mine = self.blocks[start:stop]
         if memory_of(mine, device) > device.memory * ROUNDING:
@@ -276,7 +276,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
     if not blocks or not devices:
         raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: give at least one of each")
     if not spare and len(blocks) < len(devices):
-        raise ValueError(f"partition: {len(blocks)} blocks cannot be on each of {len(devices)} devices: give fewer")
+        raise ValueError(f"partition: {len(blocks)} blocks are too few for {len(devices)} devices: give fewer devices")
     chain = _Chain(blocks)
     reached = torch.full((len(blocks) + 1,), math.inf, dtype=torch.float64)
     reached[0] = 0.0
@@ -305,7 +305,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
 
 
 def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
-    """Create the error: a block that is larger than any device, or the memory that all devices lack."""
+    """Return the error that names a block larger than any device, or the memory that each device lacks."""
     missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []
@@ -320,13 +320,13 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) 
             )
     return DoesNotFit(
         f"{len(blocks)} blocks do not fit {len(devices)} devices in a row: each would need {missing:.0f} bytes more. "
-        "Use more devices, smaller micro-batches, or fewer at the same time",
+        "Use more devices, or smaller or fewer micro-batches",
         missing,
     )
 
 
 def _missing(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> float:
-    """Return the bytes that each device would need in addition for a split to exist."""
+    """Return the smallest number of additional bytes on each device with which a split would exist."""
     # the same dynamic programming, with missing bytes in the place of seconds
     chain = _Chain(blocks)
     backward = torch.arange(chain.size + 1)[:, None] < torch.arange(chain.size + 1)

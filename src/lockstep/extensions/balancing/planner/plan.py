@@ -1,4 +1,4 @@
-"""Plans: every way to train with its memory and seconds, the choice and its reason, and the file of a plan."""
+"""Plans: predicted memory and time of every way to train, the chosen way and its reason, and files of plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "f
 
 
 def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
-    """Yield the ways to train a model on these devices.
+    """Yield every candidate, which is a way to train, for a model on these devices.
 
     Args:
         profile: of the model.
@@ -61,7 +61,7 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
 
 
 def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
-    """Yield pipelines of all devices, by schedule and number of micro-batches."""
+    """Yield pipeline candidates over all devices, for each schedule and number of micro-batches."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 
@@ -75,7 +75,7 @@ def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
-    """Return the reason why a candidate cannot be run, whether or not it fits; "" if it can.
+    """Return the reason why a candidate cannot run, regardless of memory, or "" if it can.
 
     Args:
         profile: of the model.
@@ -95,7 +95,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
     if candidate.kind == "sharded" and not profile.parameter_wise:
         return "the optimizer needs all parameters together"
     if candidate.kind == "dp" and profile.samples < hardware.devices:
-        return f"{profile.samples} samples cannot be cut over {hardware.devices} devices"
+        return f"{profile.samples} samples cannot be divided over {hardware.devices} devices"
     return ""
 
 
@@ -104,7 +104,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
 
 @dataclass(frozen=True)
 class Plan:
-    """Predictions of all ways to train a model on some devices, and a choice.
+    """Predictions for all ways to train a model on given devices, and the chosen way.
 
     Attributes:
         profile: of the model, in the precision of the Trainer.
@@ -124,7 +124,7 @@ class Plan:
         return "\n".join(self.lines())
 
     def lines(self, everything: bool = False) -> Iterator[str]:
-        """Yield the lines of the table, and the reason of the choice.
+        """Yield the lines of the printed table, followed by the reason for the choice.
 
         Args:
             everything: True for all rows, including pipelines and variants of a way that gain nothing.
@@ -156,7 +156,7 @@ class Plan:
         yield self.reason
 
     def _is_worth_showing(self, row: Prediction) -> bool:
-        """Return True for a variant that gains something, a pipeline that beats the choice, and all plain ways."""
+        """Return True for plain ways, variants that save time or memory, and pipelines faster than the choice."""
         if row.candidate.kind == "pipeline":
             of_kind = [each for each in self.rows if _kind(each) == _kind(row)]
             best = max(of_kind, key=lambda each: (each.fits, each.rate, -each.missing))
@@ -176,7 +176,7 @@ class Plan:
             MisconfigurationException: nothing fits, so there is no choice.
         """
         if self.choice is None:
-            raise MisconfigurationException(f"{path}: there is nothing to save. {self.reason}")
+            raise MisconfigurationException(f"{path}: the plan has no choice that could be saved. {self.reason}")
         Path(path).write_text(SavedPlan.of(self).text())
 
 
@@ -198,7 +198,7 @@ def _time(seconds: float) -> str:
 def make_plan(
     profiles: Sequence[ModelProfile], hardware: Hardware, *, goal: Goal = "speed", packages: Sequence[str] = ()
 ) -> Plan:
-    """Predict every way to train, and choose one.
+    """Predict memory and seconds of every way to train, and choose one.
 
     Equal arguments give equal plans.
 
@@ -217,7 +217,7 @@ def make_plan(
     from lockstep.extensions.balancing.planner.cost import predict
 
     if goal not in ("speed", "memory"):
-        raise MisconfigurationException(f'goal={goal!r}: give "speed" or "memory"')
+        raise MisconfigurationException(f'A plan has no goal={goal!r}: give "speed" or "memory".')
     rows = []
     for profile in profiles:
         for candidate in candidates(profile, hardware):
@@ -247,7 +247,7 @@ def make_plan(
 
 
 def _simplicity(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
-    """Return a sort key, smallest for the simplest way."""
+    """Return the sort key that orders predictions from the simplest way to train to the most complex."""
     one = prediction.candidate
     return ORDER.index(one.kind), one.stage, one.offload, one.recomputed, abs(one.bucket_mb - 25.0)
 
@@ -273,7 +273,7 @@ def _reason(choice: Prediction, rows: Sequence[Prediction], hardware: Hardware, 
 
 
 def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: Hardware) -> str:
-    """Describe the missing memory, and changes with which the model would fit."""
+    """Return a message with the missing memory, and with changes that would make the model fit."""
     found = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.missing)
     changes = []
     by_batch = max(span.peak for span in profile.step(found.candidate.recomputed).spans)
@@ -297,14 +297,14 @@ def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: H
 
 
 LARGEST = 2**20
-"""Upper limit of the bytes of a plan's file that are read."""
+"""Maximum number of bytes that are read from a plan's file."""
 OF_CANDIDATE = ("stage", "offload", "recomputed", "bucket_mb", "precision")
 """Fields of a file that have the name of the candidate's attribute."""
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """The choice of a plan as it is saved: lines ``name: value`` whose values are JSON, which is YAML as well.
+    """The saved choice of a plan. The file has lines ``name: value`` with JSON values, so it is valid YAML.
 
     Attributes:
         model: class of the model.
@@ -339,7 +339,7 @@ class SavedPlan:
 
     @classmethod
     def of(cls, plan: Plan) -> SavedPlan:
-        """Create it from a plan with a choice."""
+        """Create the saved form of a plan that has a choice."""
         choice, machine = plan.choice, plan.hardware
         assert choice is not None
         one = choice.candidate
@@ -361,19 +361,19 @@ class SavedPlan:
 
     @property
     def candidate(self) -> Candidate:
-        """The way to train."""
+        """The chosen candidate, which is a way to train."""
         from lockstep.extensions.balancing.planner.cost import Candidate
 
         return Candidate(self.strategy, **{name: getattr(self, name) for name in OF_CANDIDATE})
 
     def text(self) -> str:
-        """Return the contents of the file."""
+        """Return the contents of the plan's file."""
         rows = [f"{name}: {json.dumps(value)}" for name, value in vars(self).items()]
         return "\n".join(['# made by `lockstep plan`, for Trainer(strategy="...")', *rows, ""])
 
     @classmethod
     def read(cls, path: str | Path) -> SavedPlan:
-        """Read a file.
+        """Read a plan from its file.
 
         Raises:
             MisconfigurationException: there is no such file, or it is not a plan.
@@ -384,8 +384,8 @@ class SavedPlan:
                 text = file.read(LARGEST).decode(errors="replace")
         except OSError as error:
             raise MisconfigurationException(
-                f'Trainer(strategy="{path}"): {error.strerror or error}. Make the file with `lockstep plan script.py '
-                f"--save {path}`."
+                f'Trainer(strategy="{path}"): the plan cannot be read ({error.strerror or error}). Create it with '
+                f"`lockstep plan script.py --save {path}`."
             ) from None
         found = {m[1]: m[2] for line in text.splitlines() if (m := re.fullmatch(r"(\w+): (.+)", line.strip()))}
         try:
@@ -394,12 +394,12 @@ class SavedPlan:
             return saved
         except (TypeError, ValueError, RecursionError):
             raise MisconfigurationException(
-                f'Trainer(strategy="{path}"): the file is not a plan of this release. Make a new one with '
+                f'Trainer(strategy="{path}"): the file is not a plan of this release. Create a new plan with '
                 "`lockstep plan`."
             ) from None
 
     def _check(self) -> None:
-        """Check the values.
+        """Check types and ranges of the values.
 
         Raises:
             ValueError: a value has another type, is negative or not finite, or two values do not fit together.
@@ -413,28 +413,28 @@ class SavedPlan:
             raise ValueError(f"{self.strategy} has no offload")
 
     def check_machine(self, available: float, where: str) -> None:
-        """Refuse a machine whose devices have less memory than the plan needs.
+        """Raise an error if the devices of this machine have less memory than the plan needs.
 
         Args:
             available: bytes of a device.
-            where: for the message.
+            where: the user's argument, for the message.
         """
         if available < self.memory:
             raise MisconfigurationException(
                 f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
-                f"the plan was made for {self.device}. Make one for this machine."
+                f"the plan was made for {self.device}. Create a plan on this machine."
             )
 
     def check_model(self, name: str, key: str, where: str) -> None:
-        """Refuse another model.
+        """Raise an error if the parameters of a model differ from those of the plan's model.
 
         Args:
             name: class of the model.
             key: see `lockstep.extensions.balancing.planner.profile.key_of`.
-            where: for the message.
+            where: the user's argument, for the message.
         """
         if key != self.key:
             raise MisconfigurationException(
-                f"{where} was made for {self.model}, whose parameters differ from those of this {name}. Make a plan "
-                "for this model, or give the name of a strategy."
+                f"{where} was made for {self.model}, whose parameters differ from those of this {name}. Create a plan "
+                "for this model, or use the name of a strategy."
             )

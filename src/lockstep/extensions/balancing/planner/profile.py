@@ -1,8 +1,9 @@
-"""Profile of a model's step by block: bytes from a trace, and seconds from a clock."""
+"""Profiles of a model's training step: bytes of each block from a trace, and seconds from a clock."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from lockstep.extensions.balancing.planner.trace import (
     TracedAllocation,
     TracedStep,
     fake,
-    play,
+    run_step,
     trace_step,
 )
 from lockstep.extensions.balancing.torch_parts import PARTS, PLAN
@@ -41,7 +42,7 @@ from lockstep.memory.recompute import recompute
 
 
 def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name: the named ones, or its repeated blocks, or its direct children.
+    """Return a model's blocks by name: the submodules in ``named``, else its repeated blocks, else its children.
 
     Args:
         module: the model.
@@ -57,7 +58,7 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
     there = dict(module.named_modules())
     for name in named:
         if name not in there or not name:
-            raise ValueError(f"blocks: {type(module).__name__} has no submodule {name!r}")
+            raise ValueError(f"blocks: {type(module).__name__} has no submodule {name!r}: see named_modules()")
     if named:
         return {name: there[name] for name in named}
     found = find_blocks(module)
@@ -71,7 +72,7 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
 
 
 def kind_of(layer: nn.Module) -> str:
-    """Return a key that is equal for blocks of equal class, parameters and configuration."""
+    """Return a key that is the same for blocks of equal class, parameter shapes and configuration."""
     shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters()]
     text = f"{type(layer).__qualname__} {shapes} {layer}"
     return f"{type(layer).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -82,7 +83,7 @@ def kind_of(layer: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """A parameter; tied ones count as one.
+    """Size, block and optimizer states of a parameter. Tied parameters have one profile.
 
     Attributes:
         name: its first name.
@@ -107,10 +108,7 @@ class ParameterProfile:
     @property
     def elements(self) -> int:
         """Number of elements of the whole parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def size(self) -> int:
@@ -120,7 +118,9 @@ class ParameterProfile:
 
 @dataclass(frozen=True)
 class SpanProfile:
-    """A part of a step that belongs to one block, or to none. Bytes are those that are allocated within the step.
+    """Memory and work of consecutive operations of a step, in one block or outside all blocks.
+
+    Only memory that is allocated within the step counts.
 
     Attributes:
         phase: see `lockstep.extensions.balancing.planner.trace.Span`.
@@ -143,7 +143,7 @@ class SpanProfile:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """A block in the chain.
+    """A block of a model, with the bytes that its forward keeps and sends.
 
     Attributes:
         name: of its module.
@@ -162,23 +162,21 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step with or without recomputation.
+    """Spans of a step, with or without recomputation.
 
     Attributes:
         spans: in the order in which they run.
-        spread: interquartile range of the measured steps' seconds, divided by their median.
     """
 
     spans: tuple[SpanProfile, ...]
-    spread: float = 0.0
 
     def seconds(self, phase: str, unit: int | None = None) -> float | None:
-        """Return the measured seconds of a phase, or of one block in it; None if they were not measured."""
+        """Return the measured seconds of a phase, or of one block in the phase; None without a measurement."""
         found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
         return None if None in found else float(sum(value or 0.0 for value in found))
 
     def work(self, phase: str, unit: int | None = None) -> OperationWork:
-        """Return the work of a phase, or of one block in it."""
+        """Return the work of all operations in a phase, or of one block in the phase."""
         total = OperationWork()
         for span in self.spans:
             if span.phase == phase and unit in (None, span.unit):
@@ -234,12 +232,12 @@ class ModelProfile:
 
     @property
     def key(self) -> str:
-        """See `key_of`."""
+        """Key that identifies the model by its parameters; see `key_of`."""
         return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
 
 
 def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
-    """Return a key of a model, from the name, the shape and ``requires_grad`` of each parameter."""
+    """Return a hash of names, shapes and ``requires_grad`` of a model's parameters, which identifies the model."""
     return hashlib.sha256(repr([(name, tuple(shape), t) for name, shape, t in parameters]).encode()).hexdigest()[:16]
 
 
@@ -247,7 +245,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Return the bytes of some allocations, each with its end, during each operation."""
+    """Return the total bytes during each operation, from pairs of an allocation and its end."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -256,10 +254,10 @@ def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]
 
 
 def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
-    """Return the spans of a trace with their bytes."""
+    """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return the end of an allocation if gradients are added to other memory at the end of their node."""
+        """Return when an allocation ends if gradients are accumulated elsewhere at the end of their node."""
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -285,7 +283,7 @@ AFTER = -2
 
 
 def _kept(trace: StepTrace) -> dict[int, int]:
-    """Return the bytes that the forward keeps for the backward, by block."""
+    """Return, for each block, the bytes that the forward keeps for the backward."""
     forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
     end = max(trace.spans[at].stop for at in forwards)
     last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
@@ -334,9 +332,8 @@ def profile_step(
     batch: object = None,
     precision: str = "32-true",
     named: Sequence[str] = (),
-    recomputed: bool = True,
 ) -> ModelProfile:
-    """Profile the memory and the operations of a step, by tracing it with tensors that have shapes and no memory.
+    """Profile memory and operations of a step by tracing the step with fake tensors, which have no memory.
 
     Args:
         step: the step. Its module is restored afterwards; it may be on the meta device.
@@ -344,22 +341,21 @@ def profile_step(
         batch: input of the step, whose memory does not count.
         precision: name for the profile; the step's context applies it.
         named: names of the blocks.
-        recomputed: True to trace a second time with recomputation of repeated blocks.
 
     Raises:
         ValueError: there is no submodule of a name, or the control flow of the step depends on values.
 
     Example::
 
-        step = Step(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
+        step = TracedStep(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
         profile = profile_step(step, samples=16)
     """
     units = find_units(step.module, named)
     repeated = {id(block) for block in find_blocks(step.module)}
-    kept = _traced(step, units, batch, again=False)
+    kept = _trace(step, units, batch, again=False)
     steps = {"kept": StepProfile(spans_of(kept.trace))}
-    if recomputed and repeated:
-        steps["recomputed"] = StepProfile(spans_of(_traced(step, units, batch, again=True).trace))
+    if repeated:
+        steps["recomputed"] = StepProfile(spans_of(_trace(step, units, batch, again=True).trace))
     order = list(dict.fromkeys(span.unit for span in kept.trace.spans if span.unit != REST))
     sizes = _kept(kept.trace)
     place = {unit: number for number, unit in enumerate(order)}
@@ -390,7 +386,7 @@ class _Traced(NamedTuple):
     optimizers: list[str]
 
 
-def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
+def _trace(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
     """Trace a step on fake tensors, and restore its module."""
     refuse_without(PLAN, "a plan", "name a strategy", PARTS)
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -410,7 +406,7 @@ def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again:
 def _blocks(
     trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int], kept: dict[int, int]
 ) -> Iterator[BlockProfile]:
-    """Yield the blocks in the order in which they run, with the bytes that they keep."""
+    """Yield the profile of each block, in the order in which the blocks run."""
     names = list(units)
     for unit in order:
         layer = units[names[unit]]
@@ -422,7 +418,7 @@ def _blocks(
 
 
 class _Clock:
-    """Times at which forwards and backwards of blocks start and end, in one step."""
+    """Observer of one step that records when forwards and backwards of blocks start and end."""
 
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
@@ -438,33 +434,33 @@ class _Clock:
         event.record()
         return event
 
-    def note(self, phase: str, unit: int) -> None:
-        """Record that a block runs from now on."""
+    def record(self, phase: str, unit: int) -> None:
+        """Record that a block starts to run now."""
         self.moments.append((phase, unit, self.now()))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record a phase that runs within the block."""
+        """Record start and end of a phase that runs within the ``with`` block."""
         self._forward = name == FORWARD
-        self.note(name, REST)
+        self.record(name, REST)
         yield
-        self.note(name, REST)
+        self.record(name, REST)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Record the start of a block's forward, as its hook."""
+        """Record the start of a block's forward. It is a forward pre-hook."""
         # a recomputed forward counts as part of the backward
         if self._forward:
-            self.note(FORWARD, self.units[id(layer)])
+            self.record(FORWARD, self.units[id(layer)])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """Record the end of a block's forward, as its hook."""
+        """Record the end of a block's forward. It is a forward hook."""
         if not self._forward:
             return
         unit = self.units[id(layer)]
-        self.note(FORWARD, REST)
+        self.record(FORWARD, REST)
         for tensor in tensors_in(output, 3):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.note(BACKWARD, unit))
+                tensor.register_hook(lambda gradient: self.record(BACKWARD, unit))
                 return
 
     def seconds(self) -> dict[tuple[str, int], float]:
@@ -486,7 +482,7 @@ def measure_step(
     steps: int = 7,
     patience: float = 20.0,
 ) -> ModelProfile:
-    """Measure the seconds of a profiled step: medians over some steps, and over blocks of one kind.
+    """Measure the seconds of a profiled step, as medians over several steps and over blocks of one kind.
 
     Args:
         profile: of the same step.
@@ -503,33 +499,31 @@ def measure_step(
     units = [by_name[block.name] for block in profile.blocks]
     found: list[dict[tuple[str, int], float]] = []
     start = time.perf_counter()
-    with _restored(step.module):
+    with _restore(step.module):
         optimizers = list(step.optimizers())
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
             step.module.zero_grad()
             with current_device(device):
-                play(step, optimizers, units, clock)
+                run_step(step, optimizers, units, clock)
             if number >= warm_up:
                 found.append(clock.seconds())
             if time.perf_counter() - start > patience and len(found) >= 2:
                 break
-    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
-    totals = sorted(sum(one.values()) for one in found)
-    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
-    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
+    medians = _pool(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
+    timed = {"kept": _distribute(profile.steps["kept"], medians)}
     if "recomputed" in profile.steps:
         # not measured: a recomputed block runs its forward a second time in the backward
         again = dict(medians)
         for number, block in enumerate(profile.blocks):
             if block.repeated:
                 again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
-        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
+        timed["recomputed"] = _distribute(profile.steps["recomputed"], again)
     return replace(profile, steps=timed, device=device.type)
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def _restore(module: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers and random states after the block, and drop gradients."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -544,8 +538,8 @@ def _restored(module: nn.Module) -> Iterator[None]:
             tensor.grad = None
 
 
-def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
-    """Give all blocks of one kind the median of their seconds."""
+def _pool(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+    """Replace the seconds of each block by the median over the blocks of its kind."""
     pooled = dict(seconds)
     for kind in {block.kind for block in profile.blocks}:
         numbers = [number for number, block in enumerate(profile.blocks) if block.kind == kind]
@@ -555,11 +549,11 @@ def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dic
     return pooled
 
 
-def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: float) -> StepProfile:
-    """Divide the seconds of each block over its spans, in proportion to the bytes that they move."""
+def _distribute(step: StepProfile, seconds: dict[tuple[str, int], float]) -> StepProfile:
+    """Distribute the seconds of each block over its spans, in proportion to their memory traffic."""
     spans = []
     for span in step.spans:
         total = step.work(span.phase, span.unit).moved
         share = span.work.moved / total if total else 1.0
         spans.append(replace(span, seconds=seconds.get((span.phase, span.unit), 0.0) * share))
-    return StepProfile(tuple(spans), spread)
+    return StepProfile(tuple(spans))

@@ -1,6 +1,6 @@
 """Simulation of a pipeline's schedule with the seconds of each stage.
 
-play([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4))
+simulate([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4))
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGES_OF_RANK = {"interleaved": 2}
 
 
 class Action(NamedTuple):
-    """A computation of a rank.
+    """A computation of a rank, which is a forward, a backward or half of a backward.
 
     Attributes:
         stage: of the pipeline.
@@ -36,11 +36,11 @@ class Action(NamedTuple):
     letter: str
 
 
-class Played(NamedTuple):
-    """An action and its time.
+class TimedAction(NamedTuple):
+    """An action with its simulated start and end.
 
     Attributes:
-        row: the rank's place in its pipeline.
+        row: the rank in the pipeline.
         action: of the rank.
         begin: seconds.
         end: seconds.
@@ -53,7 +53,7 @@ class Played(NamedTuple):
 
 
 def actions_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> list[list[Action]]:
-    """Return the actions of each rank of a pipeline, in their order.
+    """Return, for each rank of a pipeline, the actions in the order in which the rank runs them.
 
     Args:
         schedule: "gpipe", "1f1b" ("gpipe" with fewer micro-batches than ranks), "interleaved" or "zero-bubble", in
@@ -95,7 +95,7 @@ def _actions_of_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Ac
 
 
 def most_in_flight(actions: Sequence[Action]) -> dict[int, float]:
-    """Return, by stage, the largest number of micro-batches whose activations a rank holds at the same time.
+    """Return, for each stage, the largest number of micro-batches whose activations exist at the same time.
 
     Example:
         >>> [most_in_flight(actions) for actions in actions_of("1f1b", 2, 4)]
@@ -112,9 +112,9 @@ def most_in_flight(actions: Sequence[Action]) -> dict[int, float]:
 
 
 def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
-    """Order the actions of all ranks for one process that has all stages: by the time at which ranks start them.
+    """Merge the actions of all ranks into one sequence for a process that runs all stages.
 
-    Each action follows those that it needs.
+    Actions are ordered by their simulated start, so each follows the actions that it needs.
 
     Args:
         actions: of each rank; all stages are assumed to take equal times.
@@ -124,10 +124,10 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
         ['0F0', '0F1', '1F0', '1B0', '1F1', '0B0', '1B1', '0B1']
     """
     stages = 1 + max(action.stage for mine in actions for action in mine)
-    return [each.action for each in sorted(play([1.0] * stages, actions), key=lambda each: each.begin)]
+    return [each.action for each in sorted(simulate([1.0] * stages, actions), key=lambda each: each.begin)]
 
 
-def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Played]:
+def simulate(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[TimedAction]:
     """Simulate a schedule, and return each action with its time. A forward takes a third of a micro-batch's time.
 
     Args:
@@ -138,12 +138,12 @@ def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[
         ValueError: the schedule is a deadlock.
 
     Example:
-        >>> max(each.end for each in play([3.0, 3.0], actions_of("gpipe", 2, 2)))
+        >>> max(each.end for each in simulate([3.0, 3.0], actions_of("gpipe", 2, 2)))
         9.0
     """
     last = len(seconds) - 1
     ended: dict[Action | None, float] = {None: 0.0}
-    free, found = [0.0] * len(actions), list[Played]()
+    free, found = [0.0] * len(actions), list[TimedAction]()
     waiting = [deque(mine) for mine in actions]
     while any(waiting):
         before = len(found)
@@ -154,14 +154,14 @@ def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[
                 free[row] = begin + seconds[action.stage] * SHARES[action.letter]
                 # the previous stage's backward needs the gradient of the input only
                 ended[action._replace(letter="B") if action.letter == "I" else action] = free[row]
-                found.append(Played(row, action, begin, free[row]))
+                found.append(TimedAction(row, action, begin, free[row]))
         if len(found) == before:
-            raise ValueError("the actions of the ranks wait for one another")
+            raise ValueError("the schedule is a deadlock: the next actions of all ranks wait for one another")
     return found
 
 
 def _needs(action: Action, last: int) -> Action | None:
-    """Return the action that another one needs; None if it can start at once."""
+    """Return the action that must end before ``action`` can start, or None."""
     stage, number, letter = action
     if letter == "F":
         return Action(stage - 1, number, "F") if stage else None

@@ -1,4 +1,4 @@
-"""Trace of a training step: memory and work of each operation, by block, on real or fake tensors."""
+"""Trace of a training step: memory and work of each block's operations, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REST = -1
 
 @dataclass
 class OperationWork:
-    """Number and size of operations.
+    """Floating-point operations, memory traffic and number of some operations.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -68,7 +68,7 @@ OURS: dict[str, Callable[..., float]] = {
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> OperationWork:
-    """Return the work of one operation."""
+    """Return the floating-point operations and memory traffic of one operation that has run."""
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name
@@ -92,15 +92,16 @@ def _pages(size: int) -> int:
 
 
 def _padded(length: int) -> int:
-    """Return the elements of a row in oneDNN's workspaces."""
+    """Return the number of elements that oneDNN allocates for a row of a workspace, with padding."""
     whole = -(-length // 16) * 16
     return whole + 16 * (whole % 256 == 0)
 
 
 def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
-    """Return the bytes of oneDNN's workspace for a layer's forward in float32, without inputs and outputs.
+    """Return the bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
 
-    It contains gates, states and gradients of states, each of whole pages. The formula was found by trying sizes.
+    Inputs and outputs are not included. The workspace contains gates, states and gradients of states, each padded to
+    pages. The formula was found by trying sizes.
 
     Example:
         >>> workspace_of_lstm(64, 32, 128)
@@ -112,9 +113,10 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation keeps on a real CPU but not on fake tensors, while its last result exists.
+    """Return the bytes that an operation keeps on a CPU and that fake tensors do not show.
 
-    This is the workspace of an LSTM, and the storage of the elements of a mean in some losses.
+    These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
+    result of the operation.
     """
     if func._schema.name in LOSSES and not out.dim():
         return int(args[0].numel() * args[0].element_size())
@@ -125,7 +127,7 @@ def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of an operation on a CPU while it runs: oneDNN's gates, and images in its own layout."""
+    """Return the temporary bytes that an operation allocates on a CPU, such as images in oneDNN's layout."""
     name = func._schema.name
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
@@ -143,7 +145,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 @dataclass
 class TracedAllocation:
-    """An allocation of memory.
+    """A memory allocation within a traced step, with its lifetime.
 
     Attributes:
         size: bytes.
@@ -164,7 +166,7 @@ class TracedAllocation:
 
 @dataclass
 class Span:
-    """A sequence of operations that belong to one block, or to none.
+    """Consecutive operations that belong to one block, or to the code outside all blocks.
 
     Attributes:
         phase: FORWARD, BACKWARD or UPDATE.
@@ -182,7 +184,7 @@ class Span:
 
 
 class StepTrace(TorchDispatchMode):
-    """Dispatch mode that records operations and memory.
+    """Dispatch mode that records the operations and allocations of a training step.
 
     Args:
         units: the number of each block, by the id of its module.
@@ -192,7 +194,8 @@ class StepTrace(TorchDispatchMode):
         spans: in the order in which they ran.
         allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
-        arrivals: the place of each parameter's gradient in the order in which they arrived, by its id.
+        operations: number of operations so far.
+        arrivals: by the id of a parameter, the position of its gradient in the order in which gradients arrived.
         nodes: sequence number of autograd's node, by the count of operations; -1 outside of a backward.
     """
 
@@ -206,7 +209,7 @@ class StepTrace(TorchDispatchMode):
         self._live: dict[int, TracedAllocation | None] = {t.untyped_storage()._cdata: None for t in known}
         # referenced, so that no other storage gets their keys
         self._known = list(known)
-        self._time = 0
+        self.operations = 0
         self.nodes: list[int] = [-1]
         self._phase = FORWARD
         self._running: list[int] = []
@@ -214,20 +217,15 @@ class StepTrace(TorchDispatchMode):
         self._numbers: list[int] = []
         self._owners: list[int] = []
 
-    @property
-    def operations(self) -> int:
-        """Number of operations so far."""
-        return self._time
-
     # -- phases and blocks
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count operations within the block for a phase."""
+        """Assign the operations within the block to a phase: forward, backward or update."""
         self._phase = name
         self._open(REST)
         yield
-        self.spans[-1].stop = self._time
+        self.spans[-1].stop = self.operations
         self._running.clear()
 
     def _open(self, unit: int) -> None:
@@ -235,20 +233,20 @@ class StepTrace(TorchDispatchMode):
         if last is not None and last.phase == self._phase and last.unit == unit:
             return
         if last is not None:
-            last.stop = self._time
-        self.spans.append(Span(self._phase, unit, self._time))
+            last.stop = self.operations
+        self.spans.append(Span(self._phase, unit, self.operations))
         if self._phase == FORWARD:
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._owners.append(unit)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Start a span at a block's forward, as its hook."""
+        """Start a span before the forward of a block. It is a forward pre-hook."""
         if self._phase == FORWARD:
             self._running.append(self.units[id(layer)])
             self._open(self._running[-1])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """End a span after a block's forward, as its hook."""
+        """End the span after the forward of a block, and record its output's bytes. It is a forward hook."""
         if self._phase == FORWARD and self._running:
             unit = self._running.pop()
             self.sends[unit] = sum(t.numel() * t.element_size() for t in tensors_in(output, 3))
@@ -275,14 +273,16 @@ class StepTrace(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         node = self._follow_backward() if self._phase == BACKWARD else -1
-        self._time += 1
+        self.operations += 1
         self.nodes.append(node)
         for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
             self._add(tensor, node)
         if scratch := scratch_bytes(func, args):
-            self.allocations.append(TracedAllocation(scratch, self._time, len(self.spans) - 1, node, self._time))
+            self.allocations.append(
+                TracedAllocation(scratch, self.operations, len(self.spans) - 1, node, self.operations)
+            )
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
-            made = TracedAllocation(more, self._time, len(self.spans) - 1, node)
+            made = TracedAllocation(more, self.operations, len(self.spans) - 1, node)
             self.allocations.append(made)
             owner = out if isinstance(out, Tensor) else out[3]
             weakref.finalize(owner.untyped_storage(), self._freed, -1, made).atexit = False
@@ -298,22 +298,22 @@ class StepTrace(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
             return
         if storage._cdata not in self._live:
-            made = TracedAllocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
+            made = TracedAllocation(storage.nbytes(), self.operations, len(self.spans) - 1, node)
             self._live[storage._cdata] = made
             self.allocations.append(made)
             weakref.finalize(storage, self._freed, storage._cdata, made).atexit = False
 
     def _freed(self, key: int, made: TracedAllocation) -> None:
-        made.died = self._time
+        made.died = self.operations
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record the arrival of a parameter's gradient, as its hook."""
+        """Record the order in which gradients arrive. It is a hook on accumulated gradients."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the allocations of tensors that stay: gradients, and states of optimizers."""
+        """Mark the allocations of tensors that outlive the step as "gradient" or "state"."""
         for tensor in tensors:
             found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
             if found is not None:
@@ -324,7 +324,7 @@ class StepTrace(TorchDispatchMode):
 
 
 def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Replace a module's parameters and buffers by fake tensors, within ``FakeTensorMode``.
+    """Replace a module's parameters and buffers with fake tensors. Call it within ``FakeTensorMode``.
 
     Args:
         module: changed in place. Shared tensors stay shared.
@@ -368,7 +368,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A training step without a Trainer.
+    """A training step that runs without a Trainer.
 
     Attributes:
         module: the model.
@@ -386,10 +386,10 @@ class TracedStep:
 
 
 class PhaseWatch(Protocol):
-    """Observer of a step."""
+    """Protocol of observers of a training step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context around a phase."""
+        """Return a context manager in which a phase of the step runs."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
         """Handle the start of a block's forward."""
@@ -398,13 +398,13 @@ class PhaseWatch(Protocol):
         """Handle the end of a block's forward."""
 
 
-def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
-    """Run a step whose module has no gradients yet.
+def run_step(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
+    """Run forward, backward and update of a step, and notify an observer.
 
     Args:
-        step: the step.
-        optimizers: of its module.
-        blocks: that ``watch`` observes.
+        step: the step, whose module has no gradients yet.
+        optimizers: optimizers of the module.
+        blocks: submodules whose forwards are reported to ``watch``.
         watch: observer of blocks and phases.
 
     Raises:
@@ -429,7 +429,7 @@ def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.
 def trace_step(
     step: TracedStep, blocks: Sequence[nn.Module], batch: object = None
 ) -> tuple[StepTrace, list[Optimizer]]:
-    """Run one step and record it.
+    """Run one training step, and record its operations and allocations.
 
     Args:
         step: its module has no gradients yet.
@@ -451,7 +451,7 @@ def trace_step(
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(trace.arrived).remove)
         with trace:
-            play(step, optimizers, blocks, trace)
+            run_step(step, optimizers, blocks, trace)
             states = (value for optimizer in optimizers for value in optimizer.state.values())
             trace.mark(tensors_in([list(state.values()) for state in states], 6), "state")
     return trace, optimizers

@@ -1,1 +1,1 @@
-"""Plans for a Trainer: profile of its step, choice of strategy="auto", check of a saved plan."""
+"""Plans for a Trainer: profiles of training steps, the choice under strategy="auto", and checks of saved plans."""

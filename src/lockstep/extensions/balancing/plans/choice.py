@@ -1,4 +1,4 @@
-"""Plans for a Trainer's model, data and devices, and the choice of strategy="auto" for large models."""
+"""Plans for a Trainer's model, data and devices, and the strategy that strategy="auto" selects for large models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 ALONE = ("single", "dp")
-"""Kinds of candidates that start no ranks."""
+"""Kinds of candidates that run in one process."""
 STATES = 16
 """Bytes for each parameter in float32: itself, its gradient, Adam's two means."""
 CLEARLY = 0.5
@@ -44,12 +44,12 @@ CLEARLY = 0.5
 
 
 def packages() -> list[str]:
-    """Return the optional packages that are installed and that a plan may use."""
+    """Return the names of the installed optional packages that a plan may use."""
     return [name for name in ("deepspeed",) if importlib.util.find_spec(name) is not None]
 
 
 def first_batch(trainer: Trainer) -> Any:
-    """Return the first training batch on the CPU. Random states are restored.
+    """Return the first batch of the training data, and restore the random states afterwards.
 
     Raises:
         MisconfigurationException: there is no training data.
@@ -65,13 +65,15 @@ def first_batch(trainer: Trainer) -> Any:
         loaders, nest, _ = unpack(returned, "")
         batches = [next(iter(loader), None) for loader in loaders]
         if not batches or any(batch is None for batch in batches):
-            raise MisconfigurationException("A plan needs a batch, and a training loader gives none.")
+            raise MisconfigurationException(
+                "A plan needs a batch, and a training DataLoader yields none: give batch=, or check the dataset."
+            )
         return batches[0] if nest is None else tree_unflatten(batches, nest)
 
 
 @contextmanager
 def _threads(ranks: int) -> Iterator[None]:
-    """Use the number of threads that each of some ranks on this host will have, within the block."""
+    """Limit torch's threads, within the block, to one rank's share of the cores if ``ranks`` run on this host."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, cores() // ranks)))
     try:
@@ -90,16 +92,16 @@ def plan_for(
     measure: bool | None = None,
     folder: Path | None = None,
 ) -> Plan:
-    """Make a plan for the module of a Trainer's call.
+    """Create a plan for the module that is attached to a Trainer.
 
     Args:
         trainer: with the module attached.
-        batch: from a loader.
-        hardware: the devices; None: the Trainer's, measured.
+        batch: one batch of training data.
+        hardware: the devices. None: measure the Trainer's devices.
         goal: see `lockstep.extensions.balancing.planner.plan.make_plan`.
         named: names of the blocks.
-        measure: True to measure seconds on this device, if the model fits it; None: unless ``hardware`` is given.
-        folder: of cached measurements.
+        measure: True to measure seconds on this device if the model fits. None: measure unless ``hardware`` is given.
+        folder: cache of measurements.
     """
     from lockstep.extensions.balancing.planner.hardware import hardware_of
     from lockstep.extensions.balancing.plans.planning import profile_module
@@ -133,7 +135,7 @@ def plan_for(
 
 
 def plan_fit(trainer: Trainer, batch: object, goal: Goal, blocks: Sequence[str]) -> Plan:
-    """Make the plan of `Trainer.plan`, on the first training batch unless one is given."""
+    """Create the plan that `Trainer.plan` returns. A ``batch`` of None means the first training batch."""
     return plan_for(trainer, first_batch(trainer) if batch is None else batch, goal=goal, named=blocks)
 
 
@@ -141,7 +143,7 @@ def plan_fit(trainer: Trainer, batch: object, goal: Goal, blocks: Sequence[str])
 
 
 def steady_memory(device: torch.device, ranks: int) -> float:
-    """Return the total bytes of a device, or of a rank's share of the host."""
+    """Return a device's total memory in bytes; on a CPU, the host's memory divided by the number of ranks."""
     # not the free bytes: all ranks of a host must get the same number
     total = total_memory(device)
     if total is not None:
@@ -150,26 +152,26 @@ def steady_memory(device: torch.device, ranks: int) -> float:
 
 
 def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:
-    """Return True if a model's states take less than half of a device."""
+    """Return True if parameters, gradients and Adam states need less than half of a device's memory."""
     size = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     return STATES * size < CLEARLY * steady_memory(device, ranks)
 
 
 def reconsider(session: Session) -> None:
-    """Let a plan choose the strategy of a fit under ``strategy="auto"``, if the model may not fit a device.
+    """Replace the strategy of a ``strategy="auto"`` fit with a plan's choice if the model may not fit one device.
 
     Collective. Rank 0 makes the plan and sends the choice to the others. If there can be no plan, a warning is issued
     and the strategy stays.
 
     Args:
-        session: of a fit that starts; its strategy may be replaced.
+        session: the starting fit, whose strategy may be replaced.
     """
     strategy, trainer = session.strategy, session.trainer
     world, device = strategy.world, strategy.root_device
     if clearly_fits(session.module, device, world.local_size):
         return
     strategy.setup_environment()
-    candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
+    candidate = strategy.broadcast(_choose(trainer) if world.is_zero else None)
     if candidate is None:
         return
     from lockstep.extensions.balancing.planned import strategy_of
@@ -180,8 +182,8 @@ def reconsider(session: Session) -> None:
     session.connect()
 
 
-def _chosen(trainer: Trainer) -> Candidate | None:
-    """Return the choice of a plan with the cost model; None: the present strategy."""
+def _choose(trainer: Trainer) -> Candidate | None:
+    """Create a plan with the cost model, and return its choice, or None to keep the current strategy."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.hardware import described
 
@@ -192,7 +194,8 @@ def _chosen(trainer: Trainer) -> Candidate | None:
         found = plan_for(trainer, first_batch(trainer), hardware=machine)
     except Exception as error:  # a user's step may run on a device and fail on fake tensors
         name = type(trainer.lightning_module).__name__
-        rank_zero_warn(f'Trainer(strategy="auto"): the large model {name} cannot be planned: {error}')
+        kept = type(trainer.strategy).__name__
+        rank_zero_warn(f'Trainer(strategy="auto"): {name} is large and cannot be planned, so {kept} is used: {error}')
         return None
     rows = [row for row in found.rows if row.eligible]
     # the ranks exist already
@@ -206,6 +209,6 @@ def _chosen(trainer: Trainer) -> Candidate | None:
     else:
         best = max(rows, key=lambda one: one.rate)
         why = f"{best.candidate.name}: the fastest on {world.size} ranks, {readable(best.memory)} on each device."
-    rank_zero_info(f'Trainer(strategy="auto") takes {why}')
+    rank_zero_info(f'Trainer(strategy="auto") uses {why}')
     plain = Candidate("single" if world.size == 1 else "ddp", precision=best.candidate.precision)
     return None if best.candidate == plain else best.candidate

@@ -1,4 +1,4 @@
-"""Profile of a LightningModule's step, without a run: its loss, optimizers and precision."""
+"""Profiles of a LightningModule's training step, created without a fit."""
 
 from __future__ import annotations
 
@@ -33,32 +33,26 @@ DEPENDS = (
 )
 
 
-def samples_of(batch: object, given: int | None = None) -> int:
-    """Return the number of samples of a batch: as given, or the length of its first tensor."""
-    first = next((t for t in tensors_in(batch, 6) if t.dim()), None)
-    return given or (1 if first is None else len(first))
-
-
 def _silent(*args: object, **kwargs: object) -> None:
-    """Do nothing, instead of ``log``, while nothing is trained."""
+    """Do nothing. It replaces ``log`` and ``log_dict`` while a step is profiled."""
 
 
 @contextmanager
-def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
-    """Attach the module to a Trainer within the block, and let it log nothing."""
+def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
+    """Attach the module to a Trainer and disable its logging within the block."""
     with ExitStack() as end:
         for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
             replace_until(end, module, name, value)
         yield
 
 
-def built(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
-    """Return a copy of the module with the layers of ``configure_model``, or the module if it does not override it.
+def build(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
+    """Return a copy of the module on which ``configure_model`` has run; without that hook, the module itself.
 
     Args:
-        module: the user's.
-        trainer: to which the copy is attached meanwhile.
-        device: of the layers; None: without memory.
+        module: the user's module.
+        trainer: attached to the copy while the hook runs.
+        device: device for the layers. None: the meta device.
     """
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
@@ -67,18 +61,18 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
         # a Trainer and its loaders are not copied
         replace_until(end, module, "_trainer", None)
         made = copy.deepcopy(module)
-    with torch.device("meta") if device is None else device, _unlogged(made, trainer):
+    with torch.device("meta") if device is None else device, _without_log(made, trainer):
         made.configure_model()
     return made if device is None else made.to(device)
 
 
 def step_of(module: LightningModule, batch: object, precision: Precision) -> TracedStep:
-    """Create a step of ``module`` on ``batch``, equal to that of the loops.
+    """Create a training step of ``module`` on ``batch`` that computes the same loss as a fit.
 
     Args:
-        module: with automatic optimization.
-        batch: from a loader, on the module's device.
-        precision: of the run.
+        module: a module with automatic optimization.
+        batch: a batch on the module's device.
+        precision: precision of the fit.
 
     Raises:
         MisconfigurationException: the module has manual optimization, or its step returns no loss.
@@ -87,7 +81,7 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Tra
     refuse_lazy(module, "A plan")
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{name} sets automatic_optimization = False, and a plan cannot find its backward: choose a strategy by "
+            f"{name} sets automatic_optimization = False, so a plan cannot find its backward: choose a strategy by "
             "its name."
         )
     more = (0,) if takes_idx(module.training_step) else ()
@@ -98,7 +92,7 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Tra
         found = found.get("loss") if isinstance(found, dict) else found
         if not isinstance(found, Tensor):
             raise MisconfigurationException(
-                f"{name}.training_step returned no loss for the batch of the plan: return a tensor, or {{'loss': ...}}."
+                f"{name}.training_step returned no loss for the plan's batch: return a tensor, or {{'loss': ...}}."
             )
         return found
 
@@ -117,23 +111,19 @@ def profile_module(
     batch: object,
     precision: Precision,
     *,
-    samples: int | None = None,
     named: Sequence[str] = (),
     trainer: Trainer | None = None,
     device: torch.device | None = None,
-    recomputed: bool = True,
 ) -> ModelProfile:
-    """Profile a step of a LightningModule.
+    """Profile the memory, the operations and optionally the seconds of a LightningModule's training step.
 
     Args:
-        module: restored afterwards.
-        batch: from a loader.
-        precision: of the run.
-        samples: of the batch; None: the length of its first tensor.
+        module: the user's module, which is restored afterwards.
+        batch: one batch of training data.
+        precision: precision of the fit.
         named: names of the blocks.
-        trainer: to which the module is attached meanwhile.
-        device: of the module and the batch, on which seconds are measured; None: the cost model.
-        recomputed: True to profile recomputation as well.
+        trainer: attached to the module while the step is profiled.
+        device: device of module and batch, on which seconds are measured. None: seconds are not measured.
 
     Raises:
         MisconfigurationException: the step has manual optimization, no loss, or control flow that depends on values,
@@ -141,15 +131,14 @@ def profile_module(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    whole = built(module, trainer, device)
+    whole = build(module, trainer, device)
     name = type(module).__name__
-    with _unlogged(whole, trainer):
+    with _without_log(whole, trainer):
         step = step_of(whole, batch, precision)
-        count = samples_of(batch, samples)
+        first = next((tensor for tensor in tensors_in(batch, 6) if tensor.dim()), None)
+        count = 1 if first is None else len(first)
         try:
-            found = profile_step(
-                step, samples=count, batch=batch, precision=precision.name, named=named, recomputed=recomputed
-            )
+            found = profile_step(step, samples=count, batch=batch, precision=precision.name, named=named)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise MisconfigurationException(DEPENDS.format(name=name, error=str(error)[:100])) from error
         except ValueError as error:

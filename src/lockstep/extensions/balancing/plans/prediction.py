@@ -1,4 +1,4 @@
-"""Check of a run with a saved plan: its model must be the plan's, and its first steps are compared with the plan."""
+"""`PredictionCheck`: a callback that compares a fit with the saved plan that selected its strategy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 WARM_UP, COUNTED = 3, 8
-"""Batches before the measurement, and measured batches."""
+"""Number of batches before the measurement, and number of measured batches."""
 
 
 class PredictionCheck(Callback):
-    """A callback that compares the first steps of a fit with a plan, in one line of the log.
+    """A callback that logs how time and memory of a fit's first steps compare with a saved plan.
 
     Args:
-        plan: as saved.
+        plan: the saved plan.
         where: the user's argument, for messages.
 
     Raises:
@@ -40,7 +40,7 @@ class PredictionCheck(Callback):
         self._moments: list[float] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse another model, another precision, and a machine with too little memory."""
+        """Raise an error if model or precision differ from the plan's, or a device has too little memory."""
         from lockstep.extensions.balancing.planner.hardware import usable_memory
         from lockstep.extensions.balancing.planner.profile import key_of
 
@@ -53,7 +53,7 @@ class PredictionCheck(Callback):
         if trainer.precision != self.plan.precision:
             raise MisconfigurationException(
                 f'{self.where} was made for precision="{self.plan.precision}", and this Trainer has '
-                f'precision="{trainer.precision}": use the plan\'s precision, or make a plan for this one.'
+                f'precision="{trainer.precision}": use the plan\'s precision, or create a plan for this precision.'
             )
         # configure_model creates layers later than this hook
         if not is_overridden("configure_model", pl_module, ModuleHooks):
@@ -61,7 +61,7 @@ class PredictionCheck(Callback):
             self.plan.check_model(type(pl_module).__name__, key_of(named), self.where)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure the first batches."""
+        """Record the start of each of the first batches, and log the comparison after the last of them."""
         if len(self._moments) > WARM_UP + COUNTED:
             return
         # a steady step never waits for the device; the first ones do, to be measured
