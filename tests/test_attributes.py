@@ -215,7 +215,7 @@ def test_every_flag_that_is_read_as_it_is_has_a_type() -> None:
 @pytest.mark.parametrize("name", ["from_argparse_args", "add_argparse_args", "parse_argparser"])
 def test_what_read_command_lines_names_todays_way(name: str) -> None:
     with pytest.raises(
-        AttributeError, match=rf"Trainer\.{name}\(\) is gone since Lightning 2\.0: .* or use LightningCLI\."
+        AttributeError, match=rf"Trainer\.{name}\(\) was removed in Lightning 2\.0: .* or use LightningCLI\."
     ):
         getattr(Trainer, name)
     trainer = Trainer(accelerator="cpu", logger=False)

@@ -1,4 +1,4 @@
-"""Trainer, which assembles the parts of a run. The loops are in ``loop/``."""
+"""Trainer: the public class that assembles the parts of a run. The loops are in ``loop/``."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
 STAYED_THERE = (
-    "the call ran in other processes, and the optimizer states and everything else that a resume needs are gone with "
-    "them. To resume, save by ModelCheckpoint or in a hook; for the weights alone, pass weights_only=True."
+    "the call ran in other processes, which have ended with the optimizer states and everything else that a resume "
+    "needs. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
 )
 
 SAVED_WITHIN = (
     "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that resumes from this file repeats the "
-    "batch and its window. It draws other random numbers, and counts twice a step that the optimizer has made already, "
-    "and buffers and logged values of a window of one batch. Save in `on_train_batch_end`, or by "
+    "batch and its window. It draws other random numbers, and counts some work twice: an optimizer step that has "
+    "already run, and buffers and logged values if the window has one batch. Save in `on_train_batch_end`, or with "
     "ModelCheckpoint(every_n_train_steps=...)."
 )
 
@@ -151,9 +151,9 @@ class Trainer(Attributes):
             ("mode", "fullgraph", "dynamic", "backend", "options") and "blocks" (True: the repeated blocks, the default
             on several ranks; False: the whole module, the default on one; or classes of layers).
         non_finite: reaction to a loss or gradient that is NaN or infinite. "protect": a warning names the first such
-            step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks leave the update
-            out. "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit
-            continues. Weights that are not finite are never saved.
+            step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks skip the update.
+            "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit continues.
+            Weights that are not finite are never saved.
         hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
             waits where, and what the others do. None: never.
         hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
@@ -299,7 +299,7 @@ class Trainer(Attributes):
         self.predict_loop = EvaluationLoop(self.session, RunningStage.PREDICTING)
 
     def _begin_call(self) -> None:
-        """Set up the process in which a call runs: its rank, and the Trainer of module and data module."""
+        """Determine this process's rank, and attach the Trainer to the module and the data module."""
         if self._spawns:  # in a process that was started for the call, further calls run directly
             self._launch, self._spawns = directly, False
         self._connect(self.strategy)
@@ -308,7 +308,7 @@ class Trainer(Attributes):
             self.datamodule.trainer = self
 
     def _connect(self, strategy: Strategy) -> None:
-        """Give the strategy the rank and the device of this process."""
+        """Pass the rank and the device of this process to the strategy."""
         world = self._placement().world
         device = device_of(self._node_devices, world.local_rank, world.local_size)
         # a node may have more devices than ranks, where a cluster dealt them out
@@ -517,11 +517,11 @@ class Trainer(Attributes):
 
         Args:
             filepath: path of the checkpoint. An existing file is replaced atomically.
-            weights_only: leave out what only a resume needs.
+            weights_only: omit what only a resume needs.
             storage_options: options of the CheckpointIO in ``Trainer(plugins=...)``; the default one has none.
-            trainable_only: leave out weights that have been frozen since the start of the fit and have not changed. The
+            trainable_only: omit weights that have been frozen since the start of the fit and have not changed. The
                 file then has, for example, an adapter, its optimizer, the rest that a resume needs, and a hash of the
-                left-out weights, so that loading it with others is an error. Frozen weights that change, such as a
+                omitted weights, so that loading it with others is an error. Frozen weights that change, such as a
                 target network's, are in the file.
 
         Raises:
@@ -583,11 +583,11 @@ class Trainer(Attributes):
             export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     def _saved_session(self, call: str) -> Session:
-        """Return the session to save: this process's, or one made from the weights that other processes returned."""
+        """Return the session to save: the Trainer's, or one with the weights that other processes returned."""
         if self._spawns and self.session.has_returned:
             from lockstep.loop import spawn_results  # spawned ranks alone have results to bring here
 
-            return spawn_results.session_here(self.session)
+            return spawn_results.local_session(self.session)
         if self._spawns:
             raise NotThere(
                 f"{call}: there are no weights to save. Calls of this Trainer run in other processes, which return the "
@@ -633,8 +633,8 @@ class Trainer(Attributes):
         given: dict[str, Any],
         datamodule: LightningDataModule | None,
     ) -> bool:
-        """Check and store module and data of a call. Return True if the user passed a module."""
-        if self.fit_loop.plays:
+        """Check and store a call's module and data. Return True if the user passed a module."""
+        if self.fit_loop.is_training:
             raise MisconfigurationException(
                 f"trainer.{fn}() in a hook of trainer.fit while its epochs run would overwrite the state of the fit. "
                 "Call it after the fit or in `on_train_end`. During an epoch the fit validates by itself "
@@ -671,14 +671,14 @@ class Trainer(Attributes):
         return model is not None
 
     def _checkpoint(self, path: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
-        """Return the path of a call's checkpoint: its ``ckpt_path``, else the value of ``trainer.ckpt_path``."""
+        """Return the path of the checkpoint to load, from ``ckpt_path`` or else ``trainer.ckpt_path``."""
         return state.find(self.session, self._user_ckpt_path if path is None else path, model_given=model_given)
 
     def _call(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
     def _hand_over(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
-        """Run a loop in spawned or forked processes, and take over their results as if it had run here."""
+        """Run a loop in spawned or forked processes, and apply the results to this process."""
         from lockstep.loop import spawn_results  # as above
 
         session = self.session

@@ -48,13 +48,16 @@ class NoOptimizer(LightningModule):
     [
         (lambda t: t.fit(NoStep(), numbers(1)), r"trainer.fit\(NoStep\): No `training_step\(\)` method defined"),
         (lambda t: t.fit(NoOptimizer(), numbers(1)), r"trainer.fit\(NoOptimizer\).*No `configure_optimizers\(\)`"),
-        (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): no training data: pass `train_dataloaders=`"),
+        (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): there is no training data: pass `train_dataloaders=`"),
         (lambda t: t.fit(torch.nn.Linear(1, 1), numbers(1)), r"expected a `LightningModule` of lockstep, got `Linear`"),
         (lambda t: t.validate(NoOptimizer(), numbers(1)), r"trainer.validate\(NoOptimizer\).*No `validation_step\(\)`"),
-        (lambda t: t.validate(Validated()), r"trainer.validate\(\): no data: pass `dataloaders=`.*`val_dataloader`"),
+        (
+            lambda t: t.validate(Validated()),
+            r"trainer.validate\(\): there is no data: .*`val_dataloader`",
+        ),
         (lambda t: t.test(Slope(), numbers(1)), r"trainer.test\(Slope\).*No `test_step\(\)`"),
         (lambda t: t.predict(Slope(), numbers(1)), r"neither `predict_step` nor `forward`"),
-        (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): no data.*`predict_dataloader`"),
+        (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): there is no data.*`predict_dataloader`"),
         (lambda t: t.validate(), r"trainer.validate\(model\): expected a `LightningModule`"),
         (lambda t: t.fit(Slope(), numbers(0)), r"train_dataloader has no batches: its data set is empty \(length 0\)"),
         (lambda t: t.fit(Slope(), numbers(3, 4, drop_last=True)), r"drop_last=True drops .* 3 samples.*batch_size=4"),
@@ -350,7 +353,7 @@ def test_going_on_from_weights_alone_is_a_key_error_too(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     with pytest.raises(KeyError) as caught:
         quiet(max_steps=2).fit(BoringModel(), loader(), ckpt_path=tmp_path / "weights.ckpt")
-    assert str(caught.value).startswith("trainer.fit(ckpt_path=...): the checkpoint holds weights only")
+    assert str(caught.value).startswith("trainer.fit(ckpt_path=...): the checkpoint has weights only")
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
@@ -358,7 +361,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
 
 
 def test_one_cycle_by_epochs_is_told(recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.warns(RuntimeWarning, match=r"OneCycleLR counts steps.*\"interval\": \"step\""):
+    with pytest.warns(RuntimeWarning, match=r"OneCycleLR expects.*\"interval\": \"step\""):
         quiet(max_steps=1).fit(Scheduled(one_cycle), loader())
     recwarn.clear()
     quiet(max_steps=1).fit(Scheduled(one_cycle, interval="step"), loader())
@@ -397,7 +400,7 @@ class TakesAll(TwoLoaders):
 )
 def test_hooks_of_batches_that_cannot_take_the_loaders_number_are_named(module: Any, define: str) -> None:
     with pytest.raises(
-        MisconfigurationException, match=rf"several loaders, and.*takes no `dataloader_idx`.*`{define}`"
+        MisconfigurationException, match=rf"several loaders, but.*does not take `dataloader_idx`.*`{define}`"
     ):
         quiet().validate(module(), [loader(), loader()])
     quiet().validate(module(), loader())
@@ -434,7 +437,7 @@ def test_a_fit_that_goes_on_without_a_callback_says_whose_state_is_lost(
 
 def test_a_name_may_not_end_as_those_of_several_loaders_do() -> None:
     module = acting(BoringModel, training_step=lambda m, *_: m.log("loss/dataloader_idx_0", 1.0))
-    with pytest.raises(MisconfigurationException, match=r"'loss/dataloader_idx_0'.*leave it out"):
+    with pytest.raises(MisconfigurationException, match=r"'loss/dataloader_idx_0'.*remove it"):
         quiet(max_steps=1).fit(module, loader())
 
 
@@ -841,7 +844,7 @@ def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
 
 @pytest.mark.parametrize("name", ["on_epoch_end", "on_keyboard_interrupt", "on_pretrain_routine_start"])
 def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
-    with pytest.warns(UserWarning, match=rf"Own has former hooks that are never called; .*: {name} \(on_"):
+    with pytest.warns(UserWarning, match=rf"Own defines former hooks, which are never called; .*: {name} \(on_"):
         quiet(max_epochs=1, callbacks=[ended_by(name, Callback)]).fit(Slope(), numbers(1))
 
 

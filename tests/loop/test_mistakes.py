@@ -209,7 +209,7 @@ def test_what_has_no_effect_is_said(of: str, given: dict[str, Any], said: str, t
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"logger": True}, r"'x', ..., logger=True\), and there is no logger"),
+        ({"logger": True}, r"'x', ..., logger=True\), but the Trainer has no logger"),
         ({"sync_dist_group": object()}, r"sync_dist_group=...\) has no effect"),
         ({"enable_graph": True}, r"enable_graph=...\) has no effect"),
     ],

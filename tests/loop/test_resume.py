@@ -521,7 +521,7 @@ def test_a_checkpoint_of_an_epochs_last_batch_goes_on_beside_what_watches_a_metr
     }
     torch.save(checkpoint, path)
     module, trainer = Monitored(monitor), quiet(**flags, callbacks=[make(tmp_path / "on")], default_root_dir=tmp_path)
-    with pytest.warns(UserWarning, match="after 3 batches of epoch 0, and it does not hold what they logged"):
+    with pytest.warns(UserWarning, match="after 3 batches of epoch 0, without the values that they logged"):
         result = trainer.fit(module, data, data, ckpt_path=path)
     assert (result.epochs, result.global_step, module.validations) == (2, 6, 1 + is_due)
     assert module.layer.weight.tolist() == whole.layer.weight.tolist()

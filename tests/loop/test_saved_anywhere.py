@@ -818,7 +818,7 @@ def play_shuffled(path: Path, epoch_end: bool) -> Any:
         quiet(max_epochs=2, order="torch", devices=max(1, comm.world_size()), **flags).fit(
             module, sampled(None, "samples", shuffle=True), ckpt_path=path if path.exists() else None
         )
-    return module.batches, any("draws another permutation" in str(each.message) for each in caught)
+    return module.batches, any("draws a different permutation" in str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize("epoch_end", [False, True])

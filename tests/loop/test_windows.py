@@ -333,7 +333,7 @@ def test_losses_by_loader_over_a_window() -> None:
 
 def named(by_loader: bool, sizes: tuple[int, int]) -> list[str]:
     fit = lambda: on_ranks(max_epochs=2).fit(Two(by_loader), loaders("dict", "indexed", 1, sizes))  # noqa: E731
-    return heard(fit, "cut unevenly")
+    return heard(fit, "split unevenly")
 
 
 def test_one_loss_for_loaders_that_are_cut_unevenly_is_named(ranks: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""Compilation of a module's layers for the duration of a call, and modules compiled by ``torch.compile``."""
+"""``Trainer(compile=...)``, which compiles layers during a call, and modules that the user compiled."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict
 
 
 def is_compiled(model: object) -> TypeGuard[OptimizedModule]:
-    """Return True if ``model`` is the result of ``torch.compile(module)``. Costs nothing if nothing was compiled."""
+    """Return True if ``model`` is the result of ``torch.compile(module)``. Never imports torch's compiler."""
     dynamo = sys.modules.get("torch._dynamo")  # torch imports it at the first compilation
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def from_compiled(model: nn.Module) -> LightningModule:
-    """Return the LightningModule inside of a compiled one, with its ``forward`` and steps compiled.
+    """Return the LightningModule that ``torch.compile`` wrapped, with compiled ``forward`` and step methods.
 
     The result of ``torch.compile(module)`` is not a LightningModule. ``trainer.fit`` and the other calls of the Trainer
     apply this function themselves.
@@ -66,7 +66,7 @@ def from_compiled(model: nn.Module) -> LightningModule:
 
 
 def to_uncompiled(model: nn.Module) -> LightningModule:
-    """Return the LightningModule as it was before ``torch.compile``, changed in place.
+    """Undo ``torch.compile`` on a LightningModule in place, and return the module.
 
     Args:
         model: result of ``torch.compile`` or :func:`from_compiled`.
@@ -86,7 +86,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 
 def unwrapped(model: object) -> object:
-    """Return ``model``, or the LightningModule inside of it if it is compiled."""
+    """Return the LightningModule inside a compiled ``model``; any other ``model`` is returned unchanged."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model
 
 
@@ -94,10 +94,10 @@ def unwrapped(model: object) -> object:
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Refuse to compile if copies of the layers run in threads.
+    """Raise if the strategy runs copies of the layers in threads, which cannot be compiled.
 
     Raises:
-        MisconfigurationException: names the way out.
+        MisconfigurationException: names a strategy that works.
     """
     if strategy.drives_all_devices and len(strategy.devices) > 1:
         raise MisconfigurationException(
@@ -107,7 +107,7 @@ def check_threads(strategy: Strategy) -> None:
 
 
 class CompiledLayers:
-    """The layers of a module that a call compiles.
+    """Compiles layers of a module for the duration of one Trainer call.
 
     Args:
         session: the session of the call. The module is not yet placed or sharded, so that hooks of an engine on a layer
@@ -128,13 +128,13 @@ class CompiledLayers:
         )
 
     def end(self) -> None:
-        """Restore the layers' forwards."""
+        """Restore the uncompiled ``forward`` of each layer."""
         for forward in self._forwards:
             forward.put_back()
 
 
 def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
-    """Yield the layers to compile, except those that the user has compiled."""
+    """Yield the layers to compile. Layers that the user has compiled are skipped."""
     blocks = options.blocks
     if blocks is None:  # with several ranks in blocks, so that the reduction of one overlaps the backward of the next
         blocks = on_ranks
@@ -170,7 +170,7 @@ def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> 
 
 
 def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module if it has its own forward, and layers below it that its steps may call directly."""
+    """Yield the module if it defines ``forward``, and the layers in it that its steps may call directly."""
     if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
         yield module
     for child in module.children():

@@ -1,8 +1,8 @@
-"""Padding batches: changes that a step on one makes to the module are undone.
+"""Padding batches, which a rank without samples runs. Afterwards the state of its module is restored.
 
-Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: it then gets a
-sample of another rank. An engine whose forwards communicate does so in evaluations too. Restored are, in the module and
-all modules inside it:
+Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
+sample of another rank. An engine whose forwards communicate needs this in evaluations too. Restored are, in the module
+and all modules inside it:
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in the following;
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.loop.metrics import is_metric, put_back, snapshot
+from lockstep.loop.metrics import is_metric, restore_states, snapshot
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -42,7 +42,7 @@ Restore = Callable[[], None]
 
 @contextmanager
 def padding(session: Session) -> Iterator[None]:
-    """Run a step on a padding batch in the block: this rank has no samples, and the module is restored."""
+    """Set the strategy up for a padding batch in the ``with`` block, and restore the module afterwards."""
     session.is_padding = True
     try:
         with session.strategy.zero_weight() as own_buffers, without_trace(session.module, own_buffers):
@@ -52,21 +52,21 @@ def padding(session: Session) -> Iterator[None]:
 
 
 NONE_LEFT = 2**62
-"""Replaces a loader's number: this rank has no further batch."""
+"""Loader number with which a rank reports that it has no further batch."""
 
 
 def in_step(
     batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
 ) -> Iterator[tuple[Any, int, int, float, bool]]:
-    """Yield the batches of an evaluation, padded while other ranks still have some. Collective at each batch.
+    """Yield this rank's evaluation batches, and padding batches while other ranks still have batches. Collective.
 
     Args:
-        batches: this rank's: batch, its number in the loader, the loader's number, weight.
+        batches: this rank's (batch, batch_idx, dataloader_idx, weight).
         strategy: the strategy of the run.
 
     Yields:
-        The same values, and True for a padding batch: an earlier one of this rank from that loader, else another
-            rank's.
+        (batch, batch_idx, dataloader_idx, weight, is_padding). A padding batch repeats this rank's last batch from that
+            loader, or is a batch of another rank.
     """
     rank, mine = strategy.world.rank, iter(batches)
     item = next(mine, None)
@@ -96,11 +96,11 @@ def in_step(
 
 @contextmanager
 def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the module's state after the block; see the module's docstring.
+    """Restore the state of ``module`` after the ``with`` block; the docstring of this file lists what is restored.
 
     Args:
         module: the user's module.
-        buffers: those of its buffers that only this rank changes.
+        buffers: buffers of ``module`` that only this rank changes.
     """
     states = random_states()
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
@@ -119,7 +119,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """Visited objects by id, kept alive so that no other object gets their id.
+    """Visited objects by id. References keep them alive, so that no other object gets the same id.
 
     Args:
         package: package of the user's module, whose objects are visited.
@@ -129,8 +129,8 @@ class _SeenObjects(dict[int, Any]):
         super().__init__()
         self.package = package
 
-    def looks_into(self, value: object) -> bool:
-        """Return True if this is an object of the user's package, whose attributes are state."""
+    def is_users(self, value: object) -> bool:
+        """Return True if the class of ``value`` is from the user's package, so its attributes are restored too."""
         kind = type(value)
         own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
@@ -154,12 +154,12 @@ def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
 
 def _is_state(value: object, seen: _SeenObjects) -> bool:
     return (
-        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.looks_into(value)
+        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.is_users(value)
     )
 
 
 def _of_value(value: object, seen: _SeenObjects) -> Restore:
-    """Return a function that restores the contents of a value; its owner restores the reference to it."""
+    """Return a function that restores the contents of ``value`` in place."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
     seen[id(value)] = value
@@ -176,7 +176,7 @@ def _of_value(value: object, seen: _SeenObjects) -> Restore:
         return _of_container(value, list(value), value, value.extend, seen)
     if isinstance(value, set):
         return _of_container(value, set(value), (), value.update, seen)
-    return _of_attributes(value, seen) if seen.looks_into(value) else _nothing
+    return _of_attributes(value, seen) if seen.is_users(value) else _nothing
 
 
 def _of_container(
@@ -208,7 +208,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
 
 def _of_metric(metric: Metric, seen: _SeenObjects) -> Restore:
     seen[id(metric)] = metric
-    return partial(put_back, snapshot(metric))
+    return partial(restore_states, snapshot(metric))
 
 
 def _all(restores: list[Restore]) -> None:
