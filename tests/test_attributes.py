@@ -141,6 +141,10 @@ def test_the_logger_can_be_set() -> None:
     assert trainer.loggers == [recorder]
     trainer.logger = None
     assert trainer.loggers == []
+    trainer.loggers = recorder
+    assert trainer.loggers == [recorder]
+    trainer.loggers = None
+    assert (trainer.loggers, trainer.logger) == ([], None)
 
 
 def test_a_checkpoint_may_be_set_beforehand(tmp_path: Path) -> None:
