@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
@@ -236,10 +235,3 @@ def test_which_of_several_callbacks_best_means_was_not_said(tmp_path: Path) -> N
     trainer.fit(Judged(), numbers(1), numbers(1))
     with pytest.warns(UserWarning, match=r"2 ModelCheckpoint callbacks; the best checkpoint of the first"):
         trainer.validate(Judged(), numbers(1), verbose=False, ckpt_path="best")
-
-
-def test_workers_that_persist_end_with_the_call() -> None:
-    """They were kept after validate, test and predict; the guard against leaks tells."""
-    data = TensorDataset(torch.arange(4.0))
-    loader = DataLoader(data, num_workers=1, persistent_workers=True)
-    assert len(quiet().predict(acting(forward=lambda m, x: x), loader)) == 4
