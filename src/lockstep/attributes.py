@@ -161,7 +161,7 @@ class Attributes:
             "write Trainer(**{k: v for k, v in vars(args).items() if k in inspect.signature(Trainer).parameters}), "
             "or use LightningCLI"
         )
-        add_argparse_args = Removed("add the flags that you need by parser.add_argument, or use LightningCLI")
+        add_argparse_args = Removed("add the flags that you need with parser.add_argument, or use LightningCLI")
         parse_argparser = Removed("write parser.parse_args(), or use LightningCLI")
 
         def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch: a sample of another rank, on a rank that has none left. Do not count it.
+        """True during a padding batch, which repeats a sample on a rank that has none left. Do not count it.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.

@@ -542,9 +542,9 @@ class Trainer(Attributes):
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
-                f"trainer.save_checkpoint in {early}: {own} runs after it, and a run that resumes from this file does "
-                "not call it for this batch. If it changes anything, save in it, or derive the callback from "
-                "lockstep.callbacks.Checkpoint, which runs after the module."
+                f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
+                "from this file skips it. If this hook of the module changes anything, save there instead, or derive the "
+                "callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 
@@ -591,7 +591,7 @@ class Trainer(Attributes):
         if self._spawns:
             raise NotThere(
                 f"{call}: there are no weights to save. Calls of this Trainer run in other processes, which return the "
-                "weights when they end without an error. Call it after that, or in a hook."
+                "weights when they end without an error. Save after such a call, or in a hook."
             )
         if not self.session.has("hooks") or self.strategy.module is None:
             raise NotThere(

@@ -313,11 +313,11 @@ def written(tmp_path: Path) -> Path:
 )
 def test_another_model_is_told_the_first_parameter_that_differs(written: Path, module: Linears, said: str) -> None:
     """It was torch's list of all keys, over several lines."""
-    match = rf"trainer.fit\(ckpt_path=.*net.ckpt.*of another model than this (Linears|Loose): {said}"
+    match = rf"trainer.fit\(ckpt_path=.*net.ckpt.*from a different model, not from this (Linears|Loose): {said}"
     with pytest.raises(MisconfigurationException, match=match) as raised:
         quiet(max_epochs=2).fit(module, numbers(2), ckpt_path=written)
     assert "\n" not in str(raised.value)
-    with pytest.raises(MisconfigurationException, match=r"trainer.validate.*of another model"):
+    with pytest.raises(MisconfigurationException, match=r"trainer.validate.*from a different model"):
         quiet().validate(module, numbers(2), ckpt_path=written, verbose=False)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the user's module, data module, callbacks and strategy before a call.
+"""Checks of the user's module, data module, callbacks and strategy before a Trainer call starts.
 
 Methods that are never called are refused, or reported with what to write instead: former hooks, overrides of methods
 that a base class does not have, misspelt hooks. So are callbacks that cannot work, and steps with other arguments than
@@ -149,7 +149,7 @@ def check_contradictions(session: Session) -> None:
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
-    """Return True if a ``training_step`` has a parameter for the index of the batch, under any name."""
+    """Return True if a ``training_step`` takes ``batch_idx``, whatever the parameter's name is."""
     positional, takes_any = _parameters_of(training_step)
     return takes_any or len(positional) > 1
 
@@ -180,7 +180,7 @@ def refuse_iterator(step: Callable[..., Any], name: str) -> None:
     """
     if any(parameter.name == "dataloader_iter" for parameter in _parameters_of(step)[0]):
         raise MisconfigurationException(
-            f"`{name}(dataloader_iter)` is not supported: the order of data and which ranks have samples are planned "
+            f"`{name}(dataloader_iter)` is not supported, because the order of data is planned "
             f"batch by batch. Define `{name}(batch, batch_idx)`."
         )
 
@@ -223,7 +223,7 @@ def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter],
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return True if a hook takes an argument.
+    """Return True if the function ``hook_fx`` takes the argument ``param``.
 
     Args:
         hook_fx: the hook.

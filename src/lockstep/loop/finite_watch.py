@@ -147,7 +147,7 @@ class FiniteWatch:
 
     @property
     def step_check(self) -> Callable[..., None] | None:
-        """The method `note`, or None if the watch is off. Each step calls it."""
+        """The method `note` for a check in each step, or None if the watch is off."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:
@@ -166,7 +166,7 @@ class FiniteWatch:
             self._find(value, what, *self._now())
 
     def _now(self) -> tuple[int, int, int]:
-        """Return step, epoch and batch."""
+        """Return (global_step, epoch, batch_idx) of the running step."""
         assert self._session is not None
         progress = self._session.fit.progress
         return progress.global_step, progress.epoch, progress.batch

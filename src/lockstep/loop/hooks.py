@@ -103,7 +103,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 class CallbackMethod(partial[Any]):
-    """A callback's method for a hook, bound to Trainer and module; it need not be a bound method."""
+    """A callback's hook method with Trainer and module as its first arguments; ``owner`` is the callback."""
 
     owner: Callback
 

@@ -203,7 +203,7 @@ class Entry:
         return [self.prog_bar, self.logger, self.on_step, self.on_epoch, self.op, *self.options[5:7]]
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return the values for :meth:`go_back`."""
+        """Return the current values, for :meth:`go_back`."""
         return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:

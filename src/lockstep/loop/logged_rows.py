@@ -31,7 +31,7 @@ HEAD = 5
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of rows. It is identical on all ranks that log the same names.
+    """Layout of a row of logged values, identical on all ranks that log the same names.
 
     Args:
         ops: the reduction of each name, as in `NEUTRAL`.
@@ -176,7 +176,7 @@ def extreme(op: str, one: Any, other: Any) -> Any:
 
 
 def _extreme(op: str, one: Tensor, other: Tensor) -> Tensor:
-    """Apply `extreme` element by element."""
+    """Reduce two tensors element by element, as :func:`extreme` does for numbers."""
     first, second = (one, other) if op == "min" else (other, one)
     pick = torch.minimum if op == "min" else torch.maximum
     return torch.where(one == other, torch.where(one.signbit(), first, second), pick(one, other))

@@ -57,7 +57,7 @@ def _place(key: Key) -> tuple[int, Key]:
 
 
 def _newest(entry: Entry) -> tuple[Any, float, int]:
-    """Return value, weight and micro-batch of an entry's newest step."""
+    """Return (value, weight, micro-batch) from the last step in which an entry was logged."""
     return entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh
 
 
@@ -207,7 +207,7 @@ class LogCollector:
             if known.normal() != entry.normal():
                 raise MisconfigurationException(
                     f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments: "
-                    f"{known.normal()} and {entry.normal()}."
+                    f"{known.normal()} and {entry.normal()}. Pass the same arguments, or use another name."
                 )
             known.options = options
             known.each_step |= entry.each_step

@@ -588,8 +588,8 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
                 load_metric(metric, saved if isinstance(saved, list) else [saved])
             else:
                 warn_once(
-                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: it is "
-                    "dropped."
+                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: the state "
+                    "is ignored."
                 )
         if "published" in part:
             session.published.callback.clear()

@@ -73,8 +73,8 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
             if difference is None:
                 raise
     raise MisconfigurationException(
-        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
-        f"than this {type(module).__name__}: {difference}."
+        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is from a different model, "
+        f"not from this {type(module).__name__}: {difference}."
     ) from cause
 
 
@@ -258,7 +258,7 @@ def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> Non
                 is_valid = value is None or is_tensor
             if not is_valid:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise TypeError(f"{name!r} of parameter {number} is of another kind ({what})")
+                raise TypeError(f"{name!r} of parameter {number} has the wrong type or shape ({what})")
 
 
 _TORCH_CHOOSES = ("foreach", "fused")

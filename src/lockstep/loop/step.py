@@ -55,7 +55,7 @@ UNEVEN = (
 
 
 class TrainingBatch(NamedTuple):
-    """A micro-batch on the device, whose ``on_train_batch_start`` has run."""
+    """A micro-batch on the device, after its ``on_train_batch_start`` has run."""
 
     batch: Any
     number: int
@@ -376,7 +376,7 @@ class Automatic(Step):
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        """Run one window; yield after the hooks of each micro-batch."""
         update = self.update
         steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
@@ -583,7 +583,7 @@ class Ahead(Step):
             )
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        """Run one window; yield after the hooks of each micro-batch."""
         results, update = self._results, self.update
         self.at_once = window.size
         started = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]

@@ -26,13 +26,13 @@ _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 TARGETS = (
     "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
     "labels that are not -100. If the loss is the mean over labels, as with models of transformers, the gradient "
-    'depends on the cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    'depends on the number of micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
     "labels[:, 1:] for a causal model, which does not predict the first label."
 )
 
 
 class Update:
-    """Work around the optimizer step at the end of a window: clearing, dividing and clipping gradients, and counting.
+    """Does the work around an optimizer step: clears, divides and clips gradients, and counts the step.
 
     Attributes:
         module: module whose methods may replace parts of the update.
