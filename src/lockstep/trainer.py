@@ -543,7 +543,7 @@ class Trainer(Attributes):
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
                 f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
-                "from this file skips it. If this hook of the module changes anything, save there instead, or derive the "
+                "from this file skips it. If this hook of the module changes anything, save there, or derive the "
                 "callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)

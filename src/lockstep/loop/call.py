@@ -40,7 +40,7 @@ from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.memory import keep
+from lockstep.loop.memory import store_memory_use
 from lockstep.loop.metrics import fill_lists_in_call
 from lockstep.loop.optimizers import parse
 from lockstep.loop.session import RunLoaders, Session
@@ -108,18 +108,18 @@ def _call(session: Session, request: CallArguments) -> Iterator[None]:
             state.finish(session)
             if session.interruption is not None:
                 raise KeyboardInterrupt
-        keep(session)
+        store_memory_use(session)
         if session.fitting:
             session.hooks.call("on_fit_end")
         _call_setup_hooks(session, "teardown")
         state.finish(session)  # checkpoints that these hooks have saved
         if signals is not None:
-            signals.done()
+            signals.record_end()
         for logger in session.loggers:
             logger.finalize("success")
         session.state.status = TrainerStatus.FINISHED
     except KeyboardInterrupt as interrupt:
-        _failed(session, interrupt)
+        _handle_failure(session, interrupt)
         # a fit that ended at a boundary has a result; one that a second Ctrl-C ended, or half an evaluation, has none
         if session.interruption is None or fn is not TrainerFn.FITTING:
             raise
@@ -133,7 +133,7 @@ def _call(session: Session, request: CallArguments) -> Iterator[None]:
         status.failed(error)  # first: other ranks then need not wait for the hooks below
         reason = status.named(error)
         _add_location_note(session, error)
-        _failed(session, reason)
+        _handle_failure(session, reason)
         if reason is not error:
             raise reason from error
         raise
@@ -142,7 +142,7 @@ def _call(session: Session, request: CallArguments) -> Iterator[None]:
             _tear_down(session, request.release)
 
 
-def _whereabouts(session: Session) -> tuple[str, int]:
+def _running_hook_and_batch(session: Session) -> tuple[str, int]:
     """Return the name of the running hook, and the current training batch's index (-1 outside of training)."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
@@ -155,7 +155,7 @@ def _add_location_note(session: Session, error: BaseException) -> None:
     stack = stack_of(error)
     if stack.loads or any(frame.is_users for frame in stack.frames):
         return  # the traceback shows the user's line, or the loader's worker
-    hook, batch = _whereabouts(session) if session.has("results") else ("", -1)
+    hook, batch = _running_hook_and_batch(session) if session.has("results") else ("", -1)
     where = f", epoch {session.fit.progress.epoch}, batch {batch}" if batch >= 0 else ""
     last = f"; the last hook was {hook}" if hook else ""
     error.add_note(f"In trainer.{session.state.fn} on rank {session.strategy.world.rank}{where}{last}.")
@@ -173,7 +173,7 @@ def _choose_checkpoint(session: Session, request: CallArguments) -> str | None:
     return ckpt_path
 
 
-def _restored(session: Session, request: CallArguments, ckpt_path: str) -> dict[str, Any]:
+def _restore(session: Session, request: CallArguments, ckpt_path: str) -> dict[str, Any]:
     """Read a checkpoint, restore module and callbacks from it, and return it."""
     checkpoint = state.read(session, ckpt_path, request.weights_only)
     state.restore_model(session, checkpoint)
@@ -197,12 +197,12 @@ def _set_up(session: Session, request: CallArguments, watched: ExitStack, ends: 
     module, strategy, signals, fn = session.module, session.strategy, request.signals, request.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
-    session.shown, session.watched = [*session.callbacks], watched
-    _give_logs(session.callbacks, module, watched)
+    session.callbacks_at_setup, session.loop_exit = [*session.callbacks], watched
+    _add_log_methods(session.callbacks, module, watched)
     check_module(session, fn)  # before the rendezvous: a mistake in the script then costs no waiting
     strategy.setup_environment()
     status.expect(session.config.hang_timeout, session.config.hang_kill)
-    set_location(partial(_whereabouts, session))  # for reports of hangs
+    set_location(partial(_running_hook_and_batch, session))  # for reports of hangs
     ckpt_path = _choose_checkpoint(session, request)
     session.agreement = strategy.make_agreement()
     session.stop_flag = session.agreement.register("stop")
@@ -242,7 +242,7 @@ def _set_up(session: Session, request: CallArguments, watched: ExitStack, ends: 
     places_first = session.places_first
     if places_first:
         strategy.setup_module(module, own_backward)
-    checkpoint = None if ckpt_path is None else _restored(session, request, ckpt_path)
+    checkpoint = None if ckpt_path is None else _restore(session, request, ckpt_path)
     if not places_first:  # the weights are loaded on the CPU, so that two copies are never on the device
         strategy.setup_module(module, own_backward)
     state.take_base(session, checkpoint)
@@ -406,7 +406,7 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
     return in_order([*kept, *own])
 
 
-def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
+def _add_log_methods(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
     """Let callbacks call ``self.log`` and ``self.log_dict``, the module's methods, until ``end`` is closed."""
     for callback in callbacks:
         for name in LOGS:
@@ -417,10 +417,10 @@ def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStac
 def apply_user_changes(session: Session) -> None:
     """Apply changes that the user's hooks made to the Trainer's list of callbacks and to hooks on the module."""
     # users change the list in place, so it is compared with what it was
-    if [*map(id, session.callbacks)] != [*map(id, session.shown)]:
+    if [*map(id, session.callbacks)] != [*map(id, session.callbacks_at_setup)]:
         check_callbacks("trainer.callbacks", session.callbacks)
-        if session.watched is not None:
-            _give_logs(session.callbacks, session.module, session.watched)
+        if session.loop_exit is not None:
+            _add_log_methods(session.callbacks, session.module, session.loop_exit)
     session.hooks.rebind(in_order(session.callbacks))
 
 
@@ -467,7 +467,7 @@ def _log_hyperparameters(session: Session) -> None:
         logger.save()
 
 
-def _failed(session: Session, error: BaseException) -> None:
+def _handle_failure(session: Session, error: BaseException) -> None:
     session.state.status = TrainerStatus.INTERRUPTED
     if not session.has("hooks"):  # set-up has called none of the user's hooks
         return

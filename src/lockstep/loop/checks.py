@@ -52,7 +52,7 @@ def check_uncalled(
     _refuse_overrides(strategy, uncalled, "Strategy")
     _refuse_overrides(strategy.precision, former_methods("precision"), "Precision")
     for callback in callbacks:
-        _warn_of_former(callback, _written(callback), former_methods("callback"))
+        _warn_of_former(callback, _defined_names(callback), former_methods("callback"))
         _warn_of_misspelt(callback, Callback, former_methods("callback"))
     _warn_of_misspelt(module, ModuleHooks, former_methods("module"))
     if datamodule is not None:
@@ -83,7 +83,7 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
         rank_zero_deprecation(f"{kind}.configure_sharded_model: rename it to configure_model, its name of today.")
 
 
-def _written(owner: object) -> Iterator[str]:
+def _defined_names(owner: object) -> Iterator[str]:
     """Yield the names that the classes of an object define, except those of lockstep and torch."""
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
@@ -91,7 +91,7 @@ def _written(owner: object) -> Iterator[str]:
 
 
 def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> None:
-    name = next((name for name in _written(owner) if name in instead), None)
+    name = next((name for name in _defined_names(owner) if name in instead), None)
     if name is not None:
         raise MisconfigurationException(
             f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, so it would never be called. "
@@ -110,7 +110,7 @@ def _warn_of_former(owner: object, names: Iterable[str], instead: Mapping[str, s
 
 def _warn_of_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
     hooks = [name for name in dir(base) if name.startswith("on_")]
-    for name in _written(owner):
+    for name in _defined_names(owner):
         if name.startswith("on_") and not hasattr(base, name) and name not in known:
             meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
             if meant:
@@ -169,7 +169,7 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
     refuse_iterator(step, name)
     if several:
         refuse_fewer(step, wanted, name, f"{name}(self, batch, batch_idx, dataloader_idx=0)")
-    return _most(step, wanted)
+    return _max_arguments(step, wanted)
 
 
 def refuse_iterator(step: Callable[..., Any], name: str) -> None:
@@ -197,13 +197,13 @@ def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str)
     Raises:
         MisconfigurationException: shows the definition.
     """
-    if _most(method, given) < given:
+    if _max_arguments(method, given) < given:
         raise MisconfigurationException(
             f"There are several loaders, but `{name}` does not take `dataloader_idx`: define it as `{define}`."
         )
 
 
-def _most(method: Callable[..., Any], given: int) -> int:
+def _max_arguments(method: Callable[..., Any], given: int) -> int:
     """Return how many positional arguments a method accepts, at most ``given``."""
     positional, takes_any = _parameters_of(method)
     return given if takes_any else min(given, len(positional))

@@ -118,13 +118,13 @@ class CompiledLayers:
     """
 
     def __init__(self, session: Session, options: CompileOptions) -> None:
-        layers = [*_chosen(session.module, options, session.strategy.world_size > 1)]
+        layers = [*_choose_layers(session.module, options, session.strategy.world_size > 1)]
         self._forwards = [CompiledForward(layer, options.options) for layer in layers]
         for forward in self._forwards:
             vars(forward.layer)["forward"] = forward
         rank_zero_info(
-            f"trainer.{session.state.fn}: {_counted(layers)} compiled by {options.backend}: the first batch of each "
-            "shape takes longer."
+            f"trainer.{session.state.fn}: {_count_by_class(layers)} compiled by {options.backend}: the first batch of "
+            "each shape takes longer."
         )
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ class CompiledLayers:
             forward.put_back()
 
 
-def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
+def _choose_layers(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
     """Yield the layers to compile. Layers that the user has compiled are skipped."""
     blocks = options.blocks
     if blocks is None:  # with several ranks in blocks, so that the reduction of one overlaps the backward of the next
@@ -144,9 +144,9 @@ def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) ->
         if not found and options.blocks:
             rank_zero_warn(NO_BLOCKS.format(name=type(module).__name__))
     elif blocks:
-        found = _of_classes(module, blocks)
+        found = _find_classes(module, blocks)
     if not found:
-        found = [*_from_the_top(module)]
+        found = [*_top_layers(module)]
     if not found:
         raise MisconfigurationException(
             f"Trainer(compile=...): {type(module).__name__} has no layers that could be compiled."
@@ -156,7 +156,7 @@ def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) ->
             yield layer
 
 
-def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
+def _find_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
     named = {kind for kind in kinds if isinstance(kind, str)}
     classes = {kind for kind in kinds if not isinstance(kind, str)}
     classes |= {type(layer) for layer in module.modules() if type(layer).__name__ in named}
@@ -169,7 +169,7 @@ def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> 
         raise MisconfigurationException(f"Trainer(compile={{'blocks': ...}}): {error}.") from None
 
 
-def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
+def _top_layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module if it defines ``forward``, and the layers in it that its steps may call directly."""
     if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
         yield module
@@ -177,11 +177,11 @@ def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
         if is_metric(child) or is_compiled_layer(child):
             continue
         if type(child).forward is nn.Module.forward:  # a container of layers, which is never called
-            yield from _from_the_top(child)
+            yield from _top_layers(child)
         elif any(True for _ in child.children()) or not type(child).__module__.startswith("torch."):
             yield child
 
 
-def _counted(layers: list[nn.Module]) -> str:
+def _count_by_class(layers: list[nn.Module]) -> str:
     kinds = Counter(type(layer).__name__ for layer in layers)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (" are" if len(layers) > 1 else " is")

@@ -74,11 +74,11 @@ class FitEnding:
             interrupted = session.interrupt_flag in up
             stop = stop or session.stop_flag in up
             if session.not_finite_flag in up:
-                session.fit.finite.judge()
+                session.fit.finite.raise_or_warn()
         else:
             interrupted = False if session.signals is None else session.signals.requested != 0
             if session.fit.finite.has_found:
-                session.fit.finite.judge()
+                session.fit.finite.raise_or_warn()
         if interrupted:
             self.act_on_signals()
             stop = True

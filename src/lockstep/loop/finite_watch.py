@@ -128,9 +128,9 @@ class FiniteWatch:
         self.is_active = session.config.non_finite != "ignore"
         self._waits = session.strategy.root_device.type != "cpu"
         self.newest_checkpoint = loaded
-        found = self._of_all(not_finite(self._to_search([])))
+        found = self._union_of_ranks(not_finite(self._to_search([])))
         if loaded is not None and self.is_active:
-            broken = self._of_all(not_finite(_optimizer_states(session)))
+            broken = self._union_of_ranks(not_finite(_optimizer_states(session)))
             broken += [name for name in found if name not in self.at_start]
             if broken:
                 self.is_active = False
@@ -154,7 +154,7 @@ class FiniteWatch:
         """Check a loss or gradient norm. A number on a device is only stored, until `read` checks it."""
         if self._waits:
             if number.numel() == 1:
-                self._kept.append((number.detach(), what, *self._now()))
+                self._kept.append((number.detach(), what, *self._place()))
                 if len(self._kept) >= MOST_KEPT:  # a fit without logging reads none, and would keep them all
                     self.read()
             return
@@ -163,9 +163,9 @@ class FiniteWatch:
         except RuntimeError:  # more than one number, which `backward` refuses with its own message
             return
         if value - value != 0:  # true for NaN and Inf only, and cheaper than a call of math.isfinite
-            self._find(value, what, *self._now())
+            self._find(value, what, *self._place())
 
-    def _now(self) -> tuple[int, int, int]:
+    def _place(self) -> tuple[int, int, int]:
         """Return (global_step, epoch, batch_idx) of the running step."""
         assert self._session is not None
         progress = self._session.fit.progress
@@ -209,14 +209,14 @@ class FiniteWatch:
         self._report()
 
     def _report(self) -> None:
-        """Raise the flag that makes all ranks call `judge` at the end of the window."""
+        """Raise the flag that makes all ranks call `raise_or_warn` at the end of the window."""
         session = self._session
         assert session is not None
         self.has_found = True
         if session.world_size > 1:
             session.agreement.request(session.not_finite_flag)
 
-    def look(self) -> None:
+    def check_weights(self) -> None:
         """Check the weights and the stored numbers, without communication. Waits for the device once."""
         if not self.is_active:
             return
@@ -225,19 +225,19 @@ class FiniteWatch:
         elif not_finite(self._to_search(self.at_start)):
             self._report()
 
-    def settle(self) -> None:
-        """Check weights and stored numbers, and call `judge` if any rank found a non-finite value. Collective."""
+    def agree(self) -> None:
+        """Check weights and stored numbers, and call `raise_or_warn` if any rank found bad values. Collective."""
         session = self._session
         if not self.is_active or session is None:
             return
-        self.look()
+        self.check_weights()
         found = self.has_found
         if session.world_size > 1:
             found = session.agreement.now(session.not_finite_flag)
         if found:
-            self.judge()
+            self.raise_or_warn()
 
-    def judge(self) -> None:
+    def raise_or_warn(self) -> None:
         """Raise if weights are not finite; otherwise warn once about the non-finite loss or gradient. Collective.
 
         Raises:
@@ -246,7 +246,7 @@ class FiniteWatch:
         session = self._session
         assert session is not None
         self.read()  # losses that wait on the device may hold the first cause
-        first, broken = self._gathered(not_finite(self._to_search(self.at_start)))
+        first, broken = self._gather_findings(not_finite(self._to_search(self.at_start)))
         self._first, self.has_found = None, False
         if session.world_size > 1:
             session.agreement.lower(session.not_finite_flag)
@@ -259,7 +259,7 @@ class FiniteWatch:
                 continues = "The update is skipped, and the fit continues"
             rank_zero_warn(f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation.")
 
-    def find_gradient(self) -> None:
+    def handle_bad_gradient(self) -> None:
         """Report that a non-finite gradient skips an update; with ``non_finite="stop"``, raise instead. Collective."""
         session = self._session
         if session is None or session.config.non_finite != "stop":
@@ -267,7 +267,7 @@ class FiniteWatch:
                 self._report()
             return
         self.read()
-        first, _ = self._gathered([])
+        first, _ = self._gather_findings([])
         raise NonFiniteError(self._ending(first, {}))
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
@@ -286,7 +286,7 @@ class FiniteWatch:
         found += not_finite(self._to_search(self.at_start))  # an engine may write the weights itself
         if session.strategy.reduce_boolean_decision(bool(found), all=False):
             self.read()
-            first, broken = self._gathered(found)
+            first, broken = self._gather_findings(found)
             raise NonFiniteError(self._ending(first, broken))
 
     def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ class FiniteWatch:
         assert self._session is not None
         return ((name, tensor) for name, tensor in _weights_of(self._session.module) if name not in but)
 
-    def _of_all(self, names: list[str]) -> list[str]:
+    def _union_of_ranks(self, names: list[str]) -> list[str]:
         """Return the union of all ranks' names, in the same order on every rank. Collective."""
         session = self._session
         assert session is not None
@@ -311,7 +311,7 @@ class FiniteWatch:
             return []
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
-    def _gathered(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
+    def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
         """Return the earliest non-finite number on any rank, and the lowest rank for each tensor name. Collective."""
         session = self._session
         assert session is not None
@@ -409,7 +409,7 @@ def guard_updates(session: WatchedRun) -> None:
             'skip updates; choose "protect" or "stop", or precision="16-mixed", which skips updates itself.'
         )
     asked_by = f'Trainer(non_finite="{mode}")'
-    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.find_gradient)
+    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.handle_bad_gradient)
 
 
 def release_updates(session: WatchedRun) -> None:

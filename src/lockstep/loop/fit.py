@@ -74,7 +74,7 @@ class FitLoop(FitNames):
 
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
-        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
+        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._request_loaders)
         self.timing = ValidationTiming(session)
         self.ending = FitEnding(session)
         self.in_train_start = False  # `on_train_start` is running
@@ -167,7 +167,7 @@ class FitLoop(FitNames):
                 session.report(f"trainer.fit ended: {self.ending.reason}{skipped_updates_text(session)}.")
                 self.ending.share()
                 if session.interruption is None:
-                    signals.ended(asdict(self.ending.result()))
+                    signals.save_result(asdict(self.ending.result()))
         finally:
             self.balance = None
             fit.finite.stop()
@@ -324,7 +324,7 @@ class FitLoop(FitNames):
             fit.feed.close()  # before the new loaders start workers of their own
         if self._reload_due(fit.progress.train_loaded):
             fit.progress.train_loaded = fit.progress.epoch
-        fit.requested_for, fit.given = fit.progress.train_loaded, self._requested("train")
+        fit.requested_for, fit.given = fit.progress.train_loaded, self._request_loaders("train")
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
@@ -350,7 +350,7 @@ class FitLoop(FitNames):
                 f"{config.log_every_n_steps}): set a lower log_every_n_steps to log values of single steps."
             )
 
-    def _requested(self, stage: str) -> Any:
+    def _request_loaders(self, stage: str) -> Any:
         """Request the loaders of a stage. Their hook sees the epoch that they are for as ``current_epoch``."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
@@ -390,7 +390,7 @@ class FitLoop(FitNames):
         session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
         return whole, windows
 
-    def _updated(self, log_every: int | None) -> None:
+    def _after_update(self, log_every: int | None) -> None:
         """Check ``max_time`` after a window's update, and send step values to the loggers if due."""
         session = self.session
         if session.config.max_time is not None:
@@ -426,7 +426,7 @@ class FitLoop(FitNames):
                 for _ in step.window(window, progress.batch):
                     remaining -= 1
                     if not remaining:
-                        self._updated(log_every)
+                        self._after_update(log_every)
                     if validates and self._validation_due(not remaining):
                         self._validate(not remaining)
                 if step.ended_by_user:
@@ -474,11 +474,11 @@ class FitLoop(FitNames):
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
         """Reduce the epoch's logged values and call its end hooks; return the values for the loggers."""
         session, hooks, results = self.session, self.session.hooks, self.session.results
-        newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
+        newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown_until)
         session.published.publish(newest)
-        results.shown = results.micro_batch
+        results.shown_until = results.micro_batch
         for_loggers = self._publish_epoch()
-        session.fit.finite.settle()
+        session.fit.finite.agree()
         if whole:
             self.step.update.watch.epoch_ended()
         # a third party's callback may exist on one rank only, and reducing what it logs is collective
@@ -562,9 +562,9 @@ class FitLoop(FitNames):
 
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
-        session.fit.finite.settle()  # before: a validation of weights that are NaN would only cost time
+        session.fit.finite.agree()  # before: a validation of weights that are NaN would only cost time
         session.share_step_values()
-        session.results.shown = session.results.micro_batch
+        session.results.shown_until = session.results.micro_batch
         if at_window_end:
             session.hooks.own("on_validation_model_zero_grad")
         session.state.stage = RunningStage.VALIDATING

@@ -302,7 +302,7 @@ class Transfer:
         """Replace the transfer hooks."""
         before, move, after = map(hooks.get, OF_TRANSFER)
         moved = None if move is None else _with_device(move, self._device)
-        converted = None if self._convert is None else _of_batch(self._convert)
+        converted = None if self._convert is None else _without_loader(self._convert)
         # a cast on the CPU allocates memory that is not pinned, for which the copy to the device would wait; but a hook
         # of the user before the transfer gets the cast batch
         casts_there = self._device.type != "cpu" and before is None
@@ -321,5 +321,5 @@ def _with_device(move: Method, device: torch.device) -> Method:
     return lambda batch, dataloader_idx: move(batch, device, dataloader_idx)
 
 
-def _of_batch(convert: Method) -> Method:
+def _without_loader(convert: Method) -> Method:
     return lambda batch, dataloader_idx: convert(batch)

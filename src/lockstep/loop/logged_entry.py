@@ -115,7 +115,7 @@ class Entry:
         self.name = f"{name}{loader}"
         self.step_name, self.epoch_name = (f"{name}{end}{loader}" if both else self.name for end in ("_step", "_epoch"))
         self.metric: Metric | None = None
-        self.dtype = _kept(torch.get_default_dtype())
+        self.dtype = _reduced_dtype(torch.get_default_dtype())
         self.quick: Any = None
         # Python numbers if values are on the CPU (double precision, a fifth of a tensor operation's cost), 0-d tensors
         # on a device otherwise, so that nothing waits for it.
@@ -152,7 +152,7 @@ class Entry:
                         f"`{self.key[0]}`, but the tensor must have a single element: log its mean, for example."
                     )
                 value = value.reshape(())
-            self.dtype = _kept(value.dtype)
+            self.dtype = _reduced_dtype(value.dtype)
             value = value.item() if value.is_cpu else self._on_device(value)
         else:
             value = float(value) if type(value) in (float, int) else self._number(value)
@@ -228,7 +228,7 @@ class Entry:
         }
 
 
-def _kept(dtype: torch.dtype) -> torch.dtype:
+def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the reduced values: float32 and float64 stay, all other dtypes become a float type."""
     if dtype in (torch.float32, torch.float64):
         return dtype

@@ -106,7 +106,7 @@ class LogCollector:
         self._module = module
         self._on_cpu = on_cpu
         self._counts = counted is None or rank in counted
-        self._there: Callable[[Tensor, Combine], Tensor] | None = None
+        self._combine_on_device: Callable[[Tensor, Combine], Tensor] | None = None
         self._device = torch.device("cpu")
         self._capacity = 64  # number of names that fit into a row; grows on all ranks together
         # by hook and loader; sorted in the order of hooks, since the later value of a name is the one to show
@@ -121,7 +121,7 @@ class LogCollector:
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = self.ended = False
         self.show_ahead: Callable[[], int] | None = None  # `StepParts.show_newest`, if windows are played ahead
-        self.shown = 0  # the micro-batch after which users last saw all values
+        self.shown_until = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, in the same way on all ranks
         self.weight = 1.0
         self.muted = False
@@ -144,7 +144,7 @@ class LogCollector:
 
     def reduce_on_device(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
         """Reduce step values on the device from now on, so that ``sync_dist=True`` does not synchronize with it."""
-        self._there, self._device = combined, device
+        self._combine_on_device, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Assign the next ``self.log`` calls to a hook and a loader."""
@@ -278,7 +278,7 @@ class LogCollector:
         samples in that micro-batch has an older value. The next :meth:`reduce_step` returns the results for loggers.
         """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
-        reduced = (self._reduce if self._there is None else self._reduce_on_device)(fresh, _newest)
+        reduced = (self._reduce if self._combine_on_device is None else self._reduce_on_device)(fresh, _newest)
         values = []
         for entry, value in reduced:
             entry.step_fresh = 0
@@ -388,7 +388,7 @@ class LogCollector:
         if self._world_size > 1:
             fresh, totals = self._exchange(fresh, read)
         else:
-            totals = [part[:2] for part in self._locals(fresh, read)]
+            totals = [part[:2] for part in self._local_parts(fresh, read)]
         if read is _epochs:
             totals = _over_loaders(fresh, totals)
         return [
@@ -398,7 +398,7 @@ class LogCollector:
 
     def _reduce_on_device(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
         """Reduce entries as :meth:`_reduce` does, but on the device and without synchronizing. Collective."""
-        assert self._there is not None
+        assert self._combine_on_device is not None
         fresh.sort(key=lambda entry: _place(entry.key))
         mine = torch.tensor(head(_hash(fresh), len(fresh), self._wants_each_step), dtype=torch.float64)
         agreed = self._combined(mine, largest)
@@ -409,10 +409,10 @@ class LogCollector:
             return []
         rows = Rows([entry.op for entry in fresh], self._capacity, True)
         parts = [read(entry) if self._counts else (NEUTRAL[entry.op], 0.0, 0) for entry in fresh]
-        shown = rows.shown(self._there(rows.make_on(self._device, parts), rows.combine))
+        shown = rows.shown(self._combine_on_device(rows.make_on(self._device, parts), rows.combine))
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
-    def _locals(self, fresh: list[Entry], read: Reader) -> list[Part]:
+    def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
         """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
@@ -431,7 +431,7 @@ class LogCollector:
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
         # ranks with the same samples have the same values, of which one counts
-        parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
+        parts = self._local_parts(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
 
@@ -493,7 +493,7 @@ class LogCollector:
                 if entry.epoch_fresh:
                     warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
                 continue
-            is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
+            is_newer = entry.step_fresh > (self.shown_until if self._world_size == 1 else 0) and entry.last_weight > 0
             # the entry of a metric stays, so that a resumed run resets the metric at the end of the epoch
             is_logged = entry.epoch_fresh or entry.metric is not None
             if is_logged or entry.each_step or is_newer:

@@ -25,8 +25,8 @@ def memory_of(session: Session) -> MemoryUse:
     """
     strategy = session.strategy
     # a fit's buckets are released at its end, so a count after it would miss them
-    if session.state.stage is None and session.used is not None:
-        return session.used
+    if session.state.stage is None and session.memory_at_end is not None:
+        return session.memory_at_end
     if strategy.module is None:
         raise MisconfigurationException(
             "trainer.memory(): no module has been set up yet; call it during or after trainer.fit() or an evaluation."
@@ -36,7 +36,7 @@ def memory_of(session: Session) -> MemoryUse:
     )
 
 
-def countable(session: Session) -> Activations | None:
+def activations_counter(session: Session) -> Activations | None:
     """Return a counter for the memory of the module's activations, or None if it cannot be measured."""
 
     def gathered() -> list[Tensor]:
@@ -58,8 +58,8 @@ def watch_first_window(session: Session, step: Step) -> None:
         session: stores the measurement as ``activations``.
         step: the `Step` of the fit, after set-up.
     """
-    session.used = session.activations = None
-    activations = countable(session)
+    session.memory_at_end = session.activations = None
+    activations = activations_counter(session)
     play, own = step.window, step.training_step
 
     def first(window: Window, batch_idx: int) -> Iterator[None]:
@@ -88,7 +88,7 @@ def watch_first_window(session: Session, step: Step) -> None:
         step.training_step = counting
 
 
-def keep(session: Session) -> None:
+def store_memory_use(session: Session) -> None:
     """Store the memory use at the end of a fit, before the gradient buckets are released."""
     if session.fitting and session.activations is not None:
-        session.used = memory_of(session)
+        session.memory_at_end = memory_of(session)

@@ -162,7 +162,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
     names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
     if not names:
         return
-    of_ranks = gather_objects([_described(getattr(metric, name)) for name in names])
+    of_ranks = gather_objects([_describe_list(getattr(metric, name)) for name in names])
     for name, each in zip(names, zip(*of_ranks, strict=True), strict=True):
         joined = getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
         lengths = [length for length, _ in each]
@@ -180,7 +180,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
             setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
 
 
-def _described(value: Any) -> tuple[int, Any]:
+def _describe_list(value: Any) -> tuple[int, Any]:
     """Return a list's length, and the dtype and row shape of its first tensor (None without a tensor)."""
     if isinstance(value, Tensor):
         value = [value]
@@ -193,13 +193,13 @@ def leave_inference_mode(module: nn.Module) -> None:
     """Replace inference tensors in metrics and buffers by copies, because a later fit could not change them."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else _ordinary(buffer)
+            part._buffers[name] = None if buffer is None else _plain_tensor(buffer)
         for name in part._defaults if is_metric(part) else ():
             value = getattr(part, name)
-            setattr(part, name, [*map(_ordinary, value)] if isinstance(value, list) else _ordinary(value))
+            setattr(part, name, [*map(_plain_tensor, value)] if isinstance(value, list) else _plain_tensor(value))
 
 
-def _ordinary(value: Any) -> Any:
+def _plain_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 

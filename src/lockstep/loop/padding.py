@@ -106,10 +106,10 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
     # torch's FSDP derives a class of its own from the user's
     seen = _SeenObjects(next(package for package in packages if package != "torch"))
-    restores = [_of_tensor(buffer) for buffer in buffers]
+    restores = [_tensor_restorer(buffer) for buffer in buffers]
     # a metric restores its attributes itself: its states may be lists that `reset` empties in place
     for part in module.modules():
-        restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
+        restores.append(_metric_restorer(part, seen) if is_metric(part) else _attributes_restorer(part, seen))
     try:
         yield
     finally:
@@ -136,12 +136,12 @@ class _SeenObjects(dict[int, Any]):
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
-def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
+def _attributes_restorer(owner: object, seen: _SeenObjects) -> Restore:
     attributes = vars(owner)
     known = set(attributes)
     # parameters and buffers are torch's attributes, which others treat
     kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
-    inside = [_of_value(value, seen) for value in kept.values()]
+    inside = [_value_restorer(value, seen) for value in kept.values()]
 
     def restore() -> None:
         for name in [name for name, value in attributes.items() if name not in known and _is_state(value, seen)]:
@@ -158,31 +158,31 @@ def _is_state(value: object, seen: _SeenObjects) -> bool:
     )
 
 
-def _of_value(value: object, seen: _SeenObjects) -> Restore:
+def _value_restorer(value: object, seen: _SeenObjects) -> Restore:
     """Return a function that restores the contents of ``value`` in place."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
     seen[id(value)] = value
     if is_metric(value):
-        return _of_metric(value, seen)
+        return _metric_restorer(value, seen)
     if isinstance(value, Tensor):
-        return _of_tensor(value)
+        return _tensor_restorer(value)
     if isinstance(value, tuple):
-        inside = [_of_value(item, seen) for item in value]
+        inside = [_value_restorer(item, seen) for item in value]
         return lambda: _all(inside)
     if isinstance(value, dict):
-        return _of_container(value, dict(value), value.values(), value.update, seen)
+        return _container_restorer(value, dict(value), value.values(), value.update, seen)
     if isinstance(value, (list, deque)):
-        return _of_container(value, list(value), value, value.extend, seen)
+        return _container_restorer(value, list(value), value, value.extend, seen)
     if isinstance(value, set):
-        return _of_container(value, set(value), (), value.update, seen)
-    return _of_attributes(value, seen) if seen.is_users(value) else _nothing
+        return _container_restorer(value, set(value), (), value.update, seen)
+    return _attributes_restorer(value, seen) if seen.is_users(value) else _nothing
 
 
-def _of_container(
+def _container_restorer(
     container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: _SeenObjects
 ) -> Restore:
-    inside = [_of_value(item, seen) for item in list(items)]
+    inside = [_value_restorer(item, seen) for item in list(items)]
 
     def restore() -> None:
         container.clear()
@@ -192,7 +192,7 @@ def _of_container(
     return restore
 
 
-def _of_tensor(tensor: Tensor) -> Restore:
+def _tensor_restorer(tensor: Tensor) -> Restore:
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return _nothing
     # in-place changes raise the version: an unchanged tensor is not copied back
@@ -206,7 +206,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _of_metric(metric: Metric, seen: _SeenObjects) -> Restore:
+def _metric_restorer(metric: Metric, seen: _SeenObjects) -> Restore:
     seen[id(metric)] = metric
     return partial(restore_states, snapshot(metric))
 

@@ -127,7 +127,7 @@ class SavedRanks:
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
-    def knows_logged(self) -> bool:
+    def has_logged_values(self) -> bool:
         """True if the checkpoint has all ranks' logged values. A rank that saved alone has only its own."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 

@@ -173,8 +173,8 @@ class Session:
         connect: the first step of set-up; determines this process's rank and assigns the module's Trainer.
         cluster: the user's cluster plugin.
         base_callbacks: the Trainer's callbacks; ``callbacks`` also has those of the module. Users may change the list.
-        shown: copy of ``callbacks`` after set-up, to detect changes by users.
-        watched: closed when the loop of the call has ended.
+        callbacks_at_setup: copy of ``callbacks`` after set-up, to detect changes by users.
+        loop_exit: closed when the loop of the call has ended.
         ckpt_path: the checkpoint that the call continues from.
         should_stop: True if this rank requests the end of the fit.
         interruption: "Ctrl-C" or "SIGTERM" if one has ended the call.
@@ -183,7 +183,7 @@ class Session:
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
         base: record of the weights that were frozen at the start.
         activations: memory of activations, measured in the first forward of a fit.
-        used: memory use by kind at the end of the last fit.
+        memory_at_end: memory use by kind at the end of the last fit.
         chooses: True if a plan may replace this strategy when a fit starts.
         inner: session of a Tuner's trial that runs inside this call, so that Ctrl-C reaches it.
         has_returned: True if the last call ran in other processes and its weights were returned to this one.
@@ -198,7 +198,7 @@ class Session:
     loggers: list[Logger]
     base_callbacks: list[Callback]
     callbacks: list[Callback]
-    shown: list[Callback] = field(init=False)
+    callbacks_at_setup: list[Callback] = field(init=False)
 
     state: TrainerState = field(default_factory=TrainerState)
     datamodule: LightningDataModule | None = None
@@ -214,11 +214,11 @@ class Session:
     is_padding: bool = False
     signals: FitSignals | None = None
     activations: Activations | None = None
-    used: MemoryUse | None = None
+    memory_at_end: MemoryUse | None = None
     chooses: bool = False
     inner: Session | None = None
     has_returned: bool = False
-    watched: ExitStack | None = None
+    loop_exit: ExitStack | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -230,7 +230,7 @@ class Session:
     not_finite_flag: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shown = [*self.callbacks]
+        self.callbacks_at_setup = [*self.callbacks]
 
     @property
     def world_size(self) -> int:
@@ -289,7 +289,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or for another process; the others belong to the running call."""
-        bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "watched")
+        bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "loop_exit")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
@@ -297,14 +297,14 @@ class Session:
     def keep_callbacks(self) -> None:
         """Apply the user's changes to ``trainer.callbacks`` to the Trainer's own callbacks, before a call."""
         # by identity, since a user's callback may define `__eq__`
-        shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
+        shown, now = [*map(id, self.callbacks_at_setup)], [*map(id, self.callbacks)]
         if shown == now:
             return
         kept = [callback for callback in self.base_callbacks if id(callback) in now or id(callback) not in shown]
         known = {*shown, *map(id, kept)}
         self.base_callbacks = [*kept, *(callback for callback in self.callbacks if id(callback) not in known)]
         check_callbacks("trainer.callbacks", self.base_callbacks)
-        self.callbacks, self.shown = self.base_callbacks, [*self.base_callbacks]
+        self.callbacks, self.callbacks_at_setup = self.base_callbacks, [*self.base_callbacks]
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
@@ -400,15 +400,17 @@ class Session:
         if not self.results.among_batches:
             self.published.preview(self.results.epoch_so_far(), to=(to,))
         elif to != "callback" or self.state.stage is RunningStage.TRAINING:
-            values = self.results.step_values(self.results.shown, for_bar=to == "progress_bar")
+            values = self.results.step_values(self.results.shown_until, for_bar=to == "progress_bar")
             self.published.publish(values, to=(to,))
 
     def share_step_values(self) -> None:
         """Publish the last step values, reduced over the ranks, because a decision depends on them. Collective."""
         results = self.fit.results
         assert results is not None
-        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
-        results.shown = max(results.shown, results.micro_batch - 1)  # the current batch may log more
+        self.published.publish(
+            results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown_until)
+        )
+        results.shown_until = max(results.shown_until, results.micro_batch - 1)  # the current batch may log more
 
     @property
     def lacks_metrics(self) -> str | None:

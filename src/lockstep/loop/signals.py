@@ -241,7 +241,7 @@ class Signals:
 
     # -- after the loop ------------------------------------------------------------------------------------
 
-    def ended(self, result: dict[str, Any]) -> None:
+    def save_result(self, result: dict[str, Any]) -> None:
         """Save the result of a finished fit, so that a later attempt does not repeat the fit. Collective."""
         job = self.job
         if job is None or not job.is_kept or self.ending is not None:
@@ -257,7 +257,7 @@ class Signals:
         self._save(job, add)
         session.strategy.checkpoints.after_saving = None  # later checkpoints of the script are not the loop's
 
-    def done(self) -> None:
+    def record_end(self) -> None:
         """Record in the job's files that the fit has ended."""
         if self.job is not None and self.session.is_global_zero:
             self.job.done(self.call)

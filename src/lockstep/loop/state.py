@@ -44,7 +44,7 @@ LAYOUT = "2.6.0"
 # -- saving ------------------------------------------------------------------------------------------------
 
 
-def _training(session: Session, engine: EngineState) -> dict[str, Any]:
+def _training_state(session: Session, engine: EngineState) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and scaler under Lightning's keys."""
     strategy = session.strategy
     found: dict[str, Any] = {
@@ -93,7 +93,7 @@ def collect(
     }
     if not weights_only:
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
-        checkpoint.update(_training(session, engine))
+        checkpoint.update(_training_state(session, engine))
         checkpoint[OWN].update(_resume_entries(session, engine, progress, alone))
     datamodule = session.datamodule
     for source in (session.module, datamodule):
@@ -130,12 +130,12 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
             engine.module.update(start["buffers"])
         start = at_window_start({"window_start": {**start, "buffers": {}}}, not progress.batch)
     if alone:
-        part = {"data": of_all_ranks(_of_data(session))}
+        part = {"data": of_all_ranks(_loader_state(session))}
         if session.world_size == 1:  # values logged on other ranks are missing
             part.update(logged(session) if start is None else start)
         ranks = [part] * session.world_size
     else:
-        ranks = _parts(session, progress, done, start, holds)
+        ranks = _entries(session, progress, done, start, holds)
     published = session.published.callback if fit.resume.cut_epoch is None else fit.resume.cut_epoch["published"]
     if_any = {
         "strategy of ranks": engine.by_rank,
@@ -165,7 +165,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
     return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
 
 
-def _parts(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
+def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
     """Return the entries of all ranks on rank 0, and this rank's entry alone on other ranks. Collective.
 
     Args:
@@ -179,7 +179,7 @@ def _parts(session: Session, progress: Progress, done: int, start: dict[str, Any
     cut = fit.resume.cut_epoch or logged(session)
     validation = fit.resume.validation
     random = random_states_of(strategy.own_devices) if validation is None else validation.random
-    part: dict[str, Any] = {"random": random, "data": _of_data(session)}
+    part: dict[str, Any] = {"random": random, "data": _loader_state(session)}
     part.update({"results": cut["results"], "metrics": cut["metrics"]} if start is None else start)
     if done:
         part["window_start"] = fit.resume.window_start.state(progress.batch - done, session.is_global_zero)
@@ -222,7 +222,7 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
     return {name: (initial_state if id(metric) in ended else metric_state)(metric) for name, metric in metrics}
 
 
-def _of_data(session: Session) -> dict[str, Any]:
+def _loader_state(session: Session) -> dict[str, Any]:
     """Return the state of this rank's training loaders, as before the running batch."""
     fit = session.fit
     return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
@@ -539,7 +539,7 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         fit.resume.entry = saved.part_for(
             strategy.world.rank, strategy.replicas, strategy.cuts_parameters, strategy.window is not None
         )
-        if fit.progress.batch and not saved.knows_logged:
+        if fit.progress.batch and not saved.has_logged_values:
             fit.resume.lacks_logged = True
             rank_zero_warn(
                 f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "

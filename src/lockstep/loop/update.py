@@ -83,7 +83,7 @@ class Update:
         automatic = self.module.automatic_optimization
         self.optimizers = [*self._strategy.optimizers]
         self.wrapped = [
-            LightningOptimizer(optimizer, self._stepped_by_user, self.module, self._strategy.synchronize)
+            LightningOptimizer(optimizer, self._step_for_user, self.module, self._strategy.synchronize)
             for optimizer in self.optimizers
         ]
         self.optimizer: Optimizer | None = self.optimizers[0] if automatic else None
@@ -223,7 +223,7 @@ class Update:
         mean: Tensor = self._strategy.reduce(weighed, reduce_op="mean")
         return mean
 
-    def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+    def _step_for_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Implement ``LightningOptimizer.step``; return the result of the closure."""
         if not self.module.automatic_optimization:
             # the hook runs when gradients are complete: after the user's closure
