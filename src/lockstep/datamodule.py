@@ -78,7 +78,7 @@ class LightningDataModule(HyperparametersMixin):
         """Return the training loader, or a dict, list or `CombinedLoader` of several.
 
         Raises:
-            MisconfigurationException: it is not overridden; so do the other loader hooks.
+            MisconfigurationException: the hook is not overridden. The other loader hooks raise it too.
         """
         raise self._missing("train_dataloader", "fit")
 

@@ -101,16 +101,16 @@ class Trainer(Attributes):
         logger: True (default): TensorBoardLogger, or CSVLogger if tensorboard is not installed; False: none; or a
             Logger or several.
         callbacks: a Callback or several.
-        fast_dev_run: run one batch (True) or so many (int) of each loader, without loggers and checkpoints.
-        max_epochs: stop after so many epochs; -1: no limit. Default 1000 unless `max_steps` or `max_time` is given.
-        min_epochs: train at least so many epochs before an early stop.
-        max_steps: stop after so many optimizer steps; -1: no limit.
-        min_steps: train at least so many optimizer steps before an early stop.
+        fast_dev_run: run one batch (True) or this many (int) of each loader, without loggers and checkpoints.
+        max_epochs: stop after this many epochs; -1: no limit. Default 1000 unless `max_steps` or `max_time` is given.
+        min_epochs: train at least this many epochs before an early stop.
+        max_steps: stop after this many optimizer steps; -1: no limit.
+        min_steps: train at least this many optimizer steps before an early stop.
         max_time: stop after this time: "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
         limit_train_batches: number (int) or fraction (float) of the batches of an epoch; default 1.0.
-        limit_val_batches: the same for each validation loader.
-        limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each prediction loader.
+        limit_val_batches: number or fraction of the batches of each validation loader; default 1.0.
+        limit_test_batches: number or fraction of the batches of each test loader; default 1.0.
+        limit_predict_batches: number or fraction of the batches of each prediction loader; default 1.0.
         overfit_batches: train and validate on the same batches in every epoch, without shuffling: a number (int) or a
             fraction (float); 0.0: off.
         val_check_interval: time between two validations: training batches (int), a fraction of an epoch (float; default
@@ -125,13 +125,13 @@ class Trainer(Attributes):
             number. Default 1.
         gradient_clip_val: bound of the gradient; None or 0: no clipping.
         gradient_clip_algorithm: "norm" (default; total 2-norm over all parameters) or "value" (each element).
-        deterministic: let torch use deterministic algorithms only, and raise where there is none; "warn": warn there.
+        deterministic: let torch use deterministic algorithms only, and raise if an operation has none; "warn": only warn.
         benchmark: let cuDNN choose its fastest algorithm for the sizes at hand; off under ``deterministic``.
         inference_mode: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
         use_distributed_sampler: distribute the samples of loaders over the ranks; False: use each rank's loader as it
             is.
         profiler: measure where time goes: "simple", "advanced", "pytorch", or a Profiler.
-        detect_anomaly: raise at a NaN in backward and print the forward call that made it; slow.
+        detect_anomaly: raise at a NaN in backward and print the forward call that caused it; slow.
         barebones: turn off everything that costs time besides the steps, ``self.log`` included.
         plugins: a Precision, a ClusterEnvironment that determines the rank of this process, or a CheckpointIO that
             writes and reads checkpoints; one or several.

@@ -63,8 +63,8 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
     """Raise if a module defines hooks that Lightning has removed, because lockstep would never call them.
 
     Raises:
-        NotImplementedError: it has an ``*_epoch_end`` that takes outputs, which no Trainer calls since 2.0.
-        MisconfigurationException: it overrides both names of ``configure_model``.
+        NotImplementedError: the module has an ``*_epoch_end`` that takes outputs, which no Trainer calls since 2.0.
+        MisconfigurationException: the module overrides both names of ``configure_model``.
     """
     kind, former = type(module).__name__, former_methods("module")
     for name, new in EPOCH_ENDS.get(fn, {}).items():
@@ -163,7 +163,7 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
         name: the method's name, for the error message.
 
     Raises:
-        MisconfigurationException: it takes a ``dataloader_iter``, or no ``dataloader_idx`` for several loaders.
+        MisconfigurationException: the step takes a ``dataloader_iter``, or no ``dataloader_idx`` for several loaders.
     """
     wanted = 3 if several else 2
     refuse_iterator(step, name)

@@ -582,7 +582,7 @@ def checked_size(name: str, batch_size: object) -> float:
     """Return the ``batch_size`` of a `self.log` call as a weight.
 
     Raises:
-        MisconfigurationException: it is not a number of samples.
+        MisconfigurationException: ``batch_size`` is not a number of samples.
     """
     try:
         size = float(batch_size)  # type: ignore[arg-type]

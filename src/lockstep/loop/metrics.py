@@ -153,7 +153,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
     each other forever, or gloo would abort them.
 
     Args:
-        metric: the same on all ranks.
+        metric: a metric that all ranks have.
         gather_objects: all_gather of a small Python object.
 
     Raises:
