@@ -125,7 +125,7 @@ class Trainer(Attributes):
             number. Default 1.
         gradient_clip_val: bound of the gradient; None or 0: no clipping.
         gradient_clip_algorithm: "norm" (default; total 2-norm over all parameters) or "value" (each element).
-        deterministic: let torch use deterministic algorithms only, and raise if an operation has none; "warn": only warn.
+        deterministic: use deterministic algorithms only, and raise if an operation has none; "warn": only warn.
         benchmark: let cuDNN choose its fastest algorithm for the sizes at hand; off under ``deterministic``.
         inference_mode: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
         use_distributed_sampler: distribute the samples of loaders over the ranks; False: use each rank's loader as it
