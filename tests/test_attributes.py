@@ -141,6 +141,10 @@ def test_the_logger_can_be_set() -> None:
     assert trainer.loggers == [recorder]
     trainer.logger = None
     assert trainer.loggers == []
+    trainer.loggers = recorder
+    assert trainer.loggers == [recorder]
+    trainer.loggers = None
+    assert (trainer.loggers, trainer.logger) == ([], None)
 
 
 def test_a_checkpoint_may_be_set_beforehand(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_every_flag_that_is_read_as_it_is_has_a_type() -> None:
 @pytest.mark.parametrize("name", ["from_argparse_args", "add_argparse_args", "parse_argparser"])
 def test_what_read_command_lines_names_todays_way(name: str) -> None:
     with pytest.raises(
-        AttributeError, match=rf"Trainer\.{name}\(\) is gone since Lightning 2\.0: .* or use LightningCLI\."
+        AttributeError, match=rf"Trainer\.{name}\(\) was removed in Lightning 2\.0: .* or use LightningCLI\."
     ):
         getattr(Trainer, name)
     trainer = Trainer(accelerator="cpu", logger=False)

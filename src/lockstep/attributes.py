@@ -1,4 +1,4 @@
-"""Public attributes of a Trainer, derived from its parts."""
+"""Attributes, the base class of Trainer with its public attributes, such as ``trainer.current_epoch``."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from lockstep.profilers.base import Profiler
 T = TypeVar("T")
 
 
-class Of(Generic[T]):
-    """Attribute of the Trainer that is stored in its session under the same name."""
+class SessionAttribute(Generic[T]):
+    """Descriptor for a Trainer attribute whose value is in the session, under the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -61,8 +61,8 @@ class Of(Generic[T]):
         setattr(trainer.session, self._name, value)
 
 
-class Gone:
-    """Removed method of Lightning 1.x. Access raises an AttributeError that names the replacement."""
+class Removed:
+    """Descriptor for a method that Lightning 2.0 removed. Access raises an AttributeError with the replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -71,11 +71,11 @@ class Gone:
         self._name = name
 
     def __get__(self, trainer: object, owner: type) -> None:
-        raise AttributeError(f"{owner.__name__}.{self._name}() is gone since Lightning 2.0: {self._instead}.")
+        raise AttributeError(f"{owner.__name__}.{self._name}() was removed in Lightning 2.0: {self._instead}.")
 
 
 def _loaders(given: object) -> Any:
-    """Return loaders as the user gave them: those within a CombinedLoader, as in Lightning."""
+    """Return the user's loaders; for a CombinedLoader the loaders inside it, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
 
 
@@ -123,29 +123,29 @@ class Attributes:
     hang_timeout: float | None
     hang_kill: float | None
 
-    config = Of[RunConfig]()
-    strategy = Of[Strategy]()
-    profiler = Of[Profiler]()
-    base_callbacks = Of[list[Callback]]()
-    callbacks = Of[list[Callback]]()
-    state = Of[TrainerState]()
-    datamodule = Of[LightningDataModule | None]()
-    loaders = Of[RunLoaders]()
-    enable_validation = Of[bool]()
-    seed = Of[int | None]()
-    published = Of[LoggedMetrics]()
-    should_stop = Of[bool]()
-    received_sigterm = Of[bool]()
-    interruption = Of[str | None]()
-    hooks = Of[Hooks]()
-    results = Of[LogCollector]()
-    agreement = Of[ConsensusFlags]()
-    stop_flag = Of[int]()
-    interrupt_flag = Of[int]()
+    config = SessionAttribute[RunConfig]()
+    strategy = SessionAttribute[Strategy]()
+    profiler = SessionAttribute[Profiler]()
+    base_callbacks = SessionAttribute[list[Callback]]()
+    callbacks = SessionAttribute[list[Callback]]()
+    state = SessionAttribute[TrainerState]()
+    datamodule = SessionAttribute[LightningDataModule | None]()
+    loaders = SessionAttribute[RunLoaders]()
+    enable_validation = SessionAttribute[bool]()
+    seed = SessionAttribute[int | None]()
+    published = SessionAttribute[LoggedMetrics]()
+    should_stop = SessionAttribute[bool]()
+    received_sigterm = SessionAttribute[bool]()
+    interruption = SessionAttribute[str | None]()
+    hooks = SessionAttribute[Hooks]()
+    results = SessionAttribute[LogCollector]()
+    agreement = SessionAttribute[ConsensusFlags]()
+    stop_flag = SessionAttribute[int]()
+    interrupt_flag = SessionAttribute[int]()
 
     @property
     def lightning_module(self) -> LightningModule:
-        """Module of the last call; None before the first."""
+        """Module of the last call; None before the first call."""
         return vars(self.session).get("module")  # type: ignore[return-value]
 
     @lightning_module.setter
@@ -157,12 +157,12 @@ class Attributes:
         return {} if session is None else session.config.__dataclass_fields__
 
     if not TYPE_CHECKING:
-        from_argparse_args = Gone(
+        from_argparse_args = Removed(
             "write Trainer(**{k: v for k, v in vars(args).items() if k in inspect.signature(Trainer).parameters}), "
             "or use LightningCLI"
         )
-        add_argparse_args = Gone("add the flags that you need by parser.add_argument, or use LightningCLI")
-        parse_argparser = Gone("write parser.parse_args(), or use LightningCLI")
+        add_argparse_args = Removed("add the flags that you need with parser.add_argument, or use LightningCLI")
+        parse_argparser = Removed("write parser.parse_args(), or use LightningCLI")
 
         def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
             if name in self._flags():
@@ -180,7 +180,7 @@ class Attributes:
             object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        gone = {name for name, value in vars(Attributes).items() if isinstance(value, Gone)}
+        gone = {name for name, value in vars(Attributes).items() if isinstance(value, Removed)}
         return [*(name for name in super().__dir__() if name not in gone), *self._flags()]
 
     # -- where ---------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch: a sample of another rank, on a rank that has none left. Do not count it.
+        """True during a padding batch, which repeats a sample on a rank that has none left. Do not count it.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
@@ -348,7 +348,7 @@ class Attributes:
 
     @property
     def interrupted(self) -> bool:
-        """True if the last call was interrupted."""
+        """True if Ctrl-C, SIGTERM or an error ended the last call."""
         return self.state.stopped and not self.state.finished
 
     # -- data ----------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class Attributes:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches of the sanity check, by loader."""
+        """Number of batches in the sanity check, by loader."""
         each = self.fit_loop.validation.num_batches_by_loader
         return [min(self.num_sanity_val_steps, batches) for batches in each]
 
@@ -394,28 +394,28 @@ class Attributes:
 
     @property
     def train_dataloader(self) -> Any:
-        """Training loader or loaders, as the user gave them."""
+        """Training loader or loaders, as the user passed or returned them."""
         return _loaders(self.fit_loop.given)
 
     @property
     def val_dataloaders(self) -> Any:
-        """Validation loader or loaders, as the user gave them."""
+        """Validation loader or loaders, as the user passed or returned them."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
         return _loaders(loop.given)
 
     @property
     def test_dataloaders(self) -> Any:
-        """Test loader or loaders, as the user gave them."""
+        """Test loader or loaders, as the user passed or returned them."""
         return _loaders(self.test_loop.given)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """Prediction loader or loaders, as the user gave them."""
+        """Prediction loader or loaders, as the user passed or returned them."""
         return _loaders(self.predict_loop.given)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps of the whole fit; infinite if it is unknown. May create the training loader.
+        """Number of optimizer steps in the whole fit; infinite if unknown. May request the training loader.
 
         Example::
 
@@ -431,7 +431,7 @@ class Attributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of one window in the current epoch. A resume on another number of ranks may change it."""
+        """Micro-batches per optimizer step in the current epoch. A resume on more or fewer ranks may change them."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
         return accumulate if feed is None else feed.counting.micro(accumulate)
@@ -459,11 +459,11 @@ class Attributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Newest value of each logged name: of this rank, or of all ranks once it has been reduced."""
+        """Newest value of each logged name: this rank's value until it is reduced over the ranks."""
         return self.session.callback_metrics()
 
     def memory(self) -> MemoryUse:
-        """Return this rank's memory use by kind: at this moment, or after a fit at its end.
+        """Return this rank's memory use by kind: now, or after a fit as it was at its end.
 
         Activations are those of the first micro-batch of the fit.
 
@@ -478,7 +478,7 @@ class Attributes:
         return memory_of(self.session)
 
     def reduced_metrics(self) -> dict[str, Tensor]:
-        """Return :attr:`callback_metrics` reduced over the ranks: the same on all of them, as a decision needs it.
+        """Return :attr:`callback_metrics` reduced over the ranks, so that decisions are the same on all ranks.
 
         Collective: call it on every rank, at the same place.
         """
@@ -493,7 +493,7 @@ class Attributes:
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Newest value of each name that goes to the loggers."""
+        """Newest value of each name that is sent to the loggers."""
         self.session.show_logged("logged")
         return self.published.logged
 
@@ -507,7 +507,7 @@ class Attributes:
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers. It can be set to a list, a single logger or None."""
+        """All loggers. Users may assign a list, a single logger or None."""
         return self.session.loggers
 
     @loggers.setter
@@ -537,7 +537,7 @@ class Attributes:
 
     @property
     def ckpt_path(self) -> str | None:
-        """Checkpoint that the call has loaded. If it is set, later calls without a ``ckpt_path`` use it."""
+        """Checkpoint that the call loaded. If users assign a path, later calls without a ``ckpt_path`` use it."""
         return self.session.ckpt_path
 
     @ckpt_path.setter
@@ -594,7 +594,7 @@ CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
     },
     "_signal_connector": {},
 }
-"""Inner parts of Lightning's Trainer that third parties read: getters by part and name. Other names raise an error."""
+"""Getters for attributes of Lightning's private connectors that third-party code reads, by part and name."""
 
 
 def _log_metrics(session: Session, metrics: Mapping[str, Any], step: int | None = None) -> None:

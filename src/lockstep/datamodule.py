@@ -78,7 +78,7 @@ class LightningDataModule(HyperparametersMixin):
         """Return the training loader, or a dict, list or `CombinedLoader` of several.
 
         Raises:
-            MisconfigurationException: it is not overridden; so do the other loader hooks.
+            MisconfigurationException: the hook is not overridden. The other loader hooks raise it too.
         """
         raise self._missing("train_dataloader", "fit")
 
@@ -117,7 +117,7 @@ class LightningDataModule(HyperparametersMixin):
         """Clean up after a stage, in every process."""
 
     def __str__(self) -> str:
-        """Return the lengths of the data sets, as far as they exist. It calls the loader hooks."""
+        """Return the lengths of the data sets as text. Calls the loader hooks."""
         hooks = [("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")]
         return "\n".join(
             f"{{{kind} dataloader: {_sizes(getattr(self, f'{name}_dataloader'))}}}" for kind, name in hooks
@@ -141,7 +141,7 @@ class LightningDataModule(HyperparametersMixin):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Create a data module from the hyperparameters and the state in a checkpoint.
+        """Create a data module from the hyperparameters and state in a checkpoint.
 
         Args:
             checkpoint_path: checkpoint of a fit with this data module: a file or a folder.
@@ -230,7 +230,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return the lengths of the data sets of a loader hook, as text; "None" if the hook raises."""
+    """Return the data set lengths for one loader hook as text; "None" if the hook raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

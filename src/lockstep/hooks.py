@@ -24,10 +24,10 @@ class ModuleHooks:
     # -- a run ---------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and unpack data. It runs in one process of each node: attributes set here are missing elsewhere."""
+        """Download and unpack data. It runs in one process per node; attributes set here are missing in the others."""
 
     def setup(self, stage: str) -> None:
-        """Build what depends on data, in every process; ``stage``: "fit", "validate", "test" or "predict"."""
+        """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Clean up. It runs as the last hook of a call, with the ``stage`` of :meth:`setup`."""
@@ -45,7 +45,7 @@ class ModuleHooks:
         """
 
     def configure_sharded_model(self) -> None:
-        """Create layers: the name of :meth:`configure_model` before Lightning 2."""
+        """Create layers. Former name of :meth:`configure_model`, before Lightning 2."""
 
     def on_fit_start(self) -> None:
         """Run when a fit starts, before the sanity check."""
@@ -81,13 +81,13 @@ class ModuleHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after the first forward of a window, before the gradients of the last window are set to None."""
+        """Run after a window's first forward, before the previous window's gradients are set to None."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Run before a backward; ``loss`` is multiplied by the micro-batch's share of the window."""
 
     def on_after_backward(self) -> None:
-        """Run after a backward. After the last one of a window the gradients are reduced over the ranks."""
+        """Run after each backward. After the last backward in a window, gradients are reduced over the ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run once per window, before clipping; ``.grad`` has the gradient of the whole window.
@@ -130,7 +130,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Put the model back into train mode. Unless it is overridden, each submodule returns to its own mode."""
+        """Restore the modes after a validation. By default each submodule returns to its previous mode."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_start(self) -> None:
@@ -156,7 +156,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Put the model back into train mode after a test."""
+        """Restore the modes after a test. By default each submodule returns to its previous mode."""
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_start(self) -> None:

@@ -1,4 +1,4 @@
-"""LightningModule: a torch module with methods for training, validation, test and prediction."""
+"""LightningModule, a torch module with methods for training, validation, test and prediction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
-    """Model with the code of its training.
+    """Base class for models: a ``torch.nn.Module`` with the code for its training.
 
     Define ``training_step`` and ``configure_optimizers``; all other methods have defaults. The same class runs on one
     process and on many.
@@ -180,7 +180,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """True (default) if the names of a checkpoint's weights must match the module's exactly."""
+        """True (default) if a checkpoint must have exactly the module's weight names."""
         return True if self._strict_loading is None else self._strict_loading
 
     @strict_loading.setter
@@ -189,7 +189,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def example_input_array(self) -> Any:
-        """Input of ``forward``, a tuple for several: for sizes in the model summary, graphs in loggers, and exports."""
+        """Example input for ``forward`` (a tuple for several), used by the model summary, loggers and exports."""
         return self._example_input_array
 
     @example_input_array.setter
@@ -338,7 +338,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         results.log(name, value, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **options: Unpack[LogOptions]) -> None:
-        """Log every item of a dict or of a torchmetrics ``MetricCollection``, with the same options of :meth:`log`.
+        """Log every item in a dict or torchmetrics ``MetricCollection``; options are those of :meth:`log`.
 
         Example::
 
@@ -377,7 +377,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> OneOptimizerOrSeveral:
-        """Return the optimizer of ``configure_optimizers``, or a list if there are several.
+        """Return the optimizer from ``configure_optimizers``, or a list of several.
 
         Args:
             use_pl_optimizer: True: wrappers whose ``step`` runs the hooks and is counted; False: torch's optimizers.
@@ -388,7 +388,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return cast("OneOptimizerOrSeveral", either)
 
     def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
-        """Return the scheduler of ``configure_optimizers``, a list if there are several, None if there is none."""
+        """Return the scheduler from ``configure_optimizers``, a list of several, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -599,7 +599,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @torch.no_grad()
     @contextmanager
     def _seen_by_torchscript(self) -> Iterator[None]:
-        """Let torch read every property in a ``with`` block: without a Trainer some would raise."""
+        """Let TorchScript read all properties in the ``with`` block; without a Trainer some would raise."""
         # properties that need a Trainer now raise AttributeError, which torch skips, and not RuntimeError
         trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
         try:
@@ -608,7 +608,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             self._trainer = trainer
 
     def to_torchscript(self, *args: object, **kwargs: object) -> Any:
-        """Raise: torch has deprecated TorchScript. Use ``torch.export.export(module, args)`` or :meth:`to_onnx`.
+        """Not supported, because torch has deprecated TorchScript. Use ``torch.export.export`` or :meth:`to_onnx`.
 
         Raises:
             NotImplementedError: always.
@@ -619,7 +619,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
-        """Raise: lockstep has no export to TensorRT, which reads what :meth:`to_onnx` writes.
+        """Not supported. TensorRT reads the files that :meth:`to_onnx` writes.
 
         Raises:
             NotImplementedError: always.
@@ -630,7 +630,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def _sample(self, given: object) -> Any:
-        """Return an input of ``forward`` after the batch transfer hooks, on the module's device."""
+        """Return an example input for ``forward``, after the batch transfer hooks, on the module's device."""
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise MisconfigurationException(
@@ -658,12 +658,12 @@ def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None
     if "state_dict" not in checkpoint:
         raise CorruptCheckpoint(
             f"{str(path)!r} is not a checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
-            f"{sorted(map(str, checkpoint))[:8]}). Load weights alone by `module.load_state_dict(torch.load(path))`."
+            f"{sorted(map(str, checkpoint))[:8]}). Load weights alone with `module.load_state_dict(torch.load(path))`."
         )
 
 
 def _load_weights(module: LightningModule, checkpoint: dict[str, Any], strict: bool | None) -> None:
-    """Load the weights of a checkpoint. If ``strict`` is False, warn about names that only one side has.
+    """Load a checkpoint's weights. If ``strict`` is False, warn about names that the module or the file lacks.
 
     Args:
         module: module to load into.
@@ -673,7 +673,7 @@ def _load_weights(module: LightningModule, checkpoint: dict[str, Any], strict: b
     if strict is not None and module._strict_loading not in (None, strict):
         raise MisconfigurationException(
             f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
-            f"{module._strict_loading}; leave out `strict`, or set both to the same value."
+            f"{module._strict_loading}; omit `strict`, or set both to the same value."
         )
     strict = module.strict_loading if strict is None else strict
     weights, absent = checkpoint["state_dict"], frozen.absent_of(checkpoint, module)

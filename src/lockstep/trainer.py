@@ -1,4 +1,4 @@
-"""Trainer, which assembles the parts of a run. The loops are in ``loop/``."""
+"""Trainer: the public class that assembles the parts of a run. The loops are in ``loop/``."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
 STAYED_THERE = (
-    "the call ran in other processes, and the optimizer states and everything else that a resume needs are gone with "
-    "them. To resume, save by ModelCheckpoint or in a hook; for the weights alone, pass weights_only=True."
+    "the call ran in other processes, which have ended with the optimizer states and everything else that a resume "
+    "needs. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
 )
 
 SAVED_WITHIN = (
     "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that resumes from this file repeats the "
-    "batch and its window. It draws other random numbers, and counts twice a step that the optimizer has made already, "
-    "and buffers and logged values of a window of one batch. Save in `on_train_batch_end`, or by "
+    "batch and its window. It draws other random numbers, and counts some work twice: an optimizer step that has "
+    "already run, and buffers and logged values if the window has one batch. Save in `on_train_batch_end`, or with "
     "ModelCheckpoint(every_n_train_steps=...)."
 )
 
@@ -101,16 +101,16 @@ class Trainer(Attributes):
         logger: True (default): TensorBoardLogger, or CSVLogger if tensorboard is not installed; False: none; or a
             Logger or several.
         callbacks: a Callback or several.
-        fast_dev_run: run one batch (True) or so many (int) of each loader, without loggers and checkpoints.
-        max_epochs: stop after so many epochs; -1: no limit. Default 1000 unless `max_steps` or `max_time` is given.
-        min_epochs: train at least so many epochs before an early stop.
-        max_steps: stop after so many optimizer steps; -1: no limit.
-        min_steps: train at least so many optimizer steps before an early stop.
+        fast_dev_run: run one batch (True) or this many (int) of each loader, without loggers and checkpoints.
+        max_epochs: stop after this many epochs; -1: no limit. Default 1000 unless `max_steps` or `max_time` is given.
+        min_epochs: train at least this many epochs before an early stop.
+        max_steps: stop after this many optimizer steps; -1: no limit.
+        min_steps: train at least this many optimizer steps before an early stop.
         max_time: stop after this time: "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
         limit_train_batches: number (int) or fraction (float) of the batches of an epoch; default 1.0.
-        limit_val_batches: the same for each validation loader.
-        limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each prediction loader.
+        limit_val_batches: number or fraction of the batches of each validation loader; default 1.0.
+        limit_test_batches: number or fraction of the batches of each test loader; default 1.0.
+        limit_predict_batches: number or fraction of the batches of each prediction loader; default 1.0.
         overfit_batches: train and validate on the same batches in every epoch, without shuffling: a number (int) or a
             fraction (float); 0.0: off.
         val_check_interval: time between two validations: training batches (int), a fraction of an epoch (float; default
@@ -125,13 +125,13 @@ class Trainer(Attributes):
             number. Default 1.
         gradient_clip_val: bound of the gradient; None or 0: no clipping.
         gradient_clip_algorithm: "norm" (default; total 2-norm over all parameters) or "value" (each element).
-        deterministic: let torch use deterministic algorithms only, and raise where there is none; "warn": warn there.
+        deterministic: use deterministic algorithms only, and raise if an operation has none; "warn": only warn.
         benchmark: let cuDNN choose its fastest algorithm for the sizes at hand; off under ``deterministic``.
         inference_mode: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
         use_distributed_sampler: distribute the samples of loaders over the ranks; False: use each rank's loader as it
             is.
         profiler: measure where time goes: "simple", "advanced", "pytorch", or a Profiler.
-        detect_anomaly: raise at a NaN in backward and print the forward call that made it; slow.
+        detect_anomaly: raise at a NaN in backward and print the forward call that caused it; slow.
         barebones: turn off everything that costs time besides the steps, ``self.log`` included.
         plugins: a Precision, a ClusterEnvironment that determines the rank of this process, or a CheckpointIO that
             writes and reads checkpoints; one or several.
@@ -151,9 +151,9 @@ class Trainer(Attributes):
             ("mode", "fullgraph", "dynamic", "backend", "options") and "blocks" (True: the repeated blocks, the default
             on several ranks; False: the whole module, the default on one; or classes of layers).
         non_finite: reaction to a loss or gradient that is NaN or infinite. "protect": a warning names the first such
-            step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks leave the update
-            out. "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit
-            continues. Weights that are not finite are never saved.
+            step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks skip the update.
+            "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit continues.
+            Weights that are not finite are never saved.
         hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
             waits where, and what the others do. None: never.
         hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
@@ -299,7 +299,7 @@ class Trainer(Attributes):
         self.predict_loop = EvaluationLoop(self.session, RunningStage.PREDICTING)
 
     def _begin_call(self) -> None:
-        """Set up the process in which a call runs: its rank, and the Trainer of module and data module."""
+        """Determine this process's rank, and attach the Trainer to the module and the data module."""
         if self._spawns:  # in a process that was started for the call, further calls run directly
             self._launch, self._spawns = directly, False
         self._connect(self.strategy)
@@ -308,7 +308,7 @@ class Trainer(Attributes):
             self.datamodule.trainer = self
 
     def _connect(self, strategy: Strategy) -> None:
-        """Give the strategy the rank and the device of this process."""
+        """Pass the rank and the device of this process to the strategy."""
         world = self._placement().world
         device = device_of(self._node_devices, world.local_rank, world.local_size)
         # a node may have more devices than ranks, where a cluster dealt them out
@@ -517,11 +517,11 @@ class Trainer(Attributes):
 
         Args:
             filepath: path of the checkpoint. An existing file is replaced atomically.
-            weights_only: leave out what only a resume needs.
+            weights_only: omit what only a resume needs.
             storage_options: options of the CheckpointIO in ``Trainer(plugins=...)``; the default one has none.
-            trainable_only: leave out weights that have been frozen since the start of the fit and have not changed. The
+            trainable_only: omit weights that have been frozen since the start of the fit and have not changed. The
                 file then has, for example, an adapter, its optimizer, the rest that a resume needs, and a hash of the
-                left-out weights, so that loading it with others is an error. Frozen weights that change, such as a
+                omitted weights, so that loading it with others is an error. Frozen weights that change, such as a
                 target network's, are in the file.
 
         Raises:
@@ -542,9 +542,9 @@ class Trainer(Attributes):
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
-                f"trainer.save_checkpoint in {early}: {own} runs after it, and a run that resumes from this file does "
-                "not call it for this batch. If it changes anything, save in it, or derive the callback from "
-                "lockstep.callbacks.Checkpoint, which runs after the module."
+                f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
+                "from this file skips it. If this hook of the module changes anything, save there, or derive the "
+                "callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 
@@ -583,15 +583,15 @@ class Trainer(Attributes):
             export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     def _saved_session(self, call: str) -> Session:
-        """Return the session to save: this process's, or one made from the weights that other processes returned."""
+        """Return the session to save: the Trainer's, or one with the weights that other processes returned."""
         if self._spawns and self.session.has_returned:
             from lockstep.loop import spawn_results  # spawned ranks alone have results to bring here
 
-            return spawn_results.session_here(self.session)
+            return spawn_results.local_session(self.session)
         if self._spawns:
             raise NotThere(
                 f"{call}: there are no weights to save. Calls of this Trainer run in other processes, which return the "
-                "weights when they end without an error. Call it after that, or in a hook."
+                "weights when they end without an error. Save after such a call, or in a hook."
             )
         if not self.session.has("hooks") or self.strategy.module is None:
             raise NotThere(
@@ -633,8 +633,8 @@ class Trainer(Attributes):
         given: dict[str, Any],
         datamodule: LightningDataModule | None,
     ) -> bool:
-        """Check and store module and data of a call. Return True if the user passed a module."""
-        if self.fit_loop.plays:
+        """Check and store a call's module and data. Return True if the user passed a module."""
+        if self.fit_loop.is_training:
             raise MisconfigurationException(
                 f"trainer.{fn}() in a hook of trainer.fit while its epochs run would overwrite the state of the fit. "
                 "Call it after the fit or in `on_train_end`. During an epoch the fit validates by itself "
@@ -671,14 +671,14 @@ class Trainer(Attributes):
         return model is not None
 
     def _checkpoint(self, path: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
-        """Return the path of a call's checkpoint: its ``ckpt_path``, else the value of ``trainer.ckpt_path``."""
+        """Return the path of the checkpoint to load, from ``ckpt_path`` or else ``trainer.ckpt_path``."""
         return state.find(self.session, self._user_ckpt_path if path is None else path, model_given=model_given)
 
     def _call(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
     def _hand_over(self, loop: FitLoop | EvaluationLoop, *args: object) -> Any:
-        """Run a loop in spawned or forked processes, and take over their results as if it had run here."""
+        """Run a loop in spawned or forked processes, and apply the results to this process."""
         from lockstep.loop import spawn_results  # as above
 
         session = self.session

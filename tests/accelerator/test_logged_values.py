@@ -21,7 +21,7 @@ def _collector(there: bool) -> LogCollector:
     ranks.world, ranks.device = World(rank, 2, rank, 2, 0, 1, "127.0.0.1", 0), device
     made = LogCollector(ranks.combined, ranks.from_zero, 2, rank, None, on_cpu=False)
     if there:
-        made.reduce_there(ranks.combined_there, device)
+        made.reduce_on_device(ranks.combined_there, device)
     made.enter("training_step")
     return made
 

@@ -206,7 +206,7 @@ def test_when_a_rank_is_killed_the_run_ends_with_the_bits_of_one_that_nobody_dis
     """In its second fit, which saves itself nowhere; the first is not run again, and its Result is the same."""
     text = killed(tmp_path, [(2, Kill(rank=1, step=20))], restarts=1)
     assert "was killed by SIGKILL" in text
-    assert "lockstep run, attempt 2: the fit has ended there, and is not run again" in text
+    assert "lockstep run, attempt 2: this fit ended in an earlier attempt, so it is not run again" in text
     assert re.search(r"attempt 2: the fit continues from .*/lockstep-run-restarted-\w+-\w+-fit-2.ckpt", text)
     assert digests(text) == undisturbed(ranks, tmp_path)
     left = {

@@ -92,7 +92,7 @@ def shuffled(n: int = 20, **arguments: Any) -> Make:
             lambda: {"a": shuffled()(), "b": shuffled()()},
             {},
             {},
-            "There are 2 training loaders, before 1:",
+            "There are 2 training loaders, but there were 1:",
         ),
         (
             lambda: {"a": shuffled()(), "b": DataLoader(Stream(20), 4, num_workers=2)},

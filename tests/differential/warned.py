@@ -25,7 +25,7 @@ TOPICS = {
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
         r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|"
-        r"and there is no logger: (set|give)"
+        r"(and there is no logger|but the Trainer has no logger): (set|give)"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
@@ -64,11 +64,11 @@ TOPICS = {
     "hooks of windows": r"accumulate_grad_batches != 1\)` and overriding",
     "modules in eval mode": r"in eval mode",
     "nothing left to train": r"there is nothing left to train",
-    "uneven loaders": r"loaders that are read together are cut unevenly",
+    "uneven loaders": r"[Ll]oaders that are read together are split unevenly",
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
     "summary's precision": r"Precision .* is not supported by the model summary",
     "lost states": r"callbacks used to create the checkpoint|the states of callbacks that this Trainer",
-    "one cycle by epochs": r"OneCycleLR.*(Are you sure|is stepped once an epoch)",
+    "one cycle by epochs": r"OneCycleLR.*(Are you sure|stepped once an epoch)",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""
 LEFT_OUT = re.compile(

@@ -75,10 +75,10 @@ def test_the_line_of_a_project_that_is_installed_is_named(frames: tuple[Frame, .
 @pytest.mark.parametrize(
     ("frames", "waits", "doing"),
     [
-        ((C10D, STOP, USERS), True, "asking who wants to stop"),
+        ((C10D, STOP, USERS), True, "agreeing on a stop"),
         ((C10D, USERS), True, "all_reduce"),
         ((USERS, C10D, STOP), False, ""),  # a hook of the user's, called by lockstep
-        ((STOP, USERS), False, "asking who wants to stop"),
+        ((STOP, USERS), False, "agreeing on a stop"),
         ((), False, ""),
     ],
 )

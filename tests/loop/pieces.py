@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
+from lockstep.ground.rank import forget_warnings
 from lockstep.loggers import Logger
 from lockstep.testing.devices import chosen_accelerator
 
@@ -146,6 +147,12 @@ def heard(run: Callable[[], Any], *words: str) -> list[str]:
         warnings.simplefilter("always")
         run()
     return [text for text in (str(each.message) for each in seen) if all(word in text for word in words)]
+
+
+def heard_again(run: Callable[[], Any], *words: str) -> list[str]:
+    """The same, with those that are given once in a process and have been given."""
+    forget_warnings()
+    return heard(run, *words)
 
 
 class Recorder(Logger):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -15,17 +14,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from lockstep import LightningDataModule, LightningModule, Trainer
-from lockstep.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lockstep.callbacks import Callback, EarlyStopping
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.ground.rank import forget_warnings
-from lockstep.loop.call import _prepare_data, _whereabouts
-from lockstep.loop.step import has_uneven_targets
+from lockstep.loop.call import _prepare_data
 from lockstep.names.table import former_methods
 from lockstep.precision.base import Precision
 from lockstep.testing import BoringModel, RandomDataset
-from tests.loop.pieces import Slope, Stream, Validated, acting, heard, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, Stream, Validated, acting, heard, heard_again, numbers, on_ranks, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 
@@ -48,13 +45,16 @@ class NoOptimizer(LightningModule):
     [
         (lambda t: t.fit(NoStep(), numbers(1)), r"trainer.fit\(NoStep\): No `training_step\(\)` method defined"),
         (lambda t: t.fit(NoOptimizer(), numbers(1)), r"trainer.fit\(NoOptimizer\).*No `configure_optimizers\(\)`"),
-        (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): no training data: pass `train_dataloaders=`"),
+        (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): there is no training data: pass `train_dataloaders=`"),
         (lambda t: t.fit(torch.nn.Linear(1, 1), numbers(1)), r"expected a `LightningModule` of lockstep, got `Linear`"),
         (lambda t: t.validate(NoOptimizer(), numbers(1)), r"trainer.validate\(NoOptimizer\).*No `validation_step\(\)`"),
-        (lambda t: t.validate(Validated()), r"trainer.validate\(\): no data: pass `dataloaders=`.*`val_dataloader`"),
+        (
+            lambda t: t.validate(Validated()),
+            r"trainer.validate\(\): there is no data: .*`val_dataloader`",
+        ),
         (lambda t: t.test(Slope(), numbers(1)), r"trainer.test\(Slope\).*No `test_step\(\)`"),
         (lambda t: t.predict(Slope(), numbers(1)), r"neither `predict_step` nor `forward`"),
-        (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): no data.*`predict_dataloader`"),
+        (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): there is no data.*`predict_dataloader`"),
         (lambda t: t.validate(), r"trainer.validate\(model\): expected a `LightningModule`"),
         (lambda t: t.fit(Slope(), numbers(0)), r"train_dataloader has no batches: its data set is empty \(length 0\)"),
         (lambda t: t.fit(Slope(), numbers(3, 4, drop_last=True)), r"drop_last=True drops .* 3 samples.*batch_size=4"),
@@ -88,17 +88,6 @@ def test_a_module_without_a_step_is_refused_before_processes_are_started(
             call(NoStep(), numbers(2))
 
 
-def test_a_save_after_a_fit_whose_set_up_failed_said_that_none_has_no_parameters() -> None:
-    def fail(*args: Any) -> None:
-        raise ValueError("no data here")
-
-    trainer = quiet(max_epochs=1)
-    with pytest.raises(ValueError, match="no data here"):
-        trainer.fit(acting(setup=fail), numbers(1))
-    with pytest.raises(MisconfigurationException, match="nothing to save before the first fit has set up its module"):
-        trainer.save_checkpoint("x.ckpt")
-
-
 @pytest.mark.parametrize("returned", ["loss", 3.0, {"los": torch.tensor(1.0)}, {"loss": 1.0}])
 def test_a_training_step_that_returns_something_else(returned: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r'`training_step` returned \w+: return the loss.*"loss"'):
@@ -116,7 +105,7 @@ class Returns(Slope):
         return self.change(self.w * batch)
 
 
-LOSSES: Any = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda loss: loss.detach().mean(), "a loss that does not require gradients: it was detached"),
@@ -124,17 +113,9 @@ LOSSES: Any = pytest.mark.parametrize(
         (lambda loss: loss, r"a loss of shape \(2,\): use one number, for example `loss.mean\(\)`"),
     ],
 )
-
-
-@LOSSES
 def test_a_loss_without_a_way_back(change: Any, said: str) -> None:
     """It was torch's own sentence of an element 0."""
-    with pytest.raises(MisconfigurationException, match=f"`training_step` returned {said}"):
-        quiet(max_epochs=1).fit(Returns(change), numbers(2, 2))
 
-
-@LOSSES
-def test_a_loss_without_a_way_back_in_manual_optimization(change: Any, said: str) -> None:
     class ByHand(Returns):
         def __init__(self) -> None:
             super().__init__(change)
@@ -143,8 +124,9 @@ def test_a_loss_without_a_way_back_in_manual_optimization(change: Any, said: str
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
 
-    with pytest.raises(MisconfigurationException, match=rf"manual_backward\(\) was given {said}"):
-        quiet(max_epochs=1).fit(ByHand(), numbers(2, 2))
+    for module, who in ((Returns(change), "`training_step` returned"), (ByHand(), r"manual_backward\(\) was given")):
+        with pytest.raises(MisconfigurationException, match=f"{who} {said}"):
+            quiet(max_epochs=1).fit(module, numbers(2, 2))
 
 
 def test_an_error_of_a_backward_that_is_not_the_loss_s_stays_itself() -> None:
@@ -183,18 +165,6 @@ def test_none_for_an_optimizer_that_steers_by_the_loss() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"LBFGS.*`training_step` returned None.*return the loss"):
         quiet(max_epochs=1).fit(ByLoss(lambda loss: None), numbers(1))
-
-
-def test_a_monitor_that_was_never_logged(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"EarlyStopping\(monitor='los'\).*'loss'"):
-        quiet(max_epochs=1, callbacks=[EarlyStopping("los")]).fit(
-            acting(training_step=lambda m, batch, at: m.log("loss", batch.sum())), numbers(1)
-        )
-    flags: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, monitor="los")]}
-    with pytest.raises(MisconfigurationException, match=r"ModelCheckpoint\(monitor='los'\).*loss"):
-        quiet(max_epochs=1, **flags).fit(
-            acting(training_step=lambda m, batch, at: m.log("loss", batch.sum())), numbers(1)
-        )
 
 
 def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
@@ -344,30 +314,16 @@ def test_saving_before_there_is_a_module_is_an_attribute_error_too(tmp_path: Pat
         quiet().save_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_going_on_from_weights_alone_is_a_key_error_too(tmp_path: Path) -> None:
-    trainer = quiet(max_steps=1)
-    trainer.fit(BoringModel(), loader())
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    with pytest.raises(KeyError) as caught:
-        quiet(max_steps=2).fit(BoringModel(), loader(), ckpt_path=tmp_path / "weights.ckpt")
-    assert str(caught.value).startswith("trainer.fit(ckpt_path=...): the checkpoint holds weights only")
-
-
 def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
 
 
 def test_one_cycle_by_epochs_is_told(recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.warns(RuntimeWarning, match=r"OneCycleLR counts steps.*\"interval\": \"step\""):
+    with pytest.warns(RuntimeWarning, match=r"OneCycleLR expects.*\"interval\": \"step\""):
         quiet(max_steps=1).fit(Scheduled(one_cycle), loader())
     recwarn.clear()
     quiet(max_steps=1).fit(Scheduled(one_cycle, interval="step"), loader())
     assert not [each for each in recwarn if "OneCycleLR" in str(each.message)]
-
-
-def test_what_a_schedulers_dict_has_besides_is_a_runtime_warning() -> None:
-    with pytest.warns(RuntimeWarning, match="unknown keys: 'color'"):
-        quiet(max_steps=1).fit(Scheduled(one_cycle, interval="step", color="red"), loader())
 
 
 class TwoLoaders(BoringModel):
@@ -375,33 +331,17 @@ class TwoLoaders(BoringModel):
         pass
 
 
-class StartsWithoutNumber(TwoLoaders):
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
+def test_hooks_of_batches_that_cannot_take_the_loaders_number_are_named() -> None:
+    def ends(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
-
-class EndsWithoutNumber(TwoLoaders):
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
-
-
-class TakesAll(TwoLoaders):
-    def on_validation_batch_end(self, *args: Any) -> None:
+    def ends_anyhow(self: Any, *args: Any) -> None:
         self.seen = len(args)
 
-
-@pytest.mark.parametrize(
-    ("module", "define"),
-    [
-        (StartsWithoutNumber, r"on_validation_batch_start\(self, batch, batch_idx, dataloader_idx=0\)"),
-        (EndsWithoutNumber, r"on_validation_batch_end\(self, outputs, batch, batch_idx, dataloader_idx=0\)"),
-    ],
-)
-def test_hooks_of_batches_that_cannot_take_the_loaders_number_are_named(module: Any, define: str) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=rf"several loaders, and.*takes no `dataloader_idx`.*`{define}`"
-    ):
-        quiet().validate(module(), [loader(), loader()])
-    quiet().validate(module(), loader())
-    whole = TakesAll()
+    short, whole = (type("Ends", (TwoLoaders,), {"on_validation_batch_end": hook})() for hook in (ends, ends_anyhow))
+    define = r"on_validation_batch_end\(self, outputs, batch, batch_idx, dataloader_idx=0\)"
+    with pytest.raises(MisconfigurationException, match=rf"several loaders, but.*does not take.*`{define}`"):
+        quiet().validate(short, [loader(), loader()])
+    quiet().validate(short, loader())
     quiet().validate(whole, [loader(), loader()])
     assert whole.seen == 4
 
@@ -434,7 +374,7 @@ def test_a_fit_that_goes_on_without_a_callback_says_whose_state_is_lost(
 
 def test_a_name_may_not_end_as_those_of_several_loaders_do() -> None:
     module = acting(BoringModel, training_step=lambda m, *_: m.log("loss/dataloader_idx_0", 1.0))
-    with pytest.raises(MisconfigurationException, match=r"'loss/dataloader_idx_0'.*leave it out"):
+    with pytest.raises(MisconfigurationException, match=r"'loss/dataloader_idx_0'.*remove it"):
         quiet(max_steps=1).fit(module, loader())
 
 
@@ -454,18 +394,14 @@ def test_clipping_by_two_bounds_or_an_unknown_way_is_refused() -> None:
 def test_the_loop_tells_which_batch_runs() -> None:
     seen: list[Any] = []
 
-    class Reads(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            loop = trainer.fit_loop
-            assert loop.batch_idx == loop.epoch_loop.batch_idx == batch_idx
+    def read(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loop = module.trainer.fit_loop
+        assert loop.batch_idx == loop.epoch_loop.batch_idx == batch_idx
+        seen.append((loop.batch_idx, loop.total_batch_idx, loop.epoch_progress.current.completed))
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            loop = trainer.fit_loop
-            seen.append((loop.batch_idx, loop.total_batch_idx, loop.epoch_progress.current.completed))
-
-    trainer = quiet(max_epochs=2, limit_train_batches=2, callbacks=[Reads()])
+    trainer = quiet(max_epochs=2, limit_train_batches=2)
     assert trainer.fit_loop.batch_idx == -1
-    trainer.fit(BoringModel(), loader())
+    trainer.fit(acting(on_train_batch_end=read), numbers(4))
     assert seen == [(0, 0, 0), (1, 1, 0), (0, 2, 1), (1, 3, 1)]
     assert trainer.fit_loop.epoch_progress.current.completed == 2
     with pytest.raises(AttributeError, match=r"epoch_progress\.current\.completed, which .* sets, is an internal"):
@@ -485,22 +421,7 @@ def test_predictions_that_are_none_are_told(recwarn: pytest.WarningsRecorder) ->
         assert quiet().predict(Every(), loader()) == [0, None, 2, None]
 
 
-def test_an_optimizer_whose_step_is_a_mock_trains_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = create_autospec(torch.optim.SGD.step)
-    monkeypatch.setattr(torch.optim.SGD, "step", steps)
-    steps.__module__ = None
-    trainer = quiet(max_steps=2)
-    trainer.fit(BoringModel(), loader())
-    assert steps.call_count == trainer.global_step == 2
-    assert repr(trainer.wrapped_optimizers[0]).startswith("LightningSGD (")
-
-
 # -- What would otherwise happen without a word: a sentence each, that names the step or what to write -----------
-
-
-def heard_again(run: Any, *words: str) -> list[str]:
-    forget_warnings()
-    return heard(run, *words)
 
 
 # -- how long a fit is
@@ -551,26 +472,6 @@ class Of2019(Slope):
         return {"test_loss": 1.0}
 
 
-class LogsLate(Of2019):
-    """Keeps what its step returns by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[Any] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.values.append(batch.mean())
-        return super().validation_step(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", torch.stack(self.values).mean())
-
-
-class Reads(Callback):
-    def on_validation_batch_end(self, *args: Any) -> None:
-        pass
-
-
 def test_returned_values_that_nobody_reads_are_named() -> None:
     trainer = quiet(max_epochs=2, num_sanity_val_steps=0)
     [said] = heard_again(lambda: trainer.fit(Of2019(), numbers(3), numbers(2)), "training_step")
@@ -580,8 +481,10 @@ def test_returned_values_that_nobody_reads_are_named() -> None:
     assert "['val_loss']" in said
     assert "self.log('val_loss', value)" in said
     assert len(heard_again(lambda: quiet().test(Of2019(), numbers(3)), "self.log('test_loss', value)")) == 1
-    assert heard_again(lambda: quiet().validate(LogsLate(), numbers(3)), "validation_step") == []
-    assert heard_again(lambda: quiet(callbacks=[Reads()]).validate(Of2019(), numbers(3)), "validation_step") == []
+    reads = {"on_validation_batch_end": lambda *_: None}
+    logs = {"on_validation_epoch_end": lambda m: m.log("val_loss", 1.0)}
+    for hooks in (reads, logs):
+        assert heard_again(lambda: quiet().validate(acting(Of2019, **hooks), numbers(3)), "validation_step") == []  # noqa: B023
 
 
 # -- parts that do not learn as they seem to
@@ -639,31 +542,7 @@ def test_a_mean_over_labels_that_is_not_weighed_by_them_is_named(
     assert len(heard(lambda: trainer.fit(Labels(weighs), loader), "labels that are not -100")) == warns
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        ({"labels": torch.tensor([[-100, 2, 3]])}, True),  # the next batch may have another number
-        ({"labels": torch.tensor([1, -100])}, False),  # one a sample
-        ({"labels": torch.tensor([[0.5, -100.0]])}, False),
-        ({"labels": torch.zeros(0, 3, dtype=torch.long)}, False),
-        ({"targets": torch.tensor(PADDED)}, False),
-        (torch.tensor(PADDED), False),
-        (None, False),
-    ],
-)
-def test_which_batches_have_uneven_targets(batch: object, expected: bool) -> None:
-    assert has_uneven_targets(batch) is expected
-
-
 # -- Where a rank is, as those who look for hangs are told -------------------------------------------------------
-
-
-def test_no_batch_is_told_in_set_up_and_in_validation() -> None:
-    told: dict[str, int] = {}
-    note = lambda m, *_: (told.setdefault(*_whereabouts(m.trainer.session)), None)[1]  # noqa: E731
-    module = acting(Validated, setup=note, training_step=note, validation_step=note)
-    quiet(max_epochs=1, num_sanity_val_steps=0).fit(module, numbers(2), numbers(1))
-    assert told == {"setup": -1, "training_step": 0, "validation_step": -1}
 
 
 # -- On which processes `prepare_data` runs: one of each node, or one of all -------------------------------------
@@ -682,6 +561,19 @@ class Module(Slope):
 called: list[str] = []
 
 
+def prepared(local_rank: int, is_global_zero: bool, **per_node: bool) -> list[str]:
+    """Whose `prepare_data` runs on a rank, which waits for the others."""
+    called.clear()
+    barriers: list[str] = []
+    parts: dict[str, Any] = {"datamodule": Data(), "module": Module()}
+    for part, flag in zip(parts.values(), per_node.values(), strict=True):
+        part.prepare_data_per_node = flag
+    strategy = SimpleNamespace(barrier=barriers.append, world=SimpleNamespace(local_rank=local_rank))
+    _prepare_data(SimpleNamespace(**parts, is_global_zero=is_global_zero, strategy=strategy))  # type: ignore[arg-type]
+    assert barriers == ["prepare_data"]
+    return called
+
+
 @pytest.mark.parametrize(
     ("local_rank", "is_global_zero", "per_node", "runs"),
     [
@@ -694,33 +586,12 @@ called: list[str] = []
     ],
 )
 def test_where_it_runs(local_rank: int, is_global_zero: bool, per_node: bool, runs: bool) -> None:
-    called.clear()
-    data, module = Data(), Module()
-    data.prepare_data_per_node = module.prepare_data_per_node = per_node
-    barriers: list[Any] = []
-    session = SimpleNamespace(
-        datamodule=data,
-        module=module,
-        is_global_zero=is_global_zero,
-        strategy=SimpleNamespace(barrier=barriers.append, world=SimpleNamespace(local_rank=local_rank)),
-    )
-    _prepare_data(session)
-    assert called == (["data", "module"] if runs else [])
-    assert barriers == ["prepare_data"]  # the others wait
+    found = prepared(local_rank, is_global_zero, data=per_node, module=per_node)
+    assert found == (["data", "module"] if runs else [])
 
 
 def test_each_says_for_itself() -> None:
-    called.clear()
-    data, module = Data(), Module()
-    data.prepare_data_per_node = False
-    session = SimpleNamespace(
-        datamodule=data,
-        module=module,
-        is_global_zero=False,
-        strategy=SimpleNamespace(barrier=lambda name: None, world=SimpleNamespace(local_rank=0)),
-    )
-    _prepare_data(session)
-    assert called == ["module"]
+    assert prepared(0, False, data=False, module=True) == ["module"]
 
 
 # -- Hooks of old: refused or told of before anything starts, so that no result is silently missing --------------
@@ -804,21 +675,18 @@ def test_a_method_of_lightnings_precisions_is_refused_by_name(method: str) -> No
 
 
 def test_overrides_that_are_called_are_not_refused() -> None:
-    calls = []
-
     class Own(SingleDeviceStrategy):
-        def step(self, optimizer: Any, closure: Any = None, **options: Any) -> Any:
-            calls.append("step")
-            return super().step(optimizer, closure, **options)
+        called = False
 
         def run(self, fn: Any, *args: Any) -> Any:
-            calls.append("run")
+            self.called = True
             return super().run(fn, *args)
 
         def helper(self) -> None: ...
 
-    quiet(max_epochs=1, strategy=Own()).fit(Slope(), numbers(1))
-    assert calls == ["run", "step"]
+    strategy = Own()
+    quiet(max_epochs=1, strategy=strategy).fit(Slope(), numbers(1))
+    assert strategy.called
 
 
 @pytest.mark.parametrize(
@@ -841,7 +709,7 @@ def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
 
 @pytest.mark.parametrize("name", ["on_epoch_end", "on_keyboard_interrupt", "on_pretrain_routine_start"])
 def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
-    with pytest.warns(UserWarning, match=rf"Own has former hooks that are never called; .*: {name} \(on_"):
+    with pytest.warns(UserWarning, match=rf"Own defines former hooks, which are never called; .*: {name} \(on_"):
         quiet(max_epochs=1, callbacks=[ended_by(name, Callback)]).fit(Slope(), numbers(1))
 
 

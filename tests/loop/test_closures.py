@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import QUIET, Slope, acting, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankFailure, RankPool
 
 
@@ -97,37 +97,6 @@ def test_lbfgs_logs_the_last_call_of_its_closure(accumulate: int) -> None:
     assert trainer.callback_metrics["loss"].item() == pytest.approx(sum(module.losses) / 4)
 
 
-def test_lbfgs_shows_what_lightning_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it, and leaves it
-    lightning = pytest.importorskip("lightning.pytorch")
-    shown: list[list[float]] = []
-    for base, trainer in ((LightningModule, quiet), (lightning.LightningModule, lightning.Trainer)):
-
-        class Notes(base):  # type: ignore[misc, valid-type]
-            def __init__(self) -> None:
-                super().__init__()
-                torch.manual_seed(1)
-                self.layer = nn.Linear(3, 1, dtype=torch.float64)
-                self.seen: list[float] = []
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                x, y = batch
-                loss = nn.functional.mse_loss(self.layer(x), y)
-                self.log("loss", loss)
-                return loss
-
-            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                self.seen.append(float(self.trainer.callback_metrics["loss"]))
-
-            configure_optimizers = Fit.configure_optimizers
-
-        module = Notes()
-        trainer(**QUIET, max_epochs=1).fit(module, samples(12, 3))
-        shown.append(module.seen)
-    assert len(shown[0]) == 4
-    assert shown[0] == pytest.approx(shown[1], rel=1e-12)
-
-
 def test_lbfgs_goes_the_same_way_on_all_ranks(ranks: RankPool) -> None:
     """With their own losses the line searches part, and a rank waits for calls that never come."""
     first, second = ranks(2).run(solve, 4, 2, True, timeout=40)
@@ -178,26 +147,6 @@ def test_lbfgs_by_hand_goes_the_same_way_on_all_ranks(ranks: RankPool, plain: bo
         assert weights == pytest.approx(alone[0], rel=1e-8)
         assert losses[0] == pytest.approx(alone[1][0], rel=1e-12)
     assert found[0][2] == alone[2]
-
-
-class SearchesAlone(FitByHand):
-    """Each rank searches by itself, as it says."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        with self.trainer.strategy.block_backward_sync():
-            super().training_step(batch, batch_idx)
-
-
-def search_alone() -> list[float]:
-    module = SearchesAlone(False)
-    on_ranks(max_epochs=1).fit(module, samples(12, 6))
-    return module.losses
-
-
-def test_lbfgs_without_reduced_gradients_sees_its_own_loss(ranks: RankPool) -> None:
-    first, second = ranks(2).run(search_alone, timeout=40)
-    assert len(first) == len(second) == 1
-    assert first != second
 
 
 def test_lbfgs_with_returned_weights_searches_along_its_own_gradient() -> None:
@@ -273,14 +222,6 @@ class Ignores(torch.optim.SGD):
         return super().step()
 
 
-class Alone(torch.optim.SGD):
-    """A step that takes no closure at all."""
-
-    def step(self, *args: Any) -> Any:  # type: ignore[override]
-        assert not args
-        return super().step()
-
-
 class DropsFirst(PassesOn):
     """Drops the gradients before it passes the closure on."""
 
@@ -327,7 +268,7 @@ def test_an_optimizer_whose_step_takes_any_arguments_gets_the_closure_and_may_ig
         return [value for p in module.parameters() for value in p.flatten().tolist()], [module.steps]
 
     expected, calls = trained(torch.optim.SGD)
-    for kind in (PassesOn, Ignores, Alone):
+    for kind in (PassesOn, Ignores):
         assert trained(kind) == (expected, calls)
     assert trained(DropsFirst)[0] == expected
     assert trained(Climbs)[0] != expected
@@ -461,18 +402,6 @@ def test_optimizers_that_were_replaced_within_a_fit_never_stepped(ranks: RankPoo
 def test_every_way_to_replace_them_is_taken(way: str) -> None:
     found, expected = (changed(one, WHEN[0], False, grows=True) for one in (way, WAYS[1]))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_lightning_takes_them_too(lightning: Any, tmp_path: Any) -> None:
-    theirs = type("Theirs", (lightning.LightningModule,), {k: v for k, v in vars(Changes).items() if k[:2] != "__"})
-    module = theirs()  # `Changes.__init__` would call another class's
-    torch.manual_seed(1)
-    module.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    module.way, module.when, module.grows, module.changed = WAYS[0], WHEN[0], True, False
-    trainer = lightning.Trainer(**QUIET, max_epochs=3, precision="64-true", default_root_dir=tmp_path)
-    trainer.fit(module, loader(1))
-    ours = changed(WAYS[0], WHEN[0], False, grows=True)
-    torch.testing.assert_close([p.detach() for p in module.parameters()], ours, rtol=0, atol=1e-12)
 
 
 def sharded() -> None:

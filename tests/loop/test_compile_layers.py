@@ -148,14 +148,6 @@ def test_all_is_as_it_was_when_the_call_is_over_or_has_failed() -> None:
     pickle.loads(pickle.dumps(made))
 
 
-def test_a_forward_of_ones_own_is_compiled_and_comes_back() -> None:
-    made = Net()
-    own = made.blocks[0].forward = lambda x: 2 * x
-    quiet(max_epochs=1, compile={**EAGER, "blocks": True}).fit(made, loader())
-    assert made.blocks[0].forward is own
-    assert torch.equal(made.blocks[0].norm.weight, torch.ones(8))  # it had no part in the fit
-
-
 def test_copies_within_a_fit_run_compiled_by_themselves() -> None:
     copies: list[Net] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.loop.logging import LogCollector
-from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks, quiet
+from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks
 from tests.tools.pool import RankPool
 
 VALUES = {0: [6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 1: [1.0, 3.0, 2.0, 8.0, 7.0, 9.0]}
@@ -113,34 +111,26 @@ def test_a_value_that_a_callback_wrote_on_rank_zero_alone_ranks_on_all(ranks: Ra
 # -- EarlyStopping, ReduceLROnPlateau ----------------------------------------------------------------------
 
 
-class InEpoch(EarlyStopping):
-    """Checks after every batch, as users make it do."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._check(trainer)
-
-
-def stop_early(kind: type[EarlyStopping], only: int | None) -> tuple[int, float, str]:
-    stopper = kind("loss", patience=99, stopping_threshold=3.2, check_on_train_epoch_end=False)
+def stop_early(only: int | None) -> tuple[int, float, str]:
+    stopper = EarlyStopping("loss", patience=99, stopping_threshold=3.2, check_on_train_epoch_end=False)
     trainer = on_ranks(max_epochs=1, callbacks=[stopper], val_check_interval=1, num_sanity_val_steps=0)
     module = Parts(only)
     result = trainer.fit(module, numbers(12), numbers(2))
     return len(module.batches), float(stopper.best_score), result.stopped
 
 
-@pytest.mark.parametrize("kind", [EarlyStopping, InEpoch])
-def test_early_stopping_judges_a_value_of_a_step_by_all_ranks(ranks: RankPool, kind: type[EarlyStopping]) -> None:
+def test_early_stopping_judges_a_value_of_a_step_by_all_ranks(ranks: RankPool) -> None:
     """Rank 0's own value decided for all."""
     steps = MEANS.index(3.0) + 1
-    for ran, best, stopped in ranks(2).run(stop_early, kind, None, timeout=40):
+    for ran, best, stopped in ranks(2).run(stop_early, None, timeout=40):
         assert (ran, best) == (steps, 3.5)
-        assert stopped == f"{kind.__name__}: loss = 3 has passed the stopping threshold 3.2"
+        assert stopped == "EarlyStopping: loss = 3 has passed the stopping threshold 3.2"
 
 
 @pytest.mark.parametrize("only", [0, 1])
 def test_early_stopping_by_a_value_that_one_rank_logs(ranks: RankPool, only: int) -> None:
     steps = next(i for i, value in enumerate(VALUES[only]) if value < 3.2) + 1
-    found = ranks(2).run(stop_early, EarlyStopping, only, timeout=40)
+    found = ranks(2).run(stop_early, only, timeout=40)
     assert [ran for ran, _, _ in found] == [steps] * 2
 
 
@@ -206,10 +196,6 @@ def test_sync_dist_on_one_rank_hangs_nobody(ranks: RankPool, only: int) -> None:
     assert ranks(2).run(stop_by, 99.0, only, timeout=40) == [(VALUES[only], 6, [6])] * 2
 
 
-def test_sync_dist_of_a_value_that_is_kept_by_step_and_by_epoch(ranks: RankPool) -> None:
-    assert ranks(2).run(partial(stop_by, on_epoch=True), 99.0) == [(MEANS, 6, [6])] * 2
-
-
 def stepped(module: Any, *_: Any) -> None:
     module.optimizers().step()
 
@@ -227,54 +213,6 @@ def read_in_each_step(way: str) -> list[float | None]:
 @pytest.mark.parametrize("way", ["in windows", "by hand"])
 def test_sync_dist_holds_for_every_micro_batch(ranks: RankPool, way: str) -> None:
     assert ranks(2).run(read_in_each_step, way) == [MEANS] * 2
-
-
-def begin_late() -> list[float | None]:
-    """Rank 1 alone begins with sync_dist in its third step; values are logged every second step."""
-
-    def log(module: Any, batch: Any, at: int) -> None:
-        if module.global_rank == 1 and at >= 2:
-            module.log("loss", VALUES[1][at], sync_dist=True)
-
-    stops = Stops(99.0)
-    on_ranks(max_epochs=1, log_every_n_steps=2, callbacks=[stops]).fit(acting(training_step=log), numbers(12))
-    return stops.seen
-
-
-def test_a_rank_that_begins_with_sync_dist_later_joins_at_the_next_logging_interval(ranks: RankPool) -> None:
-    first, second = ranks(2).run(begin_late, timeout=40)
-    assert first == [None, None, None, None, *VALUES[1][4:]]
-    assert second == [None, None, *VALUES[1][2:]]
-
-
-def reductions(sync_dist: bool, start: Any = on_ranks) -> tuple[int, list[float | None]]:
-    """How often single steps were reduced in six of them, and what rank 0 could read."""
-    calls = []
-    real = LogCollector.agree_on_step
-
-    def counted(self: LogCollector) -> Any:
-        calls.append(1)
-        return real(self)
-
-    LogCollector.agree_on_step = counted  # type: ignore[method-assign]
-    stops = Stops(99.0)
-    try:
-        start(max_epochs=1, log_every_n_steps=3, callbacks=[stops]).fit(
-            Parts(sync_dist=sync_dist), numbers(12 if start is on_ranks else 6)
-        )
-    finally:
-        LogCollector.agree_on_step = real  # type: ignore[method-assign]
-    return len(calls), stops.seen
-
-
-def test_who_does_not_ask_for_sync_dist_pays_for_the_first_step_alone(ranks: RankPool) -> None:
-    (first, seen), (second, others) = ranks(2).run(reductions, False)
-    assert first == second == 1 + 2 + 1  # the first step, two logging intervals, the epoch's end
-    assert seen == [MEANS[0], *VALUES[0][1:]]
-    assert others == [MEANS[0], *VALUES[1][1:]]
-    (synced, _), _ = ranks(2).run(reductions, True)
-    assert synced == 6 + 2 + 1
-    assert reductions(True, quiet) == (0, VALUES[0])
 
 
 def resume(folder: Path) -> tuple[list[float | None], list[float | None]]:

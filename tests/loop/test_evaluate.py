@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, on_ranks, quiet
-from tests.tools.pool import RankPool
+from tests.loop.pieces import Recorder, Slope, Validated, acting, numbers, quiet
 
 
 class Judged(Slope):
@@ -122,17 +120,6 @@ def test_predict_returns_what_predict_step_returned() -> None:
 
 def test_predict_calls_forward_by_default() -> None:
     assert quiet().predict(acting(forward=lambda m, x: 2 * x), numbers(2)) == [torch.tensor([2.0]), torch.tensor([4.0])]
-
-
-def predict(samples: int) -> list[Any]:
-    return [part.tolist() for part in on_ranks().predict(Judged(), numbers(samples, 2))]
-
-
-def test_ranks_predict_every_sample_once(ranks: RankPool) -> None:
-    parts = ranks(2).run(predict, 7)
-    assert sorted(number for part in parts for batch in part for number in batch) == [1, 2, 3, 4, 5, 6, 7]
-    counts = [sum(map(len, part)) for part in parts]
-    assert max(counts) - min(counts) <= 1
 
 
 # -- modes -------------------------------------------------------------------------------------------------
@@ -248,20 +235,3 @@ def test_which_of_several_callbacks_best_means_was_not_said(tmp_path: Path) -> N
     trainer.fit(Judged(), numbers(1), numbers(1))
     with pytest.warns(UserWarning, match=r"2 ModelCheckpoint callbacks; the best checkpoint of the first"):
         trainer.validate(Judged(), numbers(1), verbose=False, ckpt_path="best")
-
-
-def test_workers_that_persist_end_with_the_call() -> None:
-    """They were kept after validate, test and predict; the guard against leaks tells."""
-    data = TensorDataset(torch.arange(4.0))
-    loader = DataLoader(data, num_workers=1, persistent_workers=True)
-    assert len(quiet().predict(acting(forward=lambda m, x: x), loader)) == 4
-
-
-def test_a_gradient_in_an_evaluation_needs_inference_mode_off() -> None:
-    def force(module: Any, batch: Any, at: int) -> None:
-        with torch.enable_grad():
-            (found,) = torch.autograd.grad((module.w * batch).sum(), module.w)
-        module.log("force", found)
-
-    trainer = quiet(inference_mode=False)
-    assert trainer.validate(acting(Validated, validation_step=force), numbers(3), verbose=False) == [{"force": 2.0}]

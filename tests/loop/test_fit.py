@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import UserDict
 from datetime import timedelta
 from pathlib import Path
@@ -329,25 +328,3 @@ def test_off_is_no_sanity_check() -> None:
     assert quiet(num_sanity_val_steps=False).num_sanity_val_steps == 0
     with pytest.raises(MisconfigurationException, match="num_sanity_val_steps=True"):
         quiet(num_sanity_val_steps=True)
-
-
-def test_loggers_may_be_set_to_none_or_one(tmp_path: Path) -> None:
-    trainer, logger = quiet(), CSVLogger(tmp_path)
-    trainer.loggers = logger
-    assert trainer.loggers == [logger]
-    trainer.loggers = None
-    assert trainer.loggers == []
-    assert trainer.logger is None
-
-
-def test_another_fit_has_received_no_signal() -> None:
-    def strike(module: Any, *_: Any) -> None:
-        if not module.batches:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = quiet(max_epochs=1)
-    with pytest.raises(SystemExit):
-        trainer.fit(acting(training_step=strike), numbers(4))
-    assert trainer.received_sigterm
-    trainer.fit(Slope(), numbers(2))
-    assert not trainer.received_sigterm

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.ground import rank
 from lockstep.loggers import CSVLogger
 from lockstep.testing import BoringModel
 from lockstep.testing.models import RandomDataset
-from tests.loop.pieces import on_ranks, quiet
+from tests.loop.pieces import quiet
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
 
@@ -45,24 +44,6 @@ def test_the_first_line_says_devices_strategy_precision_and_folder(
         f"trainer.fit: 1 x cpu, SingleDeviceStrategy, bf16-mixed, files in {tmp_path}/lightning_logs/version_0"
     )
     assert caplog.messages[-1] == "trainer.fit ended: max_steps=1 reached."
-
-
-def lines_of_a_rank(folder: str) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    rank.log.addHandler(handler)
-    try:
-        on_ranks(max_steps=1, default_root_dir=folder, enable_model_summary=True).fit(BoringModel(), data())
-    finally:
-        rank.log.removeHandler(handler)
-    return [line for line in found if line.startswith("trainer.fit: ")]
-
-
-def test_rank_0_says_it(ranks: RankPool, tmp_path: Path) -> None:
-    said, other = ranks(2).run(lines_of_a_rank, str(tmp_path))
-    assert said == ["trainer.fit: 2 x cpu, DDPStrategy, 32-true, no files"]
-    assert other == []
 
 
 SET = 'logging.getLogger("{name}").setLevel(logging.{level})'

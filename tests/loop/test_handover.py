@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import LightningModule, Trainer
+from lockstep import LightningModule
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives
-from lockstep.loop import spawn_results
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import numbers, quiet
 from tests.tools.pool import RankPool
 
 
@@ -65,39 +63,6 @@ def test_layers_that_the_ranks_have_made_come_back(strategy: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     check(module)
-
-
-class Predicts(Slope):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"x": batch.repeat(1000), "n": len(batch)}
-
-
-def hand_over_predictions() -> tuple[Any, int]:
-    """What a rank hands over of a prediction, and the bytes of tensors that came to it."""
-    got: list[int] = []
-    gather = Collectives.gather_on_callers
-
-    def counted(self: Collectives, obj: object) -> list[Any]:
-        recv = torch.distributed.recv
-        counts = mock.patch.object(torch.distributed, "recv", lambda t, source: (got.append(t.nbytes), recv(t, source)))
-        refused = mock.patch.object(torch.distributed, "all_gather_object", side_effect=AssertionError("to every rank"))
-        with counts, refused:
-            return gather(self, obj)
-
-    def call(trainer: Trainer, loop: Any, *args: Any) -> Any:
-        return spawn_results.call(trainer.session, loop, *args).returned
-
-    with mock.patch.object(Trainer, "_call", call), mock.patch.object(Collectives, "gather_on_callers", counted):
-        return on_ranks().predict(Predicts(), numbers(7, 1)), sum(got)
-
-
-def test_predictions_of_spawned_ranks_go_to_the_one_that_hands_over(ranks: RankPool) -> None:
-    """Every rank got everything that all had predicted."""
-    (found, got), *others = ranks(3).run(hand_over_predictions)
-    assert [each["n"] for each in found] == [1] * 7
-    assert [each["x"].unique().item() for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert got == 4 * 8000  # rank 0 has the other three itself
-    assert others == [(None, 0), (None, 0)]
 
 
 def hear_on_callers() -> list[Any]:

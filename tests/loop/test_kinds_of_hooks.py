@@ -18,7 +18,7 @@ from lockstep.loop.hooks import NAMES
 from lockstep.trainer.states import TrainerFn
 from lockstep.utilities import rank_zero_only
 from lockstep.utilities.model_helpers import is_overridden
-from tests.loop.pieces import Slope, Validated, acting, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 CALLS: list[str] = []
@@ -117,16 +117,6 @@ def test_where_a_rank_has_no_samples(ranks: RankPool) -> None:
     assert ranks(2).run(played_on_ranks) == [[], []]
 
 
-def test_a_lambda_callback_that_reads_outputs_is_named() -> None:
-    """`__self__` ended the fit in the sanity check."""
-
-    seen: list[Any] = []
-    module = acting(Validated, validation_step=lambda m, batch, at: {"loss": batch})
-    callback = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, *rest: seen.append(outputs))
-    quiet(max_epochs=1, callbacks=[callback]).fit(module, numbers(1), numbers(1))
-    assert len(seen) == 2
-
-
 # -- around the base's own
 
 
@@ -171,15 +161,6 @@ def test_wrapped_methods_of_the_base_are_no_overrides() -> None:
         assert name in log, name
     assert not is_overridden("on_train_start", module, ModelHooks)
     assert is_overridden("on_before_optimizer_step", module, ModelHooks)  # Slope's own
-
-
-def test_mocks_around_the_base() -> None:
-    module = Both()
-    for name in ("on_train_start", "configure_sharded_model", "backward", "optimizer_step", "configure_model"):
-        setattr(module, name, Mock(wraps=getattr(module, name)))
-    quiet(max_epochs=1).fit(module, numbers(2))
-    assert module.on_train_start.call_count == 1  # type: ignore[attr-defined]
-    assert module.backward.call_count == module.optimizer_step.call_count == 2  # type: ignore[attr-defined]
 
 
 def test_a_wrapped_hook_of_a_deciding_callback_still_comes_last() -> None:

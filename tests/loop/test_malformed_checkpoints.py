@@ -304,7 +304,7 @@ def written(tmp_path: Path) -> Path:
     [
         (
             Linears(a=2, b=4),
-            r"'layers.b.weight' has the shape \(3, 1\) in the checkpoint and \(4, 1\) here; make the module",
+            r"'layers.b.weight' has the shape \(3, 1\) in the checkpoint and \(4, 1\) here; create the module",
         ),
         (Loose(a=2, b=4), r"'layers.b.weight' has the shape"),
         (Linears(a=2, b=3, c=1), r"the checkpoint has no 'layers.c.weight';.*strict_loading = False"),
@@ -313,11 +313,11 @@ def written(tmp_path: Path) -> Path:
 )
 def test_another_model_is_told_the_first_parameter_that_differs(written: Path, module: Linears, said: str) -> None:
     """It was torch's list of all keys, over several lines."""
-    match = rf"trainer.fit\(ckpt_path=.*net.ckpt.*of another model than this (Linears|Loose): {said}"
+    match = rf"trainer.fit\(ckpt_path=.*net.ckpt.*from a different model, not from this (Linears|Loose): {said}"
     with pytest.raises(MisconfigurationException, match=match) as raised:
         quiet(max_epochs=2).fit(module, numbers(2), ckpt_path=written)
     assert "\n" not in str(raised.value)
-    with pytest.raises(MisconfigurationException, match=r"trainer.validate.*of another model"):
+    with pytest.raises(MisconfigurationException, match=r"trainer.validate.*from a different model"):
         quiet().validate(module, numbers(2), ckpt_path=written, verbose=False)
 
 
@@ -367,8 +367,8 @@ class Grouped(Linears):
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
-        ([], [2], "it has 1 parameter groups, this one 2"),
-        ([1], [2], "its parameter group 0 has 1 parameters, that of this one 2"),
+        ([], [2], "it has 1 parameter groups, but this optimizer has 2"),
+        ([1], [2], "its parameter group 0 has 1 parameters, but this optimizer's has 2"),
     ],
 )
 def test_other_parameter_groups_are_counted(tmp_path: Path, before: list[int], now: list[int], said: str) -> None:

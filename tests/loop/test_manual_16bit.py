@@ -143,10 +143,6 @@ def two(net: Pair) -> list[Any]:
     return [torch.optim.SGD(net.a.parameters(), 6.0), torch.optim.Adam(net.b.parameters(), 0.05)]
 
 
-def alternating(net: Pair) -> list[Any]:
-    return [torch.optim.SGD(net.parameters(), 3.0), torch.optim.Adam(net.parameters(), 0.05)]
-
-
 def backward(ops: Any, loss: Any) -> None:
     ops.manual_backward(loss) if isinstance(ops, InTrainer) else ops.backward(loss)
 
@@ -196,19 +192,6 @@ def gan(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) 
         ops.end()
 
 
-def toggled(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
-    for optimizer, loss in zip(optimizers, (net.loss_a, net.loss_b), strict=True):
-        if isinstance(ops, InTrainer):
-            ops.toggle_optimizer(optimizer)
-        backward(ops, loss(batch))
-        if isinstance(ops, InTrainer):
-            ops.untoggle_optimizer(optimizer)
-        ops.step(optimizer)
-        for each in optimizers:
-            each.zero_grad()
-        ops.end()
-
-
 def both_backwards_first(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -217,10 +200,6 @@ def both_backwards_first(ops: Any, net: Pair, optimizers: list[Any], batch: Any,
     for optimizer in optimizers:
         ops.step(optimizer)
     ops.end()
-
-
-def one_after_the_other(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
-    plain(ops, net, [optimizers[batch_idx % 2]], batch, batch_idx)
 
 
 def sharpness(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx: int) -> None:
@@ -257,9 +236,7 @@ SHAPES = {
     "clipped by torch": (clipped("torch"), one, 6),
     "accumulated": (accumulates, one, 2),
     "gan": (gan, two, 12),
-    "gan, toggled": (toggled, two, 12),
     "both backwards first": (both_backwards_first, two, 12),
-    "one after the other": (one_after_the_other, alternating, 6),
     "sharpness": (sharpness, lambda net: [SAM(net.parameters(), 3.0)], 6),
 }
 

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep import LightningModule
-from lockstep.engines.owners import owners_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import is_oom_error
 from lockstep.memory.meter import Activations, MemoryUse, readable
@@ -153,19 +152,6 @@ def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
         assert used.model_states == used.parameters + used.gradients + used.optimizer_states + used.buckets
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_sharded_optimizer_holds_the_states_of_what_it_owns(ranks: RankPool, world: int) -> None:
-    """No parameter is cut: the fullest rank has at least the largest one's states."""
-    found = ranks(world).run(states, "ddp, sharded optimizer")
-    load = [0] * world
-    owners_of([math.prod(shape) for shape in SHAPES], load)
-    for used in found:
-        assert (used.parameters, used.gradients) == (4 * ELEMENTS, 4 * ELEMENTS)
-        assert 0 <= used.buckets <= 256 + 64 * len(SHAPES)
-    assert max(used.optimizer_states for used in found) <= 8 * max(load) + STEPS
-    assert sum(used.optimizer_states for used in found) == 8 * ELEMENTS + STEPS
-
-
 @pytest.mark.everyday
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp, gradients"])
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -265,28 +251,6 @@ def test_what_is_overwritten_before_the_backward_is_an_error_in_a_counted_step_t
     """Where there are hooks, torch does not look for it: the first step would have had a wrong gradient."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         quiet(max_steps=1, log_every_n_steps=log_every).fit(Overwrites(), numbers(2))
-
-
-class ByHand(Net):
-    """Two backwards in a step: the memory of the first is free again in the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        for _ in range(2):
-            self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
-
-
-def test_the_peak_counts_under_manual_optimization() -> None:
-    found = []
-    for module in (Net(), ByHand()):
-        trainer = quiet(max_steps=2)
-        trainer.fit(module, rows(16)(8))
-        found.append(trainer.memory().activations)
-    assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
 def test_before_a_call_there_is_nothing_to_count() -> None:

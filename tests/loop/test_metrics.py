@@ -20,7 +20,7 @@ import lockstep
 from lockstep import Callback, LightningModule
 from lockstep.ground import comm
 from lockstep.loop.logged_entry import Entry, merged
-from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
+from lockstep.loop.logged_rows import Rows, extreme, shown_value
 from lockstep.loop.logging import LogCollector
 from tests.loop.pieces import SaveAt, Slope, Validated, acting, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
@@ -41,40 +41,13 @@ class Kept(Metric):
         return torch.stack(self.kept).sum()
 
 
-class Judged(Slope):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        kinds = {"auroc": lambda: AUROC(task="binary"), "kept": Kept}
-        self.kind, self.metric = kind, kinds[kind]()
+def judged(samples: int) -> dict[str, float]:
+    def judge(module: Any, batch: Tensor, at: int) -> None:
+        kept.update(batch.sum())
+        module.log("judged", kept)
 
-    def judge(self, batch: Tensor) -> None:
-        if self.kind == "auroc":
-            self.metric.update(batch / 10, (batch > 1).long())
-        else:
-            self.metric.update(batch.sum())
-        self.log("judged", self.metric, on_step=False, on_epoch=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.judge(batch)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.judge(batch)
-
-
-def judged(kind: str, samples: int, validate: bool) -> dict[str, float]:
-    trainer = on_ranks(max_epochs=1)
-    if validate:
-        return trainer.validate(Judged(kind), numbers(samples), verbose=False)[0]
-    trainer.fit(Judged(kind), numbers(samples))
-    return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("validate", [False, True])
-def test_a_metric_with_lists_on_a_rank_without_samples_ended_in_an_abort(ranks: RankPool, validate: bool) -> None:
-    """torchmetrics sends a message for each tensor in a list, and there was none on the third rank."""
-    for found in ranks(3).run(judged, "auroc", 2, validate, timeout=40):
-        assert found == {"judged": 1.0}
+    kept = Kept()
+    return on_ranks().validate(acting(Validated, validation_step=judge), numbers(samples), verbose=False)[0]
 
 
 class Beside(Callback):
@@ -110,9 +83,9 @@ def test_a_metric_that_the_user_computes_on_a_rank_without_samples_ended_in_an_a
 
 
 def test_lists_of_other_lengths_that_are_not_joined_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(Exception, match=r"Kept has a list state, 'kept'[\s\S]*\[2, 1\] entries by rank"):
-        ranks(2).run(judged, "kept", 3, True, timeout=40)
-    assert ranks(2).run(judged, "kept", 4, True, timeout=40) == [{"judged": 10.0}] * 2
+    with pytest.raises(Exception, match=r"Kept has a list state 'kept'[\s\S]*\[2, 1\] entries on the ranks"):
+        ranks(2).run(judged, 3, timeout=40)
+    assert ranks(2).run(judged, 4, timeout=40) == [{"judged": 10.0}] * 2
 
 
 class Several(Slope):
@@ -213,19 +186,6 @@ def test_rows_of_ranks_are_combined_as_their_values_are_one_by_one(world: int) -
             assert alike(found, expected), (op, of_ranks)
         else:  # sums by eights have other bits
             assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
-
-
-def test_rows_say_where_ranks_differ_however_many_there_are() -> None:
-    rows = Rows(["mean"], 4, False)
-    alone = [rows.make(5, False, [(1.0, 1.0, 0.0)]) for _ in range(30)]
-    assert not rows.ranks_differ(comm._by_tree(torch.stack(alone), rows.combine))
-    for odd in (0, 7, 29):
-        other = list(alone)
-        other[odd] = rows.make(6, True, [(1.0, 1.0, 0.0)])
-        combined = comm._by_tree(torch.stack(other), rows.combine)
-        assert rows.ranks_differ(combined)
-        assert each_step_wanted(combined)
-    assert rows.ranks_differ(comm._by_tree(rows.make(5, False, [(1.0, 1.0, 0.0)] * 5)[None], rows.combine))
 
 
 def extremes(on_tensors: bool, world: int) -> list[dict[str, float]]:
@@ -507,23 +467,6 @@ def test_ranks_put_together_what_others_had_logged_last(
     assert ranks.run(in_ddp, None, path, world=behind) == [whole] * behind
 
 
-def test_of_two_ranks_the_newer_value_counts() -> None:
-    def saved(age: int | None, last: float, weight: float, reduce_fx: str) -> list[dict[str, Any]]:
-        options = [False, None, True, True, reduce_fx, True, False, False]
-        entry = {"key": ["training_step", -1, "a"], "options": options, "total": 0.0, "weight": 1.0, "fresh": True}
-        return [{**entry, "last": last, "last_weight": weight, "age": age}]
-
-    def newest(*parts: list[dict[str, Any]]) -> tuple[float, float, int | None]:
-        (entry,) = merged(list(parts))
-        return entry["last"], entry["last_weight"], entry["age"]
-
-    assert newest(saved(2, 7.0, 1.0, "mean"), saved(0, 5.0, 3.0, "mean")) == (5.0, 3.0, 0)
-    assert newest(saved(None, 7.0, 1.0, "mean"), saved(4, 5.0, 3.0, "mean")) == (5.0, 3.0, 4)
-    assert newest(saved(1, 8.0, 1.0, "mean"), saved(1, 4.0, 3.0, "mean")) == (5.0, 4.0, 1)
-    assert newest(saved(1, 8.0, 1.0, "max"), saved(1, 4.0, 3.0, "max")) == (8.0, 4.0, 1)
-    assert newest(saved(None, 8.0, 1.0, "sum"), saved(None, 4.0, 3.0, "sum"))[2] is None
-
-
 class Fails(Numbers):
     """Logs behind each batch, too, and fails in the third."""
 
@@ -544,14 +487,3 @@ def test_what_was_logged_before_a_failure_can_be_read_behind_it() -> None:
     of_steps = {"step": 2.5, "behind": 1.0, "both_step": 2.5, "largest_step": 3.0}
     assert shown == {**of_steps, "both": 2.5, "largest": 3.0}
     assert {name: float(value) for name, value in trainer.logged_metrics.items()} == of_steps
-
-
-def test_a_failure_is_raised_whatever_its_metrics_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = quiet(max_epochs=1)
-
-    def broken(*args: Any) -> None:
-        raise RuntimeError("no values")
-
-    monkeypatch.setattr(type(trainer.session), "show_logged", broken)
-    with pytest.raises(RuntimeError, match="third batch"):
-        trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))

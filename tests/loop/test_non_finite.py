@@ -16,9 +16,8 @@ from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.numbers import not_finite
-from lockstep.ground.rank import forget_warnings
 from lockstep.strategies import FSDPStrategy
-from tests.loop.pieces import acting, heard, quiet
+from tests.loop.pieces import acting, heard_again, quiet
 from tests.tools.average import MovingAverage
 from tests.tools.pool import RankPool
 
@@ -150,11 +149,6 @@ def test_the_samples_of_a_shuffled_batch_are_named() -> None:
     assert len(listed.split(", ")) == 3
 
 
-def heard_again(run: Any, *words: str) -> list[str]:
-    forget_warnings()
-    return heard(run, *words)
-
-
 def test_a_hook_that_repairs_gradients_is_a_warning_once() -> None:
     class Always(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -183,7 +177,7 @@ def skipped_by_hand(count: int = 12, batch: int = 1) -> dict[str, torch.Tensor]:
 def test_skip_leaves_the_update_out(bad: str, clip: float | None) -> None:
     module, trainer = Net(bad), quiet(max_epochs=1, non_finite="skip", gradient_clip_val=clip)
     [said] = heard_again(lambda: trainer.fit(module, samples()), "detect_anomaly")
-    assert "The update is left out" in said
+    assert "The update is skipped" in said
     assert "step 3" in said
     assert trainer.global_step == 11
     for name, expected in skipped_by_hand().items():
@@ -247,7 +241,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused_by_a_fit(tmp_path: Path) -> 
     saved = torch.load(path, weights_only=False)
     saved["state_dict"]["layer.weight"].fill_(torch.nan)
     torch.save(saved, path)
-    with pytest.raises(NonFiniteError, match=r"old.ckpt.*not finite.*layer.weight.*earlier one"):
+    with pytest.raises(NonFiniteError, match=r"old.ckpt.*not finite.*layer.weight.*earlier checkpoint"):
         quiet(max_epochs=2).fit(Net(adam=True), samples(), ckpt_path=path)
     trainer = quiet(max_epochs=2, non_finite="ignore")
     trainer.fit(Net(adam=True), samples(), ckpt_path=path)
@@ -275,15 +269,6 @@ def test_skip_is_refused_where_no_update_can_be_left_out() -> None:
     module = acting(Net, configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters()))
     with pytest.raises(MisconfigurationException, match=r"non_finite=.skip.*LBFGS"):
         quiet(max_epochs=1, non_finite="skip").fit(module, samples())
-
-
-def test_a_monitored_nan_is_not_better_than_a_number(tmp_path: Path) -> None:
-    log = lambda m: m.log("score", [1.0, torch.nan, 1.0][m.current_epoch])  # noqa: E731
-    for mode in ("min", "max"):
-        keeper = ModelCheckpoint(tmp_path / mode, monitor="score", mode=mode)
-        trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keeper])
-        trainer.fit(acting(Net, on_train_epoch_end=log), samples())
-        assert Path(keeper.best_model_path).name == "epoch=0-step=12.ckpt"
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------

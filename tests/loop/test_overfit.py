@@ -49,12 +49,6 @@ def test_nothing_is_shuffled_and_that_is_said() -> None:
     assert module.validation == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_loaders_that_are_in_order_bring_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quiet(overfit_batches=2, max_epochs=1).fit(Sees(), numbers(10, 2), numbers(4))
-
-
 @pytest.mark.parametrize("order", ["lockstep", "torch"])
 @pytest.mark.parametrize(
     "options",
@@ -70,14 +64,6 @@ def test_any_sampler_gives_way(options: dict[str, Any], order: str) -> None:
     with pytest.warns(UserWarning, match="shuffles"):
         quiet(overfit_batches=2, max_epochs=2, order=order).fit(module, DataLoader(data(), 2, **options))
     assert module.batches == [[1.0, 2.0], [3.0, 4.0]] * 2
-
-
-def test_without_batches_too() -> None:
-    module = Sees()
-    loader = DataLoader(data(), batch_size=None, shuffle=True)
-    with pytest.warns(UserWarning, match="shuffles"):
-        quiet(overfit_batches=2, max_epochs=2).fit(module, loader)
-    assert module.batches == [1.0, 2.0] * 2
 
 
 def test_what_chooses_batches_itself_is_left_and_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,31 +54,6 @@ def profiled(profiler: Profiler, start: Any = quiet, **flags: Any) -> Any:
     return trainer
 
 
-def test_the_actions_of_a_fit(tmp_path: Path) -> None:
-    notes = Notes()
-    trainer = profiled(notes, max_epochs=2, num_sanity_val_steps=1, default_root_dir=tmp_path)
-    trainer.fit(Validated(), numbers(3), numbers(2))
-    batches, updates = 6, 6
-    assert Counter(notes.done) == {
-        "run_training_epoch": 2,
-        "run_training_batch": batches,
-        "[_TrainingEpochLoop].train_dataloader_next": batches,
-        "[_EvaluationLoop].val_next": Counter(notes.done)["[Strategy]SingleDeviceStrategy.validation_step"],
-        "[Strategy]SingleDeviceStrategy.training_step": batches,
-        "[Strategy]SingleDeviceStrategy.validation_step": 1 + 2 * 2,
-        "[Strategy]SingleDeviceStrategy.backward": batches,
-        "[LightningModule]Validated.optimizer_step": updates,
-        "[LightningModule]Validated.optimizer_zero_grad": updates,
-        "[LightningModule]Validated.on_before_optimizer_step": updates,
-        "[LightningModule]Validated.on_train_batch_end": batches,
-        "[LightningModule]Validated.configure_model": 1,
-        "[LightningModule]Validated.configure_optimizers": 1,
-        "[LightningModule]Validated.on_validation_model_zero_grad": 2,
-        "[LightningModule]Validated.on_validation_model_eval": 3,
-    }
-    assert (notes.open, notes.stages, notes.told) == ([], ["fit on None"], ["report", "teardown"])
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_is_profiled_trains_the_same(accumulate: int) -> None:
     modules = Slope(lr=0.1), Slope(lr=0.1)
@@ -120,55 +94,6 @@ def test_the_actions_of_an_evaluation(call: str) -> None:
     assert counts[f"[Strategy]SingleDeviceStrategy.{step}"] == 3
     assert counts[f"{name}_next"] >= 3
     assert notes.stages == [f"{call} on None"]
-
-
-def test_actions_by_closure_and_by_hand() -> None:
-    class Own(Slope):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            super().optimizer_step(*args, **kwargs)
-
-    class ByHand(Slope):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward((self.w * batch).mean())
-            optimizer.step()
-
-    for module in (Own(), ByHand()):
-        notes = Notes()
-        profiled(notes, max_epochs=1).fit(module, numbers(3))
-        counts = Counter(notes.done)
-        assert counts[f"[LightningModule]{type(module).__name__}.optimizer_step"] == 3
-        assert counts["[Strategy]SingleDeviceStrategy.backward"] == counts["run_training_batch"] == 3
-
-
-class Resumable:
-    """A loader with a state; it notes when it is opened and when its state is read."""
-
-    def __init__(self) -> None:
-        self.noted: list[str] = []
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.noted.append("opened")
-        return iter([torch.ones(2, 1)] * 3)
-
-    def state_dict(self) -> dict[str, int]:
-        self.noted.append("state")
-        return {"opened": self.noted.count("opened")}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        raise NotImplementedError
-
-
-def test_a_loader_is_opened_when_it_is_without_a_profiler() -> None:
-    plain, timed = Resumable(), Resumable()
-    quiet(max_epochs=2).fit(Slope(), plain)
-    profiled(Notes(), max_epochs=2).fit(Slope(), timed)
-    assert timed.noted == plain.noted
 
 
 def test_nothing_of_it_stays_behind() -> None:

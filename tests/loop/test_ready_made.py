@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep.data.source import first_tensor
 from lockstep.ground import rank as rank_module
-from tests.loop.pieces import Slope, acting, heard, numbers, on_ranks, quiet
+from tests.loop.pieces import Slope, heard, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
 BATCHES = list(torch.arange(13, dtype=torch.float64).split(4))
@@ -72,16 +70,6 @@ def test_a_ready_made_batch_weighed_one_whatever_its_size(kind: str) -> None:
     metrics, gradients = logged(LOADERS[kind], 4, ranks=False)
     assert metrics == {"train": 6.0, "given": 7.125, "val": 6.0}
     assert gradients == [pytest.approx(6.0)]
-
-
-def test_lightning_takes_the_same_mean(lightning: Any) -> None:
-    class Theirs(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("train", batch.mean(), on_step=False, on_epoch=True)
-
-    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
-    trainer.validate(Theirs(), Foreign(), verbose=False)
-    assert trainer.callback_metrics["train"] == 6.0
 
 
 @pytest.mark.parametrize("kind", ["batch_size=None", "a stream, batch_size=None"])
@@ -150,25 +138,6 @@ def test_a_loader_that_every_rank_reads_whole_is_named(ranks: RankPool) -> None:
 
 
 class Pair(NamedTuple):
-    text: str
-    x: Tensor
-
-
-@pytest.mark.parametrize(
-    ("batch", "shape"),
-    [
-        ({"text": "a", "x": torch.zeros(3, 2), "y": torch.zeros(5)}, (3, 2)),
-        (["a", ("b", np.zeros((4, 1)))], (4, 1)),
-        (Pair("a", torch.zeros(2)), (2,)),
-        (["a", 1, None], None),
-    ],
-)
-def test_the_first_tensor_of_a_nest(batch: Any, shape: Any) -> None:
-    found = first_tensor(batch)
-    assert found is None if shape is None else tuple(found.shape) == shape
-
-
-class Pair(NamedTuple):
     name: list[str]
     x: Tensor
 
@@ -204,24 +173,6 @@ def test_a_list_of_ready_made_nests_was_taken_for_several_loaders(kind: str) -> 
     batches, trainer = [NESTS[kind](x) for x in BATCHES], quiet(max_epochs=1)
     trainer.fit(Nested(), batches, batches)
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {"train": 6.0, "val": 6.0}
-
-
-@pytest.mark.parametrize(
-    ("batches", "said"),
-    [
-        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "1 in the first batch (shape ())"),
-        ([torch.zeros(0, dtype=torch.float64), *BATCHES], "4 in the first batch (shape (4,))"),
-    ],
-)
-def test_what_a_batch_weighs_is_said_where_the_first_tensor_does_not_tell(
-    batches: list[Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    step = lambda m, batch, at: m.w * (batch["x"] if isinstance(batch, dict) else batch).sum()  # noqa: E731
-    with caplog.at_level(logging.INFO, logger="lockstep"):
-        quiet(max_epochs=1).fit(acting(training_step=step), batches)
-    told = [message for message in caplog.messages if "ready-made" in message]
-    assert len(told) == 1
-    assert said in told[0]
 
 
 def none_where_negative(parts: list[Tensor]) -> Tensor | None:

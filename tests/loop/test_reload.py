@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import QUIET, SaveAt, Slope, Validated, numbers, on_ranks, quiet
-from tests.tools.pool import RankPool
+from tests.loop.pieces import QUIET, SaveAt, Slope, Validated, numbers, quiet
 
 
 def loader(epoch: int) -> DataLoader[Any]:
@@ -127,18 +126,6 @@ def test_a_resumed_fit_reloads_where_an_unbroken_one_does(tmp_path: Path) -> Non
     third = Reloads()
     quiet(max_epochs=3, **flags).fit(third, ckpt_path=tmp_path / "three.ckpt")
     assert third.batches == []
-
-
-def reloads_on_ranks() -> tuple[list[int], int]:
-    module = Reloads()
-    on_ranks(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module)
-    return module.asked, len(module.batches)
-
-
-def test_every_rank_reloads(ranks: RankPool) -> None:
-    asked, samples = [0, 1, 2], (4, 5, 6)  # of which the second rank has the smaller half
-    expected = [(asked, sum(-(-count // 2) for count in samples)), (asked, sum(count // 2 for count in samples))]
-    assert ranks(2).run(reloads_on_ranks, timeout=40) == expected
 
 
 @pytest.mark.parametrize("every", [1, 2])

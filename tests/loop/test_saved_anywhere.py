@@ -29,14 +29,15 @@ from tests.tools.pool import RankPool
 
 
 class Numbers(IterableDataset[Any]):
-    """The numbers 0 to 7; between two passes its state is that of the end of the one before."""
+    """The numbers from 0 on; between two passes its state is that of the end of the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 8) -> None:
+        self.count = count
         self.number = self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.number, self.start = self.start, 0
-        while self.number < 8:
+        while self.number < self.count:
             self.number += 1
             yield torch.tensor(self.number - 1.0, dtype=torch.float64)
 
@@ -50,8 +51,8 @@ class Numbers(IterableDataset[Any]):
 class Batches:
     """The same as a loader of a class of its own, of batches of two."""
 
-    def __init__(self) -> None:
-        self.data = Numbers()
+    def __init__(self, count: int = 8) -> None:
+        self.data = Numbers(count)
         self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -397,23 +398,14 @@ class Fails(Slope):
         return super().training_step(batch, batch_idx)
 
 
-class WithState:
-    """A loader of the batches [1.], [2.], [3.] and [4.] that tells where it is."""
+class WithState(Batches):
+    """The batches [1.], [2.], [3.] and [4.]."""
 
     def __init__(self) -> None:
-        self.number = self.start = 0
+        super().__init__(4)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self.number, self.start = self.start, 0
-        while self.number < 4:
-            self.number += 1
-            yield torch.tensor([float(self.number)], dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["number"]
+        return (number[None] + 1 for number in self.data)
 
 
 def seen(module: Slope) -> list[float]:
@@ -579,10 +571,10 @@ SAMPLES = 20
 
 
 class Shuffling(Sampler[int]):
-    """A permutation by ``made``: here Python's own random numbers."""
+    """A permutation by ``made``."""
 
-    def __init__(self) -> None:
-        self.made: Any = random
+    def __init__(self, made: Any = random) -> None:
+        self.made = made
 
     def __len__(self) -> int:
         return SAMPLES
@@ -596,29 +588,13 @@ class Shuffling(Sampler[int]):
         self.made.shuffle(order)
 
 
-class ByNumpy(Shuffling):
-    def __init__(self) -> None:
-        self.made = np.random
-
-
-class ByOwnPython(Shuffling):
-    def __init__(self) -> None:
-        self.made = random.Random()
-
-
-class ByOwnNumpy(Shuffling):
-    def __init__(self) -> None:
-        self.made = np.random.default_rng()
-
-
-class ByOwnRandomState(Shuffling):
-    def __init__(self) -> None:
-        self.made = np.random.RandomState()
+def by_own_numpy() -> Shuffling:
+    return Shuffling(np.random.default_rng())
 
 
 class ByOwnTorch(Shuffling):
     def __init__(self) -> None:
-        self.made = torch.Generator()
+        super().__init__(torch.Generator())
         self.made.seed()
 
     def shuffle(self, order: list[int]) -> None:
@@ -629,6 +605,7 @@ class OrderWithState(Shuffling):
     """Its order depends on a number of its own, which it saves."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.turns = random.SystemRandom().randrange(2**30)
 
     def shuffle(self, order: list[int]) -> None:
@@ -677,6 +654,17 @@ def epochs(module: Slope) -> list[list[float]]:
     return [drawn[at : at + SAMPLES] for at in range(0, len(drawn), SAMPLES)]
 
 
+KINDS: dict[str, Callable[[], Shuffling]] = {
+    "Python": Shuffling,
+    "NumPy": lambda: Shuffling(np.random),
+    "own Python": lambda: Shuffling(random.Random()),
+    "own NumPy": by_own_numpy,
+    "own RandomState": lambda: Shuffling(np.random.RandomState()),
+    "own torch": ByOwnTorch,
+    "state": OrderWithState,
+}
+
+
 def drawn_in_two(make: Callable[[], Any], path: Path, nth: int = 14, **flags: Any) -> list[list[float]]:
     """What two lives of a run of three epochs drew; the first is cut off after ``nth`` of 30 batches."""
     first, second = Slope(), Slope()
@@ -689,26 +677,19 @@ def drawn_in_two(make: Callable[[], Any], path: Path, nth: int = 14, **flags: An
     return epochs(first)
 
 
-KINDS = (Shuffling, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, OrderWithState)
-BATCHES = ("samples", "batch sampler", "plain batch sampler")
-
-
 @pytest.mark.everyday
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batches", BATCHES)
-def test_a_resume_draws_a_samplers_order_again(kind: type[Shuffling], batches: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batches", "flags"),
+    [
+        *[(batches, {}) for batches in ("samples", "batch sampler", "plain batch sampler")],
+        *[("samples", flags) for flags in ({"use_distributed_sampler": False}, {"order": "torch"})],
+    ],
+    ids=str,
+)
+def test_a_resume_draws_a_samplers_order_again(kind: str, batches: str, flags: Any, tmp_path: Path) -> None:
     """A sampler with NumPy's, Python's or its own randomness repeated and lost samples after a resume in mid-epoch."""
-    for drawn in drawn_in_two(lambda: sampled(kind(), batches), tmp_path / "cut.ckpt"):
-        assert sorted(drawn) == list(range(SAMPLES))
-
-
-@pytest.mark.everyday
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("flags", [{"use_distributed_sampler": False}, {"order": "torch"}], ids=str)
-def test_a_resume_draws_the_order_of_an_untouched_loader_again(
-    kind: type[Shuffling], flags: dict[str, Any], tmp_path: Path
-) -> None:
-    for drawn in drawn_in_two(lambda: sampled(kind(), "samples"), tmp_path / "cut.ckpt", **flags):
+    for drawn in drawn_in_two(lambda: sampled(KINDS[kind](), batches), tmp_path / "cut.ckpt", **flags):
         assert sorted(drawn) == list(range(SAMPLES))
 
 
@@ -744,37 +725,12 @@ def test_an_order_that_cannot_be_drawn_again_is_refused_by_name(
         drawn_in_two(lambda: sampled(Unseeded(), batches), tmp_path / "cut.ckpt", **flags)
 
 
-class Unsized(Unseeded):
-    __len__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("kind", [Unseeded, Unsized])
-def test_such_a_run_goes_on_from_an_epochs_end(kind: type[Shuffling], tmp_path: Path) -> None:
-    for drawn in drawn_in_two(lambda: sampled(kind(), "samples"), tmp_path / "cut.ckpt", nth=10):
+def test_such_a_run_goes_on_from_an_epochs_end(tmp_path: Path) -> None:
+    for drawn in drawn_in_two(lambda: sampled(Unseeded(), "samples"), tmp_path / "cut.ckpt", nth=10):
         assert sorted(drawn) == list(range(SAMPLES))
 
 
-def test_such_a_run_goes_on_from_the_end_of_a_limited_epoch(tmp_path: Path) -> None:
-    drawn = drawn_in_two(lambda: sampled(Unseeded(), "samples"), tmp_path / "cut.ckpt", nth=5, limit_train_batches=5)
-    assert sum(map(len, drawn)) == 3 * 10
-
-
-def test_an_order_is_refused_within_a_nest_of_loaders(tmp_path: Path) -> None:
-    class Nested(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["a"], batch_idx)
-
-    def run(**more: Any) -> None:
-        loaders = {"a": sampled(Unseeded(), "samples"), "b": numbers(6, 2)}
-        quiet(max_epochs=3, **more.pop("flags", {})).fit(Nested(), loaders, **more)
-
-    with pytest.raises(Killed):
-        run(flags={"callbacks": [Cut("on_train_batch_end", 14, tmp_path / "cut.ckpt")]})
-    with pytest.raises(MisconfigurationException, match="Unseeded now draws a different order"):
-        run(ckpt_path=tmp_path / "cut.ckpt")
-
-
-def play_ranks(kind: type[Shuffling], stage: str) -> str:
+def play_ranks(kind: Callable[[], Shuffling], stage: str) -> str:
     try:
         if stage == "fit":
             on_ranks(max_epochs=1).fit(Slope(), sampled(kind(), "samples"))
@@ -789,14 +745,14 @@ def play_ranks(kind: type[Shuffling], stage: str) -> str:
 def test_an_order_that_differs_between_ranks_is_refused_by_name(ranks: RankPool, stage: str) -> None:
     for told in ranks(2).run(play_ranks, Unseeded, stage):
         assert "the Unseeded draws another order on each rank" in told
-    assert ranks(2).run(play_ranks, ByOwnNumpy, stage) == ["", ""]
+    assert ranks(2).run(play_ranks, by_own_numpy, stage) == ["", ""]
 
 
 def play_fewer(path: Path) -> Any:
     module = Slope()
     flags: dict[str, Any] = {} if path.exists() else {"callbacks": [Cut("on_train_batch_end", 3, path)]}
     with contextlib.suppress(Killed):
-        on_ranks(max_epochs=1, **flags).fit(module, sampled(ByOwnNumpy(), "samples"))
+        on_ranks(max_epochs=1, **flags).fit(module, sampled(by_own_numpy(), "samples"))
     return [sample for batch in module.batches for sample in batch]
 
 
@@ -805,7 +761,7 @@ def test_other_ranks_go_on_with_the_order_of_an_unseeded_generator(ranks: RankPo
     path = tmp_path / "cut.ckpt"
     seen = [sample for drawn in ranks(2).run(play_fewer, path) for sample in drawn]
     module = Slope()
-    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, sampled(ByOwnNumpy(), "samples"), ckpt_path=path)
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, sampled(by_own_numpy(), "samples"), ckpt_path=path)
     assert sorted(seen + [sample for batch in module.batches for sample in batch]) == list(range(SAMPLES))
 
 
@@ -818,7 +774,7 @@ def play_shuffled(path: Path, epoch_end: bool) -> Any:
         quiet(max_epochs=2, order="torch", devices=max(1, comm.world_size()), **flags).fit(
             module, sampled(None, "samples", shuffle=True), ckpt_path=path if path.exists() else None
         )
-    return module.batches, any("draws another permutation" in str(each.message) for each in caught)
+    return module.batches, any("draws a different permutation" in str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize("epoch_end", [False, True])

@@ -10,8 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from lockstep.loop.optimizers import parse
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
-from tests.tools.pool import RankPool
+from tests.loop.pieces import Slope, numbers, quiet
 
 
 class Scheduled(Slope):
@@ -88,18 +87,6 @@ def test_a_plateau_is_judged_by_its_monitor(config: dict[str, Any], epochs: int,
     module = Plateau(**config)
     quiet(max_epochs=epochs).fit(module, numbers(batches), numbers(1))
     assert module.rates == [8.0, 8.0, 4.0, 2.0]
-
-
-def plateau_on_ranks() -> list[float]:
-    module = Plateau(monitor="step_loss", interval="step")
-    on_ranks(max_epochs=1).fit(module, numbers(8))
-    return module.rates
-
-
-def test_a_plateau_by_steps_is_judged_alike_on_all_ranks(ranks: RankPool) -> None:
-    """Each rank judged by its own loss, and their learning rates went apart."""
-    first, second = ranks(2).run(plateau_on_ranks)
-    assert first == second == [8.0] * 4  # rank 0's loss stays, rank 1's falls, and so does their mean
 
 
 def test_a_monitor_that_was_never_logged_is_named() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import lockstep
-from tests.loop.pieces import QUIET, Slope, Validated, acting, numbers, on_ranks, quiet
-from tests.tools.pool import RankPool
+from tests.loop.pieces import QUIET, Slope, Validated, acting, numbers, quiet
 
 
 def notes(library: Any) -> Any:
@@ -74,6 +73,14 @@ def stopped(trainer: Any, module: Any, other: Any) -> None:
     trainer.fit(module, numbers(3))
 
 
+def more_steps(trainer: Any, module: Any, other: Any) -> None:
+    loop = trainer.fit_loop if isinstance(trainer, lockstep.Trainer) else trainer.fit_loop.epoch_loop
+    trainer.fit_loop.max_epochs, loop.max_steps = 9, 4
+    trainer.fit(module, numbers(3))
+    loop.max_steps = 7
+    trainer.fit(module, numbers(3))
+
+
 def failed(trainer: Any, module: Any, other: Any) -> None:
     trainer.fit_loop.max_epochs = 3
     module.fail_at = 4
@@ -83,7 +90,7 @@ def failed(trainer: Any, module: Any, other: Any) -> None:
     trainer.fit(module, numbers(3))
 
 
-@pytest.mark.parametrize("play", [again, raised, another_module, stopped, failed])
+@pytest.mark.parametrize("play", [again, raised, another_module, stopped, more_steps, failed])
 def test_a_second_fit_goes_on_as_lightnings_does(lightning: Any, play: Any) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seen = []
@@ -93,21 +100,6 @@ def test_a_second_fit_goes_on_as_lightnings_does(lightning: Any, play: Any) -> N
             warnings.simplefilter("ignore")
             play(trainer, module, other)
         seen.append((module.said, other.said, trainer.current_epoch, trainer.global_step))
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("steps", [2, 3, 4])
-def test_more_steps_go_on_at_the_next_epoch(lightning: Any, steps: int) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seen = []
-    for library in (lockstep, lightning):
-        trainer, module = library.Trainer(**QUIET, max_steps=steps), notes(library)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit(module, numbers(3))
-            (trainer.fit_loop if library is lockstep else trainer.fit_loop.epoch_loop).max_steps = 7
-            trainer.fit(module, numbers(3))
-        seen.append((module.said, trainer.global_step))
     assert seen[0] == seen[1]
 
 
@@ -134,18 +126,6 @@ def test_a_second_fit_validates_on_its_own_loaders() -> None:
     trainer.max_epochs = 2
     trainer.fit(module, numbers(1), numbers(3))
     assert seen == [1.0, 2.0, 1.0, 2.0, 3.0]
-
-
-def goes_on() -> tuple[int, int, list[Any]]:
-    trainer, module = on_ranks(max_epochs=1), Slope()
-    trainer.fit(module, numbers(4))
-    trainer.fit_loop.max_epochs = 2
-    result = trainer.fit(module, numbers(4))
-    return result.epochs, result.global_step, module.batches
-
-
-def test_on_ranks(ranks: RankPool) -> None:
-    assert ranks(2).run(goes_on, timeout=40) == [(2, 4, [[1.0], [3.0]] * 2), (2, 4, [[2.0], [4.0]] * 2)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])

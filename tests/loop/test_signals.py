@@ -152,15 +152,6 @@ def test_a_job_saves_requeues_itself_and_goes_on(ranks: RankPool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_be_requeued_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    done = run(ranks, tmp_path, "SIGUSR1", "8", "echo it is disabled >&2; exit 1", **TASK)
-    assert done.stdout.startswith("fitted 12 "), done.stderr
-    assert "continues, since the job was not requeued: scontrol requeue 7 ended with 1: it is disabled" in done.stderr
-    assert not list(tmp_path.glob("*.ckpt"))
-    assert not list(tmp_path.glob(".lockstep*"))
-
-
-@pytest.mark.slow
 def test_an_evaluation_in_a_job_is_not_ended_by_its_signals(tmp_path: Path) -> None:
     """USR1 comes 90 seconds before a job's time is over, and may find the script in its test."""
     (tmp_path / "test.py").write_text("""

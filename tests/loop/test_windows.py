@@ -42,20 +42,6 @@ def test_an_uneven_last_batch_weighs_by_its_samples(stream: bool) -> None:
     assert module.gradients == pytest.approx([3.0], rel=1e-15)
 
 
-def test_a_share_of_one_costs_no_multiplication() -> None:
-    class Same(Slope):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses.append(super().training_step(batch, batch_idx))
-            return losses[-1]
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            assert loss is losses[-1]
-
-    losses: list[Tensor] = []
-    quiet(max_epochs=1).fit(Same(), numbers(3, 2))
-    assert len(losses) == 2
-
-
 @pytest.mark.parametrize(
     ("algorithm", "applied"), [("norm", [[0.6, 0.8], [0.3, 0.4]]), ("value", [[1.0, 1.0], [0.3, 0.4]])]
 )
@@ -333,7 +319,7 @@ def test_losses_by_loader_over_a_window() -> None:
 
 def named(by_loader: bool, sizes: tuple[int, int]) -> list[str]:
     fit = lambda: on_ranks(max_epochs=2).fit(Two(by_loader), loaders("dict", "indexed", 1, sizes))  # noqa: E731
-    return heard(fit, "cut unevenly")
+    return heard(fit, "split unevenly")
 
 
 def test_one_loss_for_loaders_that_are_cut_unevenly_is_named(ranks: RankPool) -> None:

@@ -161,7 +161,7 @@ def test_a_job_that_may_not_be_requeued_goes_on(slurm: Lab, tmp_path: Path, undi
     await_step(tmp_path, 8)
     slurm.run("scancel", "--signal=USR1", number)
     assert slurm.wait(number, seconds=200) == "COMPLETED", log(tmp_path)
-    assert "the run is saved and continues, since the job was not requeued" in log(tmp_path)
+    assert "the run is saved and continues, because the job was not requeued" in log(tmp_path)
     assert {life for life, *_ in steps(tmp_path)} == {0}
     assert (tmp_path / "weights").read_text() == undisturbed
 

@@ -1,4 +1,4 @@
-"""One call of the Trainer from its first hook to its last: everything before and after the loop."""
+"""Set-up and tear-down of a Trainer call (fit, validate, test or predict): everything before and after its loop."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.memory import keep
-from lockstep.loop.metrics import lists_made_alike
+from lockstep.loop.memory import store_memory_use
+from lockstep.loop.metrics import fill_lists_in_call
 from lockstep.loop.optimizers import parse
 from lockstep.loop.session import RunLoaders, Session
-from lockstep.loop.signals import TERMINATED, Signals, undisturbed
+from lockstep.loop.signals import TERMINATED, Signals, ignore_requeue_signals
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
@@ -54,20 +54,20 @@ from lockstep.supervise.stack import stack_of
 
 LOGS = ("log", "log_dict")
 PLANNED_FROM = 50_000_000
-"""Parameters of a model that may not fit a device; a smaller one fits any: 0.8 GB of states."""
+"""Number of parameters from which "auto" plans the strategy. Smaller models fit on any device (0.8 GB of states)."""
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of a call of the Trainer that set-up needs.
+class CallArguments:
+    """Arguments of a Trainer call that its set-up needs.
 
     Attributes:
-        fn: the method that was called.
-        ckpt_path: the checkpoint to continue from, or to load the weights of.
-        weights_only: as of `torch.load`.
+        fn: the called method.
+        ckpt_path: checkpoint to resume a fit from, or to load weights from for an evaluation.
+        weights_only: as in `torch.load`.
         release: closes the loop's loaders and their workers.
-        signals: of a fit, which handles them until it ends.
+        signals: handles signals until the fit ends; None for an evaluation.
     """
 
     fn: TrainerFn
@@ -78,24 +78,24 @@ class Asked:
 
 
 @contextmanager
-def call(session: Session, request: Asked) -> Iterator[None]:
-    """Set up a call of the Trainer, run its loop in the block, and tear down, also after an error.
+def call(session: Session, request: CallArguments) -> Iterator[None]:
+    """Set up a Trainer call, run its loop in the ``with`` block, and tear down, also after an error.
 
     The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
     weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
     state restored, the loop, ``on_fit_end``, ``teardown``.
     """
     session.signals = request.signals
-    quiet = undisturbed(session) if request.signals is None else request.signals.heeded()
+    quiet = ignore_requeue_signals(session) if request.signals is None else request.signals.handle()
     try:
-        with quiet, lists_made_alike(session.strategy), _call(session, request):
+        with quiet, fill_lists_in_call(session.strategy), _call(session, request):
             yield
     finally:
         session.signals = None
 
 
 @contextmanager
-def _call(session: Session, request: Asked) -> Iterator[None]:
+def _call(session: Session, request: CallArguments) -> Iterator[None]:
     fn, signals = request.fn, request.signals
     session.begin(fn)
     session.state.status = TrainerStatus.RUNNING
@@ -108,32 +108,32 @@ def _call(session: Session, request: Asked) -> Iterator[None]:
             state.finish(session)
             if session.interruption is not None:
                 raise KeyboardInterrupt
-        keep(session)
+        store_memory_use(session)
         if session.fitting:
             session.hooks.call("on_fit_end")
         _call_setup_hooks(session, "teardown")
         state.finish(session)  # checkpoints that these hooks have saved
         if signals is not None:
-            signals.done()
+            signals.record_end()
         for logger in session.loggers:
             logger.finalize("success")
         session.state.status = TrainerStatus.FINISHED
     except KeyboardInterrupt as interrupt:
-        _failed(session, interrupt)
+        _handle_failure(session, interrupt)
         # a fit that ended at a boundary has a result; one that a second Ctrl-C ended, or half an evaluation, has none
         if session.interruption is None or fn is not TrainerFn.FITTING:
             raise
         if session.interruption == TERMINATED:
             raise SystemExit(ENDED) from None
     except BaseException as error:
-        in_words(session.module if session.has("module") else None, error)
+        clarify_error(session.module if session.has("module") else None, error)
         name_death(error)
         if signals is not None:
             signals.failing = True
         status.record_failure(error)  # first: other ranks then need not wait for the hooks below
         reason = status.name_first_cause(error)
-        _note_place(session, error)
-        _failed(session, reason)
+        _add_location_note(session, error)
+        _handle_failure(session, reason)
         if reason is not error:
             raise reason from error
         raise
@@ -142,39 +142,39 @@ def _call(session: Session, request: Asked) -> Iterator[None]:
             _tear_down(session, request.release)
 
 
-def _whereabouts(session: Session) -> tuple[str, int]:
-    """Return the running hook and the number of the training batch; -1 outside of training."""
+def _running_hook_and_batch(session: Session) -> tuple[str, int]:
+    """Return the name of the running hook, and the current training batch's index (-1 outside of training)."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
 
 
-def _note_place(session: Session, error: BaseException) -> None:
-    """Add a note with the place in the run to an error whose traceback shows none of the user's lines."""
+def _add_location_note(session: Session, error: BaseException) -> None:
+    """Add a note with hook, epoch and batch to an error whose traceback shows none of the user's code."""
     if isinstance(error, OWN_ERRORS) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
         return
     stack = stack_of(error)
     if stack.loads or any(frame.is_users for frame in stack.frames):
         return  # the traceback shows the user's line, or the loader's worker
-    hook, batch = _whereabouts(session) if session.has("results") else ("", -1)
+    hook, batch = _running_hook_and_batch(session) if session.has("results") else ("", -1)
     where = f", epoch {session.fit.progress.epoch}, batch {batch}" if batch >= 0 else ""
     last = f"; the last hook was {hook}" if hook else ""
     error.add_note(f"In trainer.{session.state.fn} on rank {session.strategy.world.rank}{where}{last}.")
 
 
 @does("setting up")
-def _choose_checkpoint(session: Session, request: Asked) -> str | None:
-    """Return the checkpoint from which all ranks continue. Collective."""
+def _choose_checkpoint(session: Session, request: CallArguments) -> str | None:
+    """Return rank 0's choice of the checkpoint to continue from, on all ranks. Collective."""
     signals = request.signals
     # rank 0 decides what "last" is, since another node may see new files later
     found = request.ckpt_path if signals is None else signals.resume_from(request.ckpt_path)
     ckpt_path: str | None = session.strategy.broadcast(found)
     # ModelCheckpoint may delete a checkpoint of an earlier attempt, but not the one that the user has passed
-    session.ckpt_path = request.ckpt_path if signals is not None and signals.goes_on else ckpt_path
+    session.ckpt_path = request.ckpt_path if signals is not None and signals.is_later_attempt else ckpt_path
     return ckpt_path
 
 
-def _restored(session: Session, request: Asked, ckpt_path: str) -> dict[str, Any]:
-    """Return a checkpoint after restoring the module and the callbacks from it."""
+def _restore(session: Session, request: CallArguments, ckpt_path: str) -> dict[str, Any]:
+    """Read a checkpoint, restore module and callbacks from it, and return it."""
     checkpoint = state.read(session, ckpt_path, request.weights_only)
     state.restore_model(session, checkpoint)
     state.restore_callbacks(session, checkpoint)
@@ -183,12 +183,12 @@ def _restored(session: Session, request: Asked, ckpt_path: str) -> dict[str, Any
     return checkpoint
 
 
-def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStack) -> None:
-    """Run set-up, up to the loop.
+def _set_up(session: Session, request: CallArguments, watched: ExitStack, ends: ExitStack) -> None:
+    """Prepare everything that a Trainer call needs before its loop starts.
 
     Args:
-        session: of the call.
-        request: its arguments.
+        session: the session of the call.
+        request: the arguments of the call.
         watched: closed when the loop has ended.
         ends: closed at the end of the call, after the last hooks.
     """
@@ -197,12 +197,12 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
     module, strategy, signals, fn = session.module, session.strategy, request.signals, request.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
-    session.shown, session.watched = [*session.callbacks], watched
-    _give_logs(session.callbacks, module, watched)
+    session.callbacks_at_setup, session.loop_exit = [*session.callbacks], watched
+    _add_log_methods(session.callbacks, module, watched)
     check_module(session, fn)  # before the rendezvous: a mistake in the script then costs no waiting
     strategy.setup_environment()
     status.record_wait_limits(session.config.hang_timeout, session.config.hang_kill)
-    set_location(partial(_whereabouts, session))  # for reports of hangs
+    set_location(partial(_running_hook_and_batch, session))  # for reports of hangs
     ckpt_path = _choose_checkpoint(session, request)
     session.agreement = strategy.make_agreement()
     session.stop_flag = session.agreement.register("stop")
@@ -230,7 +230,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
         ends.callback(instrument(session).conclude)
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
-    take_up_changes(session)  # `setup` may add callbacks
+    apply_user_changes(session)  # `setup` may add callbacks
     strategy.barrier("after setup")
     _configure_model(session)
     if session.config.compile is not None:
@@ -242,7 +242,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
     places_first = session.places_first
     if places_first:
         strategy.setup_module(module, own_backward)
-    checkpoint = None if ckpt_path is None else _restored(session, request, ckpt_path)
+    checkpoint = None if ckpt_path is None else _restore(session, request, ckpt_path)
     if not places_first:  # the weights are loaded on the CPU, so that two copies are never on the device
         strategy.setup_module(module, own_backward)
     state.take_base(session, checkpoint)
@@ -250,7 +250,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
         strategy.setup_optimizers(*configured_optimizers(session))
         _report_start(session)
         session.hooks.call("on_fit_start")
-        take_up_changes(session)
+        apply_user_changes(session)
     if session.config.enable_autolog_hparams:
         _log_hyperparameters(session)
     if checkpoint is not None and fn is TrainerFn.FITTING:
@@ -260,7 +260,7 @@ def _set_up(session: Session, request: Asked, watched: ExitStack, ends: ExitStac
 
 
 def _report_start(session: Session) -> None:
-    """Log devices, strategy, precision, and the folder of the run's files, in one line."""
+    """Log one line with the devices, strategy, precision and output folder of a fit."""
     strategy, world = session.strategy, session.strategy.world
     devices = f"{world.size} x {strategy.root_device.type}"
     if world.num_nodes > 1:
@@ -273,7 +273,7 @@ def _report_start(session: Session) -> None:
 
 
 def _reconsider(session: Session) -> None:
-    """Replace the strategy that "auto" has chosen by that of a plan, for the fit of a large model."""
+    """Plan the strategy for fitting a large model, if strategy="auto" left the choice to lockstep."""
     if not session.chooses or not session.fitting:
         return
     # layers of `configure_model` are not counted: the hook may do anything, and is called once, later
@@ -287,7 +287,7 @@ def _reconsider(session: Session) -> None:
 
 
 def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return what the module's ``configure_optimizers`` returns, as lists."""
+    """Call the module's ``configure_optimizers``; return its optimizers and schedulers as two lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
     with whole_shapes(module):  # users choose groups by shapes; a sharded parameter shows its part only
@@ -296,10 +296,10 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
 
 
 def check_module(session: Session, fn: TrainerFn) -> None:
-    """Refuse a module that lacks what ``fn`` needs.
+    """Raise if a module or its loaders lack something that ``fn`` needs.
 
     Raises:
-        MisconfigurationException: names the missing method, or the flag that does not fit the module.
+        MisconfigurationException: a method or loader is missing, or a flag does not fit the module.
     """
     module, loaders = session.module, session.loaders
     check_removed_hooks(module, fn)
@@ -314,7 +314,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
 
 
 def check_steps(module: LightningModule, fn: TrainerFn) -> None:
-    """Refuse a module without the methods that ``fn`` calls.
+    """Raise if a module does not define a method that ``fn`` calls.
 
     Raises:
         MisconfigurationException: names the missing method.
@@ -342,26 +342,26 @@ def _check_fitted(session: Session) -> None:
     refuse_iterator(module.training_step, "training_step")
     if not loaders.defined("train"):
         raise MisconfigurationException(
-            f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
+            f"trainer.fit({kind}): there is no training data: pass `train_dataloaders=` or `datamodule=`, or define "
             "`train_dataloader` in the module."
         )
     if loaders.defined("val") != _has(module, "validation_step"):
         there, lacking = ("a val_dataloader", "validation_step")
         if _has(module, "validation_step"):
             there, lacking = ("a validation_step", "val_dataloader")
-        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is skipped.")
+        rank_zero_warn(f"{kind}: there is {there} but no {lacking}, so validation is skipped.")
     config = session.config
     if not module.automatic_optimization and config.gradient_clip_val is not None:
         raise MisconfigurationException(
-            "Automatic gradient clipping is not supported for manual optimization: leave out "
+            "Automatic gradient clipping is not supported for manual optimization: remove "
             f"Trainer(gradient_clip_val={config.gradient_clip_val}), and call "
             "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step`."
         )
     if not module.automatic_optimization and config.accumulate_grad_batches != 1:
         raise MisconfigurationException(
-            "Automatic gradient accumulation is not supported for manual optimization: leave out "
-            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}), and step the optimizer at every k-th "
-            "batch."
+            "Automatic gradient accumulation is not supported for manual optimization: remove "
+            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}), and call "
+            "`optimizer.step()` in every k-th batch."
         )
     check_contradictions(session)
 
@@ -369,12 +369,14 @@ def _check_fitted(session: Session) -> None:
 def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:
     if not loaders.defined(stage):
         raise MisconfigurationException(
-            f"trainer.{fn}(): no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
+            f"trainer.{fn}(): there is no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
         )
 
 
 def _with_model_callbacks(session: Session) -> list[Callback]:
-    """Return the Trainer's callbacks and the model's, which replace the Trainer's of their class and its base classes.
+    """Merge the Trainer's callbacks with those that the module's ``configure_callbacks`` returns.
+
+    A callback from the module replaces the Trainer's callbacks of its class and of its base classes.
 
     Raises:
         MisconfigurationException: an object is not a callback, or two have the same key in a checkpoint.
@@ -398,31 +400,32 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
         is_replaced = kind is not Callback and any(isinstance(each, kind) for each in own)
         (replaced if is_replaced else kept).append(callback)
     if replaced:
-        rank_zero_info(f"{where}: these replace {', '.join(type(each).__name__ for each in replaced)}.")
+        names = ", ".join(type(each).__name__ for each in replaced)
+        rank_zero_info(f"{where}: its callbacks replace the Trainer's {names}.")
     refuse_one_key([*kept, *own], where)
     return in_order([*kept, *own])
 
 
-def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
-    """Add the module's ``log`` and ``log_dict`` to the callbacks until ``end`` is closed, as in Lightning."""
+def _add_log_methods(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
+    """Let callbacks call ``self.log`` and ``self.log_dict``, the module's methods, until ``end`` is closed."""
     for callback in callbacks:
         for name in LOGS:
             if not hasattr(callback, name):
                 replace_until(end, callback, name, getattr(module, name))
 
 
-def take_up_changes(session: Session) -> None:
-    """Apply changes that hooks have made: callbacks in the Trainer's list, hooks set on the module."""
+def apply_user_changes(session: Session) -> None:
+    """Apply changes that the user's hooks made to the Trainer's list of callbacks and to hooks on the module."""
     # users change the list in place, so it is compared with what it was
-    if [*map(id, session.callbacks)] != [*map(id, session.shown)]:
+    if [*map(id, session.callbacks)] != [*map(id, session.callbacks_at_setup)]:
         check_callbacks("trainer.callbacks", session.callbacks)
-        if session.watched is not None:
-            _give_logs(session.callbacks, session.module, session.watched)
+        if session.loop_exit is not None:
+            _add_log_methods(session.callbacks, session.module, session.loop_exit)
     session.hooks.rebind(in_order(session.callbacks))
 
 
 def _configure_model(session: Session) -> None:
-    """Call ``configure_model`` on the device and in the dtype that engine and precision choose."""
+    """Call ``configure_model`` so that it creates layers on the engine's device and in the precision's dtype."""
     strategy, made_in = session.strategy, session.strategy.precision.init_context
     if session.config.compile is not None:
         check_threads(strategy)  # before the layers are made, which may take minutes
@@ -433,7 +436,7 @@ def _configure_model(session: Session) -> None:
 
 
 def _prepare_data(session: Session) -> None:
-    """Call ``prepare_data`` on one process of each node, or of all nodes, while the others wait."""
+    """Call ``prepare_data`` in one process per node, or in rank 0 only, while all other processes wait."""
     datamodule, module = session.datamodule, session.module
     for owner, base in ((datamodule, LightningDataModule), (module, ModuleHooks)):
         if owner is not None and is_overridden("prepare_data", owner, base):
@@ -464,7 +467,7 @@ def _log_hyperparameters(session: Session) -> None:
         logger.save()
 
 
-def _failed(session: Session, error: BaseException) -> None:
+def _handle_failure(session: Session, error: BaseException) -> None:
     session.state.status = TrainerStatus.INTERRUPTED
     if not session.has("hooks"):  # set-up has called none of the user's hooks
         return
@@ -530,14 +533,14 @@ def leave_device(session: Session) -> None:
     strategy = session.strategy
     failed = session.state.status is TrainerStatus.INTERRUPTED and session.interruption is None
     if not failed:
-        _leave(strategy)
+        _move_to_cpu(strategy)
     elif strategy.world_size == 1:  # with several ranks, the device may wait for a collective that never ends
         with contextlib.suppress(RuntimeError):  # the device may be what failed: the first error is the one to raise
-            _leave(strategy)
+            _move_to_cpu(strategy)
 
 
-def _leave(strategy: Strategy) -> None:
-    """Move module and optimizer states to the CPU, unless the engine keeps them. Drop gradients on other devices."""
+def _move_to_cpu(strategy: Strategy) -> None:
+    """Move module and optimizer states to the CPU, unless the engine keeps them sharded, and drop gradients."""
     module, device = strategy.module, strategy.root_device
     if module is None:  # the call ended before it was set up
         return
@@ -555,13 +558,13 @@ def _leave(strategy: Strategy) -> None:
 
 
 OWN_ERRORS = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)
-"""Errors that keep their message and get no note."""
+"""Errors whose message is already clear: `clarify_error` and `_add_location_note` do not change them."""
 
 OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md what needs less.)"
 
 
-def in_words(module: LightningModule | None, error: BaseException) -> None:
-    """Replace the message of an error of torch that misleads, in place, so that its traceback stays the user's."""
+def clarify_error(module: LightningModule | None, error: BaseException) -> None:
+    """Replace a misleading message of a torch error in place, which keeps the error's traceback."""
     if isinstance(error, OWN_ERRORS) or len(error.args) > 1:
         return
     text, message = words_of(error), None
@@ -573,8 +576,8 @@ def in_words(module: LightningModule | None, error: BaseException) -> None:
         # torch advises retain_graph=True, with which gradients would be added twice
         message = (
             f"{type(module).__name__}.training_step: a backward has already freed the graph of its loss. If the step "
-            "calls `backward`, return the loss instead, and the Trainer calls it; if it keeps a tensor of an earlier "
-            "step, keep `tensor.detach()`."
+            "calls `backward`, remove that call and return the loss. If it uses a tensor from an earlier step, store "
+            "`tensor.detach()`."
         )
     elif "meta" in text:
         message = _on_meta(module)
@@ -583,7 +586,7 @@ def in_words(module: LightningModule | None, error: BaseException) -> None:
 
 
 def _on_meta(module: LightningModule) -> str | None:
-    """Return a message that names the parameters on the meta device; None if there are none."""
+    """Return a message that names the parameters on the meta device, or None if no parameter is there."""
     names = [repr(name) for name, parameter in module.named_parameters() if parameter.is_meta]
     if not names:
         return None
@@ -591,11 +594,11 @@ def _on_meta(module: LightningModule) -> str | None:
     if any(map(is_of_transformers, module.modules())):
         return (
             f"{type(module).__name__}: parameter {which} is on the meta device: `load_pretrained` reads its values "
-            "after `configure_model`, where computing with them is too early (resize_token_embeddings takes a mean). "
-            "For a larger vocabulary write another folder, once, and load that: from_pretrained, "
+            "after `configure_model`, so `configure_model` cannot compute with them (resize_token_embeddings takes a "
+            "mean). For a larger vocabulary, write a new folder once and load it: from_pretrained, "
             "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
         )
     return (
-        f"{type(module).__name__}: parameter {which} is on the meta device and has no values: make the layer in "
+        f"{type(module).__name__}: parameter {which} is on the meta device and has no values: create the layer in "
         "`configure_model`, or call `to_empty(device=...)` and initialize it, before the fit."
     )

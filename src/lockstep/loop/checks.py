@@ -1,4 +1,4 @@
-"""Checks of the user's module, data module, callbacks and strategy before a call.
+"""Checks of the user's module, data module, callbacks and strategy before a Trainer call starts.
 
 Methods that are never called are refused, or reported with what to write instead: former hooks, overrides of methods
 that a base class does not have, misspelt hooks. So are callbacks that cannot work, and steps with other arguments than
@@ -31,16 +31,16 @@ EPOCH_ENDS = {
     TrainerFn.VALIDATING: _OF_VALIDATION,
     TrainerFn.TESTING: {"test_epoch_end": "on_test_epoch_end"},
 }
-"""Former hooks that took the outputs of all batches, by call of the Trainer, with today's names."""
+"""Removed hooks that took the outputs of all batches, and their current names, for each Trainer call."""
 SAMPLER = "distributed_sampler_kwargs"
 CLOSE = 0.87
-"""Similarity, as of difflib, from which a name starting with ``on_`` counts as a misspelt hook."""
+"""Minimum similarity to a hook (difflib's ratio) at which a name starting with ``on_`` counts as misspelt."""
 
 
 def check_uncalled(
     strategy: Strategy, callbacks: Sequence[Callback], module: LightningModule, datamodule: LightningDataModule | None
 ) -> None:
-    """Refuse a strategy or precision with overrides that are never called; warn of unknown hooks.
+    """Raise if a strategy or precision overrides methods that lockstep never calls; warn about unknown hooks.
 
     Raises:
         MisconfigurationException: names the first such method, and what to write instead.
@@ -52,7 +52,7 @@ def check_uncalled(
     _refuse_overrides(strategy, uncalled, "Strategy")
     _refuse_overrides(strategy.precision, former_methods("precision"), "Precision")
     for callback in callbacks:
-        _warn_of_former(callback, _written(callback), former_methods("callback"))
+        _warn_of_former(callback, _defined_names(callback), former_methods("callback"))
         _warn_of_misspelt(callback, Callback, former_methods("callback"))
     _warn_of_misspelt(module, ModuleHooks, former_methods("module"))
     if datamodule is not None:
@@ -60,11 +60,11 @@ def check_uncalled(
 
 
 def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
-    """Refuse a module with hooks that Lightning has removed, whose results would silently be missing.
+    """Raise if a module defines hooks that Lightning has removed, because lockstep would never call them.
 
     Raises:
-        NotImplementedError: it has an ``*_epoch_end`` that takes outputs, which no Trainer calls since 2.0.
-        MisconfigurationException: it overrides both names of ``configure_model``.
+        NotImplementedError: the module has an ``*_epoch_end`` that takes outputs, which no Trainer calls since 2.0.
+        MisconfigurationException: the module overrides both names of ``configure_model``.
     """
     kind, former = type(module).__name__, former_methods("module")
     for name, new in EPOCH_ENDS.get(fn, {}).items():
@@ -83,7 +83,7 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
         rank_zero_deprecation(f"{kind}.configure_sharded_model: rename it to configure_model, its name of today.")
 
 
-def _written(owner: object) -> Iterator[str]:
+def _defined_names(owner: object) -> Iterator[str]:
     """Yield the names that the classes of an object define, except those of lockstep and torch."""
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
@@ -91,7 +91,7 @@ def _written(owner: object) -> Iterator[str]:
 
 
 def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> None:
-    name = next((name for name in _written(owner) if name in instead), None)
+    name = next((name for name in _defined_names(owner) if name in instead), None)
     if name is not None:
         raise MisconfigurationException(
             f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, so it would never be called. "
@@ -103,13 +103,14 @@ def _warn_of_former(owner: object, names: Iterable[str], instead: Mapping[str, s
     today = ", ".join(f"{name} ({instead[name]})" for name in names if name in instead)
     if today:
         warn_once(
-            f"{type(owner).__name__} has former hooks that are never called; their replacements in brackets: {today}."
+            f"{type(owner).__name__} defines former hooks, which are never called; their replacements are in "
+            f"brackets: {today}."
         )
 
 
 def _warn_of_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
     hooks = [name for name in dir(base) if name.startswith("on_")]
-    for name in _written(owner):
+    for name in _defined_names(owner):
         if name.startswith("on_") and not hasattr(base, name) and name not in known:
             meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
             if meant:
@@ -123,7 +124,7 @@ def _warn_of_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
 
 
 def check_contradictions(session: Session) -> None:
-    """Refuse two averages of the weights in a fit, and warn of checkpoints that are never saved.
+    """Raise if two callbacks average the weights; warn about a ModelCheckpoint that would never save.
 
     Raises:
         MisconfigurationException: names the callbacks.
@@ -133,8 +134,8 @@ def check_contradictions(session: Session) -> None:
     if len(averages) > 1:
         names = " and ".join(type(each).__name__ for each in averages)
         raise MisconfigurationException(
-            f"Trainer(callbacks=[{names}]): each leaves its own average of the weights in the module, so that one of "
-            "them would be lost: keep one."
+            f"Trainer(callbacks=[{names}]): each writes its own average of the weights into the module, so one average "
+            "would be lost: keep one of these callbacks."
         )
     config = session.config
     for callback in session.callbacks:
@@ -148,68 +149,68 @@ def check_contradictions(session: Session) -> None:
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
-    """Return True if a ``training_step`` has a parameter for the index of the batch, under any name."""
+    """Return True if a ``training_step`` takes ``batch_idx``, whatever the parameter's name is."""
     positional, takes_any = _parameters_of(training_step)
     return takes_any or len(positional) > 1
 
 
 def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) the user's step of an evaluation takes.
+    """Return how many of (batch, batch_idx, dataloader_idx) an evaluation step takes.
 
     Args:
-        step: the method.
-        several: True if there are several loaders, one after another.
-        name: of the method, for the error.
+        step: the user's step method.
+        several: True if there are several loaders, which are read one after another.
+        name: the method's name, for the error message.
 
     Raises:
-        MisconfigurationException: it takes a ``dataloader_iter``, or no ``dataloader_idx`` for several loaders.
+        MisconfigurationException: the step takes a ``dataloader_iter``, or no ``dataloader_idx`` for several loaders.
     """
     wanted = 3 if several else 2
     refuse_iterator(step, name)
     if several:
         refuse_fewer(step, wanted, name, f"{name}(self, batch, batch_idx, dataloader_idx=0)")
-    return _most(step, wanted)
+    return _max_arguments(step, wanted)
 
 
 def refuse_iterator(step: Callable[..., Any], name: str) -> None:
-    """Refuse a step that takes a ``dataloader_iter``.
+    """Raise if a step takes a ``dataloader_iter``.
 
     Raises:
         MisconfigurationException: names the arguments that it may have.
     """
     if any(parameter.name == "dataloader_iter" for parameter in _parameters_of(step)[0]):
         raise MisconfigurationException(
-            f"`{name}(dataloader_iter)` is not supported: the order of data and which ranks have samples are planned "
+            f"`{name}(dataloader_iter)` is not supported, because the order of data is planned "
             f"batch by batch. Define `{name}(batch, batch_idx)`."
         )
 
 
 def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str) -> None:
-    """Refuse a method that cannot take ``dataloader_idx``, with several loaders.
+    """Raise if a method does not accept ``dataloader_idx`` although there are several loaders.
 
     Args:
-        method: method of the module.
-        given: number of arguments of its calls.
-        name: its name.
-        define: its definition, for the error.
+        method: a method of the module.
+        given: number of arguments with which it is called.
+        name: name of the method.
+        define: a correct definition, for the error message.
 
     Raises:
         MisconfigurationException: shows the definition.
     """
-    if _most(method, given) < given:
+    if _max_arguments(method, given) < given:
         raise MisconfigurationException(
-            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as `{define}`."
+            f"There are several loaders, but `{name}` does not take `dataloader_idx`: define it as `{define}`."
         )
 
 
-def _most(method: Callable[..., Any], given: int) -> int:
-    """Return the number of ``given`` positional arguments that a method takes."""
+def _max_arguments(method: Callable[..., Any], given: int) -> int:
+    """Return how many positional arguments a method accepts, at most ``given``."""
     positional, takes_any = _parameters_of(method)
     return given if takes_any else min(given, len(positional))
 
 
 def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """Return a method's positional parameters, and True if it takes any number of them."""
+    """Return a method's positional parameters, and True if it has a ``*args`` parameter."""
     found = list(inspect.signature(method).parameters.values())
     # a wrapper on the instance may show the signature of the class's function, with `self`
     wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))
@@ -222,13 +223,13 @@ def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter],
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return True if a hook takes an argument.
+    """Return True if the function ``hook_fx`` takes the argument ``param``.
 
     Args:
         hook_fx: the hook.
         param: name of the argument.
         explicit: accept only this name.
-        min_args: unless ``explicit``, accept a hook with at least so many arguments, of any names.
+        min_args: unless ``explicit``, accept a hook with at least this many arguments, whatever their names.
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     named = [name for name in parameters if name != "self"]

@@ -1,4 +1,4 @@
-"""A window of automatic optimization whose last micro-batch is played within ``optimizer.step(closure)``."""
+"""Accumulation windows whose last micro-batch runs inside ``optimizer.step(closure)``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.loop.update import Update
 
 
 class ByClosure(Automatic):
-    """Windows whose last micro-batch is played by ``optimizer.step``, in a closure.
+    """Accumulation windows whose last micro-batch runs in the closure that ``optimizer.step`` calls.
 
-    Each further call of the closure drops the gradients and plays the whole window again. Logged values are those of
-    the last call.
+    Each further call of the closure drops the gradients and runs the whole window again. Values logged in the last
+    call count.
     """
 
     def __init__(self, session: Session, update: Update) -> None:
@@ -28,7 +28,7 @@ class ByClosure(Automatic):
         self._losses: list[Tensor] = []  # of the current window, weighed
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        """Run one window; yield after the hooks of each micro-batch."""
         played: list[TrainingBatch] = []
         steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
         self._losses.clear()
@@ -42,13 +42,13 @@ class ByClosure(Automatic):
             yield
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Run backward as in any step, and keep the loss for the closure's result."""
+        """Run backward, and store the loss for the closure's return value."""
         loss = super().backward(loss, factor)
         self._losses.append(loss.detach())
         return loss
 
     def _step(self, window: list[TrainingBatch]) -> Any:
-        """Play the last micro-batch of a window in the optimizer's step; return its outputs."""
+        """Run the last micro-batch of a window inside the optimizer's step; return the micro-batch's outputs."""
         outputs: Any = {}
         logged: Any = None  # snapshot of the logged values before the last micro-batch
         played = False
@@ -82,7 +82,7 @@ class ByClosure(Automatic):
         return outputs
 
     def _loss(self, has_samples: bool) -> Tensor | None:
-        """Return the closure's value: the loss of the window; None if no step returned one.
+        """Return the window's loss for the closure, or None if every ``training_step`` returned None.
 
         Args:
             has_samples: True if this rank has samples of each micro-batch.
@@ -92,7 +92,7 @@ class ByClosure(Automatic):
             return None
         if not losses and has_samples:
             raise MisconfigurationException(
-                f"{type(self.update.optimizer).__name__} needs the loss, but `training_step` returned None for every "
+                f"{type(self.update.optimizer).__name__} needs a loss, but `training_step` returned None for every "
                 "micro-batch of this window: return the loss."
             )
         if not losses:

@@ -1,4 +1,4 @@
-"""Compilation of a module's layers for the duration of a call, and modules compiled by ``torch.compile``."""
+"""``Trainer(compile=...)``, which compiles layers during a call, and modules that the user compiled."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict
 
 
 def is_compiled(model: object) -> TypeGuard[OptimizedModule]:
-    """Return True if ``model`` is the result of ``torch.compile(module)``. Costs nothing if nothing was compiled."""
+    """Return True if ``model`` is the result of ``torch.compile(module)``. Never imports torch's compiler."""
     dynamo = sys.modules.get("torch._dynamo")  # torch imports it at the first compilation
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def from_compiled(model: nn.Module) -> LightningModule:
-    """Return the LightningModule inside of a compiled one, with its ``forward`` and steps compiled.
+    """Return the LightningModule that ``torch.compile`` wrapped, with compiled ``forward`` and step methods.
 
     The result of ``torch.compile(module)`` is not a LightningModule. ``trainer.fit`` and the other calls of the Trainer
     apply this function themselves.
@@ -66,7 +66,7 @@ def from_compiled(model: nn.Module) -> LightningModule:
 
 
 def to_uncompiled(model: nn.Module) -> LightningModule:
-    """Return the LightningModule as it was before ``torch.compile``, changed in place.
+    """Undo ``torch.compile`` on a LightningModule in place, and return the module.
 
     Args:
         model: result of ``torch.compile`` or :func:`from_compiled`.
@@ -86,7 +86,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 
 def unwrapped(model: object) -> object:
-    """Return ``model``, or the LightningModule inside of it if it is compiled."""
+    """Return the LightningModule inside a compiled ``model``; any other ``model`` is returned unchanged."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model
 
 
@@ -94,10 +94,10 @@ def unwrapped(model: object) -> object:
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Refuse to compile if copies of the layers run in threads.
+    """Raise if the strategy runs copies of the layers in threads, which cannot be compiled.
 
     Raises:
-        MisconfigurationException: names the way out.
+        MisconfigurationException: names a strategy that works.
     """
     if strategy.drives_all_devices and len(strategy.devices) > 1:
         raise MisconfigurationException(
@@ -107,7 +107,7 @@ def check_threads(strategy: Strategy) -> None:
 
 
 class CompiledLayers:
-    """The layers of a module that a call compiles.
+    """Compiles layers of a module for the duration of one Trainer call.
 
     Args:
         session: the session of the call. The module is not yet placed or sharded, so that hooks of an engine on a layer
@@ -118,23 +118,23 @@ class CompiledLayers:
     """
 
     def __init__(self, session: Session, options: CompileOptions) -> None:
-        layers = [*_chosen(session.module, options, session.strategy.world_size > 1)]
+        layers = [*_choose_layers(session.module, options, session.strategy.world_size > 1)]
         self._forwards = [CompiledForward(layer, options.options) for layer in layers]
         for forward in self._forwards:
             vars(forward.layer)["forward"] = forward
         rank_zero_info(
-            f"trainer.{session.state.fn}: {_counted(layers)} compiled by {options.backend}: the first batch of each "
-            "shape takes longer."
+            f"trainer.{session.state.fn}: {_count_by_class(layers)} compiled by {options.backend}: the first batch of "
+            "each shape takes longer."
         )
 
     def end(self) -> None:
-        """Restore the layers' forwards."""
+        """Restore the uncompiled ``forward`` of each layer."""
         for forward in self._forwards:
             forward.put_back()
 
 
-def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
-    """Yield the layers to compile, except those that the user has compiled."""
+def _choose_layers(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
+    """Yield the layers to compile. Layers that the user has compiled are skipped."""
     blocks = options.blocks
     if blocks is None:  # with several ranks in blocks, so that the reduction of one overlaps the backward of the next
         blocks = on_ranks
@@ -144,9 +144,9 @@ def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) ->
         if not found and options.blocks:
             rank_zero_warn(NO_BLOCKS.format(name=type(module).__name__))
     elif blocks:
-        found = _of_classes(module, blocks)
+        found = _find_classes(module, blocks)
     if not found:
-        found = [*_from_the_top(module)]
+        found = [*_top_layers(module)]
     if not found:
         raise MisconfigurationException(
             f"Trainer(compile=...): {type(module).__name__} has no layers that could be compiled."
@@ -156,7 +156,7 @@ def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) ->
             yield layer
 
 
-def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
+def _find_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
     named = {kind for kind in kinds if isinstance(kind, str)}
     classes = {kind for kind in kinds if not isinstance(kind, str)}
     classes |= {type(layer) for layer in module.modules() if type(layer).__name__ in named}
@@ -169,19 +169,19 @@ def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> 
         raise MisconfigurationException(f"Trainer(compile={{'blocks': ...}}): {error}.") from None
 
 
-def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module if it has its own forward, and layers below it that its steps may call directly."""
+def _top_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module if it defines ``forward``, and the layers in it that its steps may call directly."""
     if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
         yield module
     for child in module.children():
         if is_metric(child) or is_compiled_layer(child):
             continue
         if type(child).forward is nn.Module.forward:  # a container of layers, which is never called
-            yield from _from_the_top(child)
+            yield from _top_layers(child)
         elif any(True for _ in child.children()) or not type(child).__module__.startswith("torch."):
             yield child
 
 
-def _counted(layers: list[nn.Module]) -> str:
+def _count_by_class(layers: list[nn.Module]) -> str:
     kinds = Counter(type(layer).__name__ for layer in layers)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (" are" if len(layers) > 1 else " is")

@@ -1,4 +1,4 @@
-"""When a fit ends, and why: its limits, a stop that somebody asks for, Ctrl-C, and signals."""
+"""Conditions that end a fit: its limits, requested stops, Ctrl-C and signals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.loop.state import best_of
 
 @dataclass(frozen=True)
 class Result:
-    """How a fit ended; the same on one process and on many.
+    """Result of a fit. It is identical on all ranks.
 
     Attributes:
-        stopped: the reason, for example ``max_epochs=5 reached``.
-        metrics: newest value of everything that was logged.
-        best_model_path: the best checkpoint; "" if none was kept.
+        stopped: the reason why the fit ended, for example ``max_epochs=5 reached``.
+        metrics: newest value of each logged name.
+        best_model_path: path of the best checkpoint; "" if there is none.
         best_model_score: the monitored value of that checkpoint.
-        epochs: finished epochs.
-        global_step: optimizer steps, those before a resume included.
+        epochs: number of finished epochs.
+        global_step: number of optimizer steps, including those before a resume.
         interrupted: True if Ctrl-C or SIGTERM ended the fit.
     """
 
@@ -35,12 +35,12 @@ class Result:
 
 
 class FitEnding:
-    """Decides at each boundary whether a fit ends. On several ranks only what all have agreed on counts.
+    """Decides after each accumulation window and epoch whether a fit ends, identically on all ranks.
 
     Attributes:
-        reason: why the fit ends; None while it does not.
+        reason: why the fit ends; None while it continues.
         had_no_batches: True if the last epoch had no batches.
-        most_steps: ``max_steps`` of this epoch; infinite without a limit.
+        most_steps: ``max_steps`` in this epoch; infinite without a limit.
     """
 
     def __init__(self, session: Session) -> None:
@@ -48,21 +48,21 @@ class FitEnding:
         self.start()
 
     def start(self) -> None:
-        """Reset for a new fit."""
+        """Forget the previous fit's reason, before a new fit."""
         self.reason: str | None = None
         self.had_no_batches = False
         self._has_reported = False  # that a stop waits for `min_epochs` and `min_steps`
         self.most_steps: float = math.inf
 
     def start_epoch(self) -> None:
-        """Read ``max_steps``, which a hook may have set, once for all windows of the epoch."""
+        """Read ``max_steps`` once per epoch, because a hook may have changed it."""
         most = self._session.config.max_steps
         self.most_steps = math.inf if most == -1 else most
 
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def after_window(self) -> bool:
-        """Act on requests that have arrived since the last window; return True if the fit ends here.
+        """Handle stop requests and signals that arrived during a window; return True if the fit ends here.
 
         Called only if there is a request. It may be on one rank alone, so this is collective only for flags that all
         ranks have agreed on.
@@ -74,18 +74,18 @@ class FitEnding:
             interrupted = session.interrupt_flag in up
             stop = stop or session.stop_flag in up
             if session.not_finite_flag in up:
-                session.fit.finite.judge()
+                session.fit.finite.raise_or_warn()
         else:
             interrupted = False if session.signals is None else session.signals.requested != 0
             if session.fit.finite.has_found:
-                session.fit.finite.judge()
+                session.fit.finite.raise_or_warn()
         if interrupted:
             self.act_on_signals()
             stop = True
         return stop and self.in_epoch() is not None
 
     def act_on_signals(self) -> None:
-        """Act between windows on a signal that all ranks have agreed on. Collective if one has interrupted the fit."""
+        """Handle a signal that all ranks have agreed on. Collective if a signal interrupted the fit."""
         session, signals = self._session, self._session.signals
         if signals is None:
             return
@@ -93,14 +93,14 @@ class FitEnding:
             signals.act()
 
     def check_clock(self, most: float) -> None:
-        """Stop after ``most`` seconds by rank 0's clock; other ranks receive the stop at a boundary."""
+        """Request a stop on rank 0 once the fit has taken ``most`` seconds. The ranks agree on it after a window."""
         # one clock decides, since those of several ranks run out at different windows
         if self._session.fit.seconds() >= most and self._session.is_global_zero:
             self._session.should_stop = True
             self.reason = f"max_time={most:g} s reached"
 
     def in_epoch(self) -> str | None:
-        """Return why the fit ends within an epoch; None if it does not."""
+        """Return the reason to end the fit within an epoch, or None."""
         session, config = self._session, self._session.config
         # steps are the same on all ranks, so this needs no agreement
         if config.max_steps != -1 and session.fit.progress.global_step >= config.max_steps:
@@ -114,7 +114,7 @@ class FitEnding:
         return None
 
     def between_epochs(self) -> str | None:
-        """Return why the fit ends before its next epoch; None if it does not. Collective."""
+        """Return the reason to end the fit before its next epoch, or None. Collective."""
         config, session = self._session.config, self._session
         reason: str | None
         if session.fit.loaded.num_batches == 0:
@@ -134,7 +134,7 @@ class FitEnding:
         return reason
 
     def may_stop_early(self) -> bool:
-        """Return True if a requested stop ends the fit; report once that it does not yet."""
+        """Return True if min_epochs and min_steps allow a requested stop; report once if they do not."""
         config, progress = self._session.config, self._session.fit.progress
         long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
         if not long_enough and not self._has_reported:
@@ -159,7 +159,7 @@ class FitEnding:
 
     @does("ending the fit")
     def share(self) -> None:
-        """Send rank 0's reason to all ranks. Collective."""
+        """Broadcast rank 0's reason for the end to all ranks. Collective."""
         session = self._session
         if session.world_size > 1:
             # only rank 0 has the reason of its clock, and only some ranks that of a callback
@@ -168,7 +168,7 @@ class FitEnding:
                 session.interruption = None  # Ctrl-C came after the last boundary
 
     def result(self) -> Result:
-        """Return how the fit ended."""
+        """Return the `Result` of the fit."""
         session = self._session
         best = best_of(session)
         score = getattr(best, "best_model_score", None)

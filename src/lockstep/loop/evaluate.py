@@ -1,4 +1,4 @@
-"""Validation, test and prediction: every sample once, metrics reduced over all ranks at the end."""
+"""Loops for validation, test and prediction. Each sample is used once; metrics are reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.ground.text_table import padded
 from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.call import Asked, call, take_up_changes
+from lockstep.loop.call import CallArguments, apply_user_changes, call
 from lockstep.loop.checks import arguments_of, refuse_fewer
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
@@ -39,7 +39,7 @@ NOTHING_PREDICTED = (
 
 
 class EvaluationLoop:
-    """One pass over the loaders of a stage.
+    """Runs validation, test or prediction: one pass over the loaders of the stage.
 
     As pseudo-code::
 
@@ -73,12 +73,12 @@ class EvaluationLoop:
 
     @property
     def num_batches(self) -> list[int | float]:
-        """Batches of this rank in each loader, limits applied."""
+        """Number of this rank's batches in each loader, after ``limit_*_batches``."""
         return self.feed.num_batches if self.feed is not None else []
 
     @property
     def num_batches_by_loader(self) -> list[int | float]:
-        """Batches of each loader, also where a batch holds one of each."""
+        """Number of batches in each loader, also if the loaders are read together by a CombinedLoader."""
         return self.feed.by_loader if self.feed is not None else []
 
     def run(
@@ -91,11 +91,11 @@ class EvaluationLoop:
         """Run ``trainer.validate``, ``test`` or ``predict``.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C, once all is torn down.
+            KeyboardInterrupt: after Ctrl-C, when the call has been torn down.
         """
         session = self.session
         self.feed = None
-        with call(session, Asked(FN_OF[self.stage], ckpt_path, weights_only, self.release)):
+        with call(session, CallArguments(FN_OF[self.stage], ckpt_path, weights_only, self.release)):
             session.state.stage = self.stage
             self.setup_data()
             session.strategy.sync_gradients = False
@@ -108,7 +108,7 @@ class EvaluationLoop:
         raise AssertionError("an interrupted evaluation raises")
 
     def setup_data(self) -> None:
-        """Request the stage's loaders and distribute them over the ranks; again only if a reload is due."""
+        """Request the stage's loaders and distribute their samples over the ranks. Repeated only if a reload is due."""
         session, config = self.session, self.session.config
         due = session.fitting and self._reload_due()
         if self.feed is not None and not due:
@@ -134,17 +134,19 @@ class EvaluationLoop:
     # -- validate, test ------------------------------------------------------------------------------------
 
     def evaluate(self, sanity_steps: int = 0) -> list[dict[str, float]]:
-        """Evaluate once; return the metrics of each loader. Those of a sanity check are not sent to the loggers.
+        """Run validation or test once; return a dict of metrics for each loader.
+
+        Metrics from a sanity check are not sent to the loggers.
 
         Args:
-            sanity_steps: number of batches of each loader in a sanity check, -1 for all; 0: this is not a sanity check.
+            sanity_steps: batches of each loader in a sanity check (-1: all); 0: this is not a sanity check.
         """
         self.setup_data()
         if self.feed is None:
             return []
         session, hooks, name = self.session, self.session.hooks, self.name
         strategy = session.strategy
-        take_up_changes(session)
+        apply_user_changes(session)
         outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
         outer = session.collect_in(results)
         strategy.sync_gradients = False
@@ -167,7 +169,7 @@ class EvaluationLoop:
             strategy.sync_gradients = outer_sync
 
     def _warn_of_unread(self, returned: dict[str, Any]) -> None:
-        """Warn that values which a step returned, as in 2019, are not logged, in an evaluation that logged nothing."""
+        """Warn if an evaluation logged nothing but its step returned numbers, as scripts for old Lightning do."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
         numbers = []
         for key, value in returned.items():
@@ -181,7 +183,7 @@ class EvaluationLoop:
             )
 
     def _end(self, results: LogCollector, to_loggers: bool) -> list[dict[str, float]]:
-        """Reduce, publish and log the values of the evaluation, and call the hooks of its end."""
+        """Reduce and log the values of an evaluation, and call its end hooks; return the metrics of each loader."""
         session, hooks, name = self.session, self.session.hooks, self.name
         assert self.feed is not None
         results.weight = 1.0  # values from here on do not belong to a batch
@@ -212,7 +214,7 @@ class EvaluationLoop:
         return _by_loader(values, len(self.feed.num_batches))
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
-        """Run a step on a padding batch, for the communication of other ranks that still have batches."""
+        """Run a step on a padding batch, because its forward communicates with ranks that still have batches."""
         session, results = self.session, self.session.results
         batch, batch_idx, loader = position
         with padding(session):
@@ -276,7 +278,7 @@ class EvaluationLoop:
             results.end_loader(loader)
 
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
-        """Return this rank's batches, each with a flag for padding batches: engines that communicate need them."""
+        """Return this rank's batches with a flag that is True for padding batches (see `loop/padding.py`)."""
         strategy = self.session.strategy
         if strategy.runs_padding and strategy.world_size > 1:
             return in_step(feed, strategy)
@@ -285,13 +287,13 @@ class EvaluationLoop:
     # -- predict -------------------------------------------------------------------------------------------
 
     def predict(self, return_predictions: bool) -> Any:
-        """Predict once; return the outputs of ``predict_step``, a list for each loader if there are several."""
+        """Run prediction once; return the list of ``predict_step`` outputs, or one such list per loader."""
         hooks, feed = self.session.hooks, self.feed
         assert feed is not None
         collected: list[list[Any]] = [[] for _ in feed.num_batches]
         self.predictions = collected[0] if len(collected) == 1 else collected
         self.epoch_batch_indices = [[] for _ in collected]
-        take_up_changes(self.session)
+        apply_user_changes(self.session)
         from lockstep.callbacks.prediction_writer import BasePredictionWriter  # a fit needs none
 
         writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
@@ -316,7 +318,7 @@ class EvaluationLoop:
 
     @property
     def current_batch_indices(self) -> list[Any]:
-        """Indices of the samples of the current batch, for a writer of predictions; empty if they are unknown."""
+        """Dataset indices of the samples in the current batch, for BasePredictionWriter; empty if unknown."""
         return self.feed.batch_indices if self.feed is not None else []
 
     def release(self) -> None:
@@ -328,7 +330,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
-        """Switch gradients off, by ``inference_mode`` if the flag is set and no later fit needs the tensors."""
+        """Turn gradients off: with ``torch.inference_mode`` if the flag and the module allow it, else ``no_grad``."""
         inside_fit = self.session.fitting
         # tensors made in inference mode cannot be trained: those of an engine that communicates in forwards, and those
         # of lazy layers, are used by a later fit
@@ -344,7 +346,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Set the module to eval mode in the block, and every submodule to its previous mode afterwards."""
+        """Set the module to eval mode in the ``with`` block, and restore the mode of each submodule afterwards."""
         session, module, changes = self.session, self.session.module, self.session.fit.resume.hook_changes
         modes = changes.outside = modes_of(module)
         session.hooks.own(f"on_{self.name}_model_eval")
@@ -359,7 +361,7 @@ class EvaluationLoop:
 
 
 def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[dict[str, float]]:
-    """Return the metrics of each loader as floats; those logged for all of them are in each dict."""
+    """Return a dict of metrics for each loader. Values that belong to no single loader are in each dict."""
     found: list[dict[str, float]] = [{} for _ in range(loaders)]
     for entry, name, value in values:
         if entry.logger:
@@ -370,7 +372,7 @@ def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[di
 
 
 def table(values: Sequence[dict[str, float]], stage: str) -> str:
-    """Return the metrics as aligned text, a row for each metric and a column for each loader.
+    """Format metrics as an aligned table with a row for each metric and a column for each loader.
 
     Args:
         values: the result of ``trainer.validate``.

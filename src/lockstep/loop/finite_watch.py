@@ -1,4 +1,4 @@
-"""FiniteWatch: the losses, gradients and weights of a fit that are not finite, and what follows from them."""
+"""FiniteWatch, which detects NaN and infinite losses, gradients and weights during a fit and reacts to them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lockstep.module import LightningModule
 from lockstep.precision.base import UpdateGuard
 
 SHOWN = 8
-"""Largest number of samples, or of names of tensors, that a message lists."""
+"""Maximum number of samples or tensor names that a message lists."""
 MOST_KEPT = 1024
-"""Largest number of losses on a device that are kept before they are read."""
+"""Maximum number of losses that stay on a device before they are read."""
 IN_CHECKPOINT = ("state_dict", "current_model_state", "optimizer_states")
-"""The parts of a checkpoint that have to be finite; the second one has the current weights of an averaging callback."""
+"""Checkpoint keys whose tensors must be finite. WeightAveraging saves ``current_model_state``."""
 
 
 class WatchedRun(Protocol):
-    """Interface of a session for `FiniteWatch`."""
+    """The attributes of a session that `FiniteWatch` uses."""
 
     config: RunConfig
     strategy: Strategy
@@ -43,17 +43,17 @@ class WatchedRun(Protocol):
 
 @dataclass(frozen=True)
 class NonFiniteNumber:
-    """The first loss or gradient norm of a rank that is not finite.
+    """The first non-finite loss or gradient norm on a rank.
 
     Attributes:
         what: "loss" or "gradient norm".
         value: NaN or an infinity.
         rank: the rank that computed it.
         step: ``trainer.global_step`` before its update.
-        epoch: counted from 0.
+        epoch: epoch, counted from 0.
         batch: ``batch_idx``.
-        samples: indices in the data set of the batch's samples on this rank; None if they are unknown.
-        position: of the first of them in the epoch's order; None if ``samples`` is.
+        samples: data set indices of this rank's samples in the batch; None if they are unknown.
+        position: position of the first sample in the epoch's order; None if ``samples`` is None.
     """
 
     what: str
@@ -66,7 +66,7 @@ class NonFiniteNumber:
     position: int | None
 
     def describe(self, with_rank: bool) -> str:
-        """Return a sentence with value and place, and one with the samples."""
+        """Return a sentence with value, batch and step, and a sentence with the samples if they are known."""
         where = f"batch {self.batch} in epoch {self.epoch} (step {self.step})"
         on_rank = f" on rank {self.rank}" if with_rank else ""
         text = f"The {self.what} of {where}{on_rank} is {self.value}."
@@ -80,7 +80,7 @@ class NonFiniteNumber:
 
 @dataclass
 class FiniteWatch:
-    """Watches a fit for NaN and Inf, without waiting for a device in a step.
+    """Watches a fit for NaN and infinite values. Steps do not wait for the device.
 
     A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
     Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
@@ -105,7 +105,7 @@ class FiniteWatch:
     _parts: Parts = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that do not belong to a running fit."""
+        """Return the attributes that a copy keeps; the others belong to the running fit."""
         return {"at_start": self.at_start, "newest_checkpoint": self.newest_checkpoint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,11 +114,11 @@ class FiniteWatch:
     # -- the fit -------------------------------------------------------------------------------------------
 
     def start(self, session: WatchedRun, loaded: str | None) -> None:
-        """Note which weights are not finite before the first step. Collective.
+        """Record which weights are not finite before the first step. Collective.
 
         Args:
-            session: of the fit, set up.
-            loaded: the checkpoint that the fit continues from.
+            session: the session of the fit, after set-up.
+            loaded: path of the checkpoint that the fit resumes from, or None.
 
         Raises:
             NonFiniteError: the checkpoint has weights or optimizer states that are not finite, but were when its run
@@ -128,33 +128,33 @@ class FiniteWatch:
         self.is_active = session.config.non_finite != "ignore"
         self._waits = session.strategy.root_device.type != "cpu"
         self.newest_checkpoint = loaded
-        found = self._of_all(not_finite(self._to_search([])))
+        found = self._union_of_ranks(not_finite(self._to_search([])))
         if loaded is not None and self.is_active:
-            broken = self._of_all(not_finite(_optimizer_states(session)))
+            broken = self._union_of_ranks(not_finite(_optimizer_states(session)))
             broken += [name for name in found if name not in self.at_start]
             if broken:
                 self.is_active = False
                 raise NonFiniteError(
                     f"trainer.fit(ckpt_path={loaded!r}): not finite in this checkpoint: {_listed(broken)}. Resume from "
-                    'an earlier one, or set Trainer(non_finite="ignore") to go on from it.'
+                    'an earlier checkpoint, or set Trainer(non_finite="ignore") to resume from this one.'
                 )
         self.at_start = found
 
     def stop(self) -> None:
-        """End with the fit; checkpoints that are written later are still checked."""
+        """Stop checking losses and gradients when the fit ends. Later checkpoints are still checked."""
         self.is_active = self.has_found = False
         self._kept = []
 
     @property
-    def noting(self) -> Callable[..., None] | None:
-        """`note`, for callers in each step; None if the watch is off."""
+    def step_check(self) -> Callable[..., None] | None:
+        """The method `note` for a check in each step, or None if the watch is off."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:
-        """Check the loss of a micro-batch or the gradient norm of a window; on a device, keep it for `read`."""
+        """Check a loss or gradient norm. A number on a device is only stored, until `read` checks it."""
         if self._waits:
             if number.numel() == 1:
-                self._kept.append((number.detach(), what, *self._now()))
+                self._kept.append((number.detach(), what, *self._place()))
                 if len(self._kept) >= MOST_KEPT:  # a fit without logging reads none, and would keep them all
                     self.read()
             return
@@ -163,21 +163,21 @@ class FiniteWatch:
         except RuntimeError:  # more than one number, which `backward` refuses with its own message
             return
         if value - value != 0:  # true for NaN and Inf only, and cheaper than a call of math.isfinite
-            self._find(value, what, *self._now())
+            self._find(value, what, *self._place())
 
-    def _now(self) -> tuple[int, int, int]:
-        """Return step, epoch and batch."""
+    def _place(self) -> tuple[int, int, int]:
+        """Return (global_step, epoch, batch_idx) of the running step."""
         assert self._session is not None
         progress = self._session.fit.progress
         return progress.global_step, progress.epoch, progress.batch
 
     def read(self) -> None:
-        """Check the kept numbers. Waits for the device, once."""
+        """Check the stored numbers. Waits for the device once."""
         if self._kept:
             self.take(floats([number for number, *_ in self._kept]))
 
-    def to_read(self) -> list[Tensor]:
-        """Return numbers of the device that the loop reads together with its own, for `take`."""
+    def numbers_to_read(self) -> list[Tensor]:
+        """Return the unchecked numbers on the device. The loop copies them with its own and passes them to `take`."""
         # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []
@@ -186,7 +186,7 @@ class FiniteWatch:
         return [number for number, *_ in self._kept] + ([] if norm is None else [norm])
 
     def take(self, values: list[float]) -> None:
-        """Check the values of `to_read`: losses and gradient norms, and a norm of the weights as the last one."""
+        """Check the values of the tensors that `numbers_to_read` returned."""
         kept, self._kept = self._kept, []
         for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
@@ -197,7 +197,7 @@ class FiniteWatch:
             self._report()
 
     def _find(self, value: float, what: str, step: int, epoch: int, batch: int) -> None:
-        """Keep the first number that is not finite, with its place, and report it."""
+        """Record the first non-finite number with its batch and samples, and raise the flag for all ranks."""
         session = self._session
         assert session is not None
         if self._first is None:
@@ -209,36 +209,36 @@ class FiniteWatch:
         self._report()
 
     def _report(self) -> None:
-        """Set the flag by which ranks judge together at a boundary."""
+        """Raise the flag that makes all ranks call `raise_or_warn` at the end of the window."""
         session = self._session
         assert session is not None
         self.has_found = True
         if session.world_size > 1:
             session.agreement.request(session.not_finite_flag)
 
-    def look(self) -> None:
-        """Search the weights and check the kept numbers, without communication. Waits for the device, once."""
+    def check_weights(self) -> None:
+        """Check the weights and the stored numbers, without communication. Waits for the device once."""
         if not self.is_active:
             return
         if self._waits:
-            self.take(floats(self.to_read()))
+            self.take(floats(self.numbers_to_read()))
         elif not_finite(self._to_search(self.at_start)):
             self._report()
 
-    def settle(self) -> None:
-        """Do the work of `look`, and decide with all ranks. Collective."""
+    def agree(self) -> None:
+        """Check weights and stored numbers, and call `raise_or_warn` if any rank found bad values. Collective."""
         session = self._session
         if not self.is_active or session is None:
             return
-        self.look()
+        self.check_weights()
         found = self.has_found
         if session.world_size > 1:
             found = session.agreement.now(session.not_finite_flag)
         if found:
-            self.judge()
+            self.raise_or_warn()
 
-    def judge(self) -> None:
-        """End the fit if weights are not finite; otherwise warn once of the loss or gradient. Collective.
+    def raise_or_warn(self) -> None:
+        """Raise if weights are not finite; otherwise warn once about the non-finite loss or gradient. Collective.
 
         Raises:
             NonFiniteError: the weights are not finite; or, with ``non_finite="stop"``, a loss or gradient is not.
@@ -246,7 +246,7 @@ class FiniteWatch:
         session = self._session
         assert session is not None
         self.read()  # losses that wait on the device may hold the first cause
-        first, broken = self._gathered(not_finite(self._to_search(self.at_start)))
+        first, broken = self._gather_findings(not_finite(self._to_search(self.at_start)))
         self._first, self.has_found = None, False
         if session.world_size > 1:
             session.agreement.lower(session.not_finite_flag)
@@ -256,25 +256,25 @@ class FiniteWatch:
             self._has_warned = True
             continues = "The weights are finite, and the fit continues"
             if session.config.non_finite == "skip":
-                continues = "The update is left out, and the fit continues"
+                continues = "The update is skipped, and the fit continues"
             rank_zero_warn(f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation.")
 
-    def find_gradient(self) -> None:
-        """Report an update that is left out because of its gradient, or end the fit before it. Collective."""
+    def handle_bad_gradient(self) -> None:
+        """Report that a non-finite gradient skips an update; with ``non_finite="stop"``, raise instead. Collective."""
         session = self._session
         if session is None or session.config.non_finite != "stop":
             if self.is_active:
                 self._report()
             return
         self.read()
-        first, _ = self._gathered([])
+        first, _ = self._gather_findings([])
         raise NonFiniteError(self._ending(first, {}))
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint whose weights or optimizer states are not finite. Collective.
+        """Raise if weights or optimizer states in a checkpoint are not finite. Collective.
 
         Args:
-            checkpoint: the whole checkpoint, or this rank's part of it.
+            checkpoint: the whole checkpoint, or this rank's shards.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -286,11 +286,11 @@ class FiniteWatch:
         found += not_finite(self._to_search(self.at_start))  # an engine may write the weights itself
         if session.strategy.reduce_boolean_decision(bool(found), all=False):
             self.read()
-            first, broken = self._gathered(found)
+            first, broken = self._gather_findings(found)
             raise NonFiniteError(self._ending(first, broken))
 
     def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do the work of `check` on a rank that has failed, without communication."""
+        """Raise if a checkpoint has non-finite values, without communication: the other ranks may have failed."""
         if self._session is not None:
             found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
             if found:
@@ -302,8 +302,8 @@ class FiniteWatch:
         assert self._session is not None
         return ((name, tensor) for name, tensor in _weights_of(self._session.module) if name not in but)
 
-    def _of_all(self, names: list[str]) -> list[str]:
-        """Return the names that any rank has found, in one order. Collective."""
+    def _union_of_ranks(self, names: list[str]) -> list[str]:
+        """Return the union of all ranks' names, in the same order on every rank. Collective."""
         session = self._session
         assert session is not None
         # one bit first: objects are gathered only in the rare case
@@ -311,8 +311,8 @@ class FiniteWatch:
             return []
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
-    def _gathered(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return the first number of all ranks, and by name the first rank that has found the tensor. Collective."""
+    def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
+        """Return the earliest non-finite number on any rank, and the lowest rank for each tensor name. Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))
@@ -327,7 +327,7 @@ class FiniteWatch:
     # -- messages ------------------------------------------------------------------------------------------
 
     def _cause(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
-        """Return sentences about the first number and the tensors that are not finite."""
+        """Describe the first non-finite number and the tensors that are not finite, as text for a message."""
         session = self._session
         assert session is not None
         several = session.world_size > 1
@@ -347,7 +347,7 @@ class FiniteWatch:
             saved = f"The newest healthy checkpoint is {self.newest_checkpoint}."
         return (
             f"{self._cause(first, broken)} {saved} "
-            'Trainer(non_finite="skip") leaves such updates out; Trainer(detect_anomaly=True) names the operation.'
+            'Trainer(non_finite="skip") skips such updates; Trainer(detect_anomaly=True) names the operation.'
         )
 
 
@@ -355,7 +355,7 @@ class FiniteWatch:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter that is trained, and of each buffer in a checkpoint."""
+    """Yield (name, tensor) for each trainable parameter and each persistent buffer."""
     in_stages = is_freed(module)  # a single NaN may replace a parameter of another pipeline stage
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not (in_stages and parameter.numel() == 1):
@@ -388,14 +388,14 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
 
 
-# -- updates that are left out -------------------------------------------------------------------------------
+# -- updates that are skipped ---------------------------------------------------------------------------------
 
 
 def guard_updates(session: WatchedRun) -> None:
-    """Skip updates whose gradient is not finite, or end the fit at them, as ``Trainer(non_finite=...)`` sets.
+    """Install the guard that skips updates with non-finite gradients, or ends the fit before them.
 
     Raises:
-        MisconfigurationException: the engine reduces and steps in one go.
+        MisconfigurationException: the engine reduces and steps in one operation, so it cannot skip an update.
     """
     mode, strategy = session.config.non_finite, session.strategy
     # a loss scale (precision="16-mixed") skips such updates itself
@@ -405,21 +405,21 @@ def guard_updates(session: WatchedRun) -> None:
         if mode == "stop":  # such an engine is watched by its losses
             return
         raise MisconfigurationException(
-            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so it cannot leave '
-            'updates out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
+            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one operation, so it cannot '
+            'skip updates; choose "protect" or "stop", or precision="16-mixed", which skips updates itself.'
         )
     asked_by = f'Trainer(non_finite="{mode}")'
-    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.find_gradient)
+    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, session.fit.finite.handle_bad_gradient)
 
 
 def release_updates(session: WatchedRun) -> None:
-    """Undo `guard_updates`."""
+    """Remove the guard that `guard_updates` installed."""
     if isinstance(session.strategy.precision.scaler, UpdateGuard):
         session.strategy.precision.scaler = None
 
 
-def updates_left_out(session: WatchedRun) -> str:
-    """Return a text with the number of updates that were left out; "" for none."""
+def skipped_updates_text(session: WatchedRun) -> str:
+    """Return the number of skipped updates as the end of a sentence; "" if no update was skipped."""
     guard = session.strategy.precision.scaler
     count = guard.all_left_out if isinstance(guard, UpdateGuard) else 0
-    return f"; updates left out, as a gradient was not finite: {count}" if count else ""
+    return f"; updates skipped because a gradient was not finite: {count}" if count else ""

@@ -1,4 +1,4 @@
-"""Fit loop: it runs epochs of accumulation windows, and decides when to validate, save and stop."""
+"""FitLoop, which trains epochs of accumulation windows and decides when to validate, log and stop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
-from lockstep.loop.call import Asked, call, take_up_changes
+from lockstep.loop.call import CallArguments, apply_user_changes, call
 from lockstep.loop.closures import ByClosure
 from lockstep.loop.ending import FitEnding, Result
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.finite_watch import updates_left_out
+from lockstep.loop.finite_watch import skipped_updates_text
 from lockstep.loop.fit_names import FitNames
 from lockstep.loop.memory import watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 
 class StepMeasure(Protocol):
-    """Measures the steps of a fit for callbacks and for ranks' shares; the extension balancing has it."""
+    """Interface for measuring the times of training steps; implemented by the extension `balancing`."""
 
     def attached(self) -> AbstractContextManager[None]:
-        """Measure within."""
+        """Measure steps inside the ``with`` block."""
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Prepare for an epoch, or for the rest of one, before its loaders are opened."""
+        """Prepare for an epoch, or for the rest of an epoch after a resume, before its loaders are opened."""
 
     def window_ended(self, window: Window) -> None:
-        """Measure a window that has ended."""
+        """Record the time of a finished window."""
 
 
 class FitLoop(FitNames):
-    """Epochs of windows.
+    """Training loop: epochs, which consist of accumulation windows, which consist of micro-batches.
 
     As pseudo-code::
 
@@ -70,58 +70,58 @@ class FitLoop(FitNames):
     """
 
     step: Step
-    """Plays the windows of the newest fit; exists once that fit has optimizers (:attr:`has_step`)."""
+    """Runs the windows of the current or last fit; exists once the fit has optimizers (see :attr:`has_step`)."""
 
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
-        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
+        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._request_loaders)
         self.timing = ValidationTiming(session)
         self.ending = FitEnding(session)
         self.in_train_start = False  # `on_train_start` is running
-        self.begun = False  # the optimizers are those that the fit steps
-        self.plays = False
+        self.has_optimizers = False  # of the running fit, and not of an earlier one
+        self.is_training = False  # its epochs run
         self.balance: StepMeasure | None = None  # if a callback or the flag `balance` needs the times of steps
         self._stops = False
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
     @property
     def has_step(self) -> bool:
-        """True once a fit of this loop has had optimizers."""
+        """True once :attr:`step` exists: set-up of a fit has created the optimizers."""
         return "step" in vars(self)
 
     @property
     def feed(self) -> Feed | None:
-        """The training loaders as this rank draws from them."""
+        """The feed that gives this rank its training batches, or None before the loaders are requested."""
         return self.session.fit.feed
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs. While a fit that resumes after an epoch's end starts, it is the next one."""
+        """The current epoch. In ``on_train_start`` of a fit that resumes from an epoch's end, the next epoch."""
         return self.progress.epoch + (self.in_train_start and self.progress.phase == EPOCH_END)
 
     @property
     def batch_idx(self) -> int:
-        """The number in its epoch of the newest training batch that has started; -1 before the first."""
+        """Index in its epoch of the last training batch that has started; -1 before the first batch."""
         return self.step.newest if self.has_step else -1
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**kept(self, "balance"), "begun": False, "plays": False}
+        state = {**kept(self, "balance"), "has_optimizers": False, "is_training": False}
         state.pop("step", None)  # it belongs to the running fit
         return state
 
     @property
     def given(self) -> object:
-        """The training loaders as the user made them."""
+        """The training loaders as the user passed or returned them."""
         return self.session.fit.given
 
     # -- the fit -------------------------------------------------------------------------------------------
 
     def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
-        """Fit the session's module; return how the fit ended."""
+        """Run a whole fit, from set-up to tear-down, and return its result."""
         session = self.session
         signals = self._begin()
         fit = session.fit
-        request = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
+        request = CallArguments(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
             with call(session, request), ExitStack() as measured:
                 if session.config.detect_anomaly:  # after set-up: torch switches the mode on when the object is made
@@ -145,29 +145,29 @@ class FitLoop(FitNames):
                     self._warn_of_eval_mode()
                     self.in_train_start = True
                     session.hooks.call("on_train_start")
-                    take_up_changes(session)
+                    apply_user_changes(session)
                     self.in_train_start = False
                     # changes of `on_train_start` do not count, since it runs again in a fit that resumes
                     fit.resume.hook_changes.begin(session.strategy, session.module)
                     if fit.resume.entry is not None:  # last: what hooks have drawn does not change the random states
                         state.restore_rank(session, fit.resume.entry)
                         fit.resume.entry = None
-                    self.plays = True
+                    self.is_training = True
                     try:
                         while self.ending.between_epochs() is None:
                             self.epoch()
                     finally:
-                        self.plays = False
+                        self.is_training = False
                         fit.resume.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
                 else:  # the checkpoint of a fit that had ended; with local steps, weights may differ between ranks
                     session.strategy.copies.end_training()
                 # the progress bar is closed by now, so the line does not break it
-                session.report(f"trainer.fit ended: {self.ending.reason}{updates_left_out(session)}.")
+                session.report(f"trainer.fit ended: {self.ending.reason}{skipped_updates_text(session)}.")
                 self.ending.share()
                 if session.interruption is None:
-                    signals.ended(asdict(self.ending.result()))
+                    signals.save_result(asdict(self.ending.result()))
         finally:
             self.balance = None
             fit.finite.stop()
@@ -176,21 +176,21 @@ class FitLoop(FitNames):
         return self.ending.result()
 
     def _begin(self) -> Signals:
-        """Replace the state of the previous fit, and return the signals of this one."""
+        """Create the state of a new fit, and return the fit's signal handling."""
         session, before = self.session, self.session.fit
         # the counting of batches stays: a second fit of a resumed run cuts batches as the run did
         session.fit = FitState(
             before.progress.for_next_fit(), given=before.given, resume=Resume(batches=before.resume.batches)
         )
         self.validation.feed = before.resume.batches.saved = None
-        session.should_stop = session.received_sigterm = self.begun = self.in_train_start = False
+        session.should_stop = session.received_sigterm = self.has_optimizers = self.in_train_start = False
         self.ending.start()
         session.fit.started = time.monotonic()
         return Signals(session)
 
     def _set_up(self, ckpt_path: str | None, measured: ExitStack) -> None:
-        """Prepare the first epoch. The session is filled, and the ranks are connected."""
-        session, fit, self.begun = self.session, self.session.fit, True
+        """Prepare the first epoch, after the set-up that all Trainer calls have in common."""
+        session, fit, self.has_optimizers = self.session, self.session.fit, True
         self.timing.start()
         fit.finite.start(session, None if fit.resume.entry is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
@@ -207,14 +207,14 @@ class FitLoop(FitNames):
         self.setup_data()
         holds = not session.strategy.steps_itself and not self.step.update.needs_closure
         fit.resume.entry = fit.resume.batches.settle(session.config, fit.loaded, fit.progress, fit.resume.entry, holds)
-        session.config = fit.resume.batches.as_hooks_left_it(session.config)
+        session.config = fit.resume.batches.restore_hook_flags(session.config)
         if fit.resume.shares is not None:
             with taking(session.ckpt_path, "its shares"):
                 fit.loaded.load_shares(fit.resume.shares, fit.progress.batch, session.config.balance)
         self._check_limits(ckpt_path)
 
     def make_step(self) -> None:
-        """Choose the class that plays the windows of this fit; strategy, module and optimizers are ready.
+        """Create :attr:`step`, whose class depends on the kind of optimization, the engine and the optimizer.
 
         Raises:
             MisconfigurationException: optimizers, precision and engine do not work together.
@@ -231,12 +231,12 @@ class FitLoop(FitNames):
         update.check_scaler()
 
     def _release_step(self) -> None:
-        """Remove the hooks on the optimizers of a fit that has ended."""
+        """Remove lockstep's hooks from the optimizers of the last fit."""
         if self.has_step:
             self.step.update.watch.detach()
 
     def _check_limits(self, ckpt_path: str | None) -> None:
-        """Warn of the default of 1000 epochs, and of a resume whose limits are already reached.
+        """Warn if ``max_epochs`` is missing, or if a resumed run has already reached its limits.
 
         Raises:
             MisconfigurationException: the run has finished more epochs than ``max_epochs``.
@@ -262,7 +262,7 @@ class FitLoop(FitNames):
             )
 
     def _warn_of_eval_mode(self) -> None:
-        """Warn of submodules in eval mode. The fit does not change them; other libraries return models in that mode."""
+        """Warn about submodules in eval mode, in which some libraries return models. The fit does not change modes."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -272,9 +272,10 @@ class FitLoop(FitNames):
             )
 
     def setup_data(self) -> None:
-        """Request the training loaders and distribute them over the ranks, unless that has been done.
+        """Request the training loaders and distribute their samples over the ranks, unless this is already done.
 
-        If loaders are reloaded, a resume replaces those that ``configure_optimizers`` requested for an earlier epoch.
+        With ``reload_dataloaders_every_n_epochs``, a resumed fit replaces loaders that ``configure_optimizers``
+        requested for an earlier epoch.
         """
         fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
         every = self.session.config.reload_dataloaders_every_n_epochs
@@ -284,7 +285,7 @@ class FitLoop(FitNames):
             self._load()
 
     def estimated_steps(self) -> int | float:
-        """Return the number of optimizer steps of the whole fit, for schedulers; inf if it is not known.
+        """Return the number of optimizer steps in the whole fit, for schedulers; inf if it is unknown.
 
         Requests the training loaders if ``max_epochs`` limits the fit.
         """
@@ -303,14 +304,14 @@ class FitLoop(FitNames):
         return min(steps, most)
 
     def _reload_due(self, loaded: int | None) -> bool:
-        """Return True if loaders that were last made for epoch ``loaded`` have to be made again; None: for no epoch."""
+        """Return True if loaders last requested for epoch ``loaded`` (None: never) must be requested again."""
         every = self.session.config.reload_dataloaders_every_n_epochs
         return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
-        """Return True if the validation loaders have to be made again, and note that they will be.
+        """Return True if the validation loaders must be requested again, and record the epoch of that request.
 
-        A sanity check's loaders count for the epoch that follows only if that epoch is validated, as in Lightning.
+        Loaders of a sanity check count for the next epoch only if that epoch is validated, as in Lightning.
         """
         due = self._reload_due(self.session.fit.progress.val_loaded)
         if due and (self.session.state.stage is not RunningStage.SANITY_CHECKING or self.validates):
@@ -323,7 +324,7 @@ class FitLoop(FitNames):
             fit.feed.close()  # before the new loaders start workers of their own
         if self._reload_due(fit.progress.train_loaded):
             fit.progress.train_loaded = fit.progress.epoch
-        fit.requested_for, fit.given = fit.progress.train_loaded, self._requested("train")
+        fit.requested_for, fit.given = fit.progress.train_loaded, self._request_loaders("train")
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
@@ -346,11 +347,11 @@ class FitLoop(FitNames):
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
-                f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
+                f"{config.log_every_n_steps}): set a lower log_every_n_steps to log values of single steps."
             )
 
-    def _requested(self, stage: str) -> Any:
-        """Return the loaders of a stage. Their hook sees the epoch for which they are made as ``current_epoch``."""
+    def _request_loaders(self, stage: str) -> Any:
+        """Request the loaders of a stage. Their hook sees the epoch that they are for as ``current_epoch``."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
         progress.epoch = epoch if of is None or not every else of
@@ -360,21 +361,21 @@ class FitLoop(FitNames):
             progress.epoch = epoch
 
     def _begin_epoch(self) -> None:
-        """Start an epoch, unless a resume continues within one."""
+        """Start an epoch: reload data if due and call ``on_train_epoch_start``, except after a resume within it."""
         progress = self.session.fit.progress
         if progress.phase == EPOCH_START:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
                 self._load()
-            take_up_changes(self.session)
+            apply_user_changes(self.session)
             self.session.hooks.call("on_train_epoch_start")
         # hooks may have replaced callbacks, hooks, `training_step` and schedulers; steps only read what is noted here
-        take_up_changes(self.session)
+        apply_user_changes(self.session)
         self.step.take_step()
         self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
-        """Return True if only the epoch's end remains, and the remaining windows of the epoch."""
+        """Return True if only the epoch's end hooks remain to run, and an iterator over the remaining windows."""
         session, progress = self.session, self.session.fit.progress
         session.strategy.check_trained()
         accumulate = session.config.accumulation(progress.epoch)
@@ -389,8 +390,8 @@ class FitLoop(FitNames):
         session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
         return whole, windows
 
-    def _updated(self, log_every: int | None) -> None:
-        """Check the clock after a window's update, and log if that is due."""
+    def _after_update(self, log_every: int | None) -> None:
+        """Check ``max_time`` after a window's update, and send step values to the loggers if due."""
         session = self.session
         if session.config.max_time is not None:
             self.ending.check_clock(session.config.max_time)
@@ -409,7 +410,7 @@ class FitLoop(FitNames):
                 session.log_metrics(for_loggers, session.fit.progress.windows, also=session.fit.finite)
 
     def epoch(self) -> None:
-        """Train one epoch, or the rest of it after a resume."""
+        """Train one epoch, or its remaining part after a resume."""
         session, progress, step = self.session, self.session.fit.progress, self.step
         whole = progress.phase == EPOCH_END
         session.fit.resume.cut_epoch = None
@@ -425,7 +426,7 @@ class FitLoop(FitNames):
                 for _ in step.window(window, progress.batch):
                     remaining -= 1
                     if not remaining:
-                        self._updated(log_every)
+                        self._after_update(log_every)
                     if validates and self._validation_due(not remaining):
                         self._validate(not remaining)
                 if step.ended_by_user:
@@ -443,7 +444,7 @@ class FitLoop(FitNames):
         self._end_epoch(whole, feed)
 
     def _continue_after_batch(self, accumulate: int) -> bool:
-        """Do what was due after the batch of the checkpoint; return True if it was the epoch's last one."""
+        """Finish what was due after the checkpoint's last batch; return True if that batch ended the epoch."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
@@ -455,7 +456,7 @@ class FitLoop(FitNames):
         return progress.last
 
     def _after_window(self) -> None:
-        """Step schedulers that watch a metric, count the window, and decide whether the fit stops here."""
+        """Step schedulers that monitor a metric, count the window, and decide whether the fit stops."""
         session = self.session
         progress = session.fit.progress
         # after a validation of this window, which may have logged the metric
@@ -471,13 +472,13 @@ class FitLoop(FitNames):
         self._stops = bool(has_request) and self.ending.after_window()
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
-        """Reduce logged values and call the hooks of an epoch's end; return the values for the loggers."""
+        """Reduce the epoch's logged values and call its end hooks; return the values for the loggers."""
         session, hooks, results = self.session, self.session.hooks, self.session.results
-        newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
+        newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown_until)
         session.published.publish(newest)
-        results.shown = results.micro_batch
+        results.shown_until = results.micro_batch
         for_loggers = self._publish_epoch()
-        session.fit.finite.settle()
+        session.fit.finite.agree()
         if whole:
             self.step.update.watch.epoch_ended()
         # a third party's callback may exist on one rank only, and reducing what it logs is collective
@@ -495,7 +496,7 @@ class FitLoop(FitNames):
         return for_loggers
 
     def _publish_epoch(self) -> dict[str, Tensor]:
-        """Reduce and publish what was logged for the epoch; return the values for the loggers. Collective."""
+        """Reduce the epoch's logged values and publish them as metrics; return those for the loggers. Collective."""
         session = self.session
         values = session.results.reduce_epoch()
         for_loggers = session.published.publish(values)
@@ -527,18 +528,18 @@ class FitLoop(FitNames):
 
     @property
     def expects_validation(self) -> bool:
-        """True if the fit validates, as far as is known: loaders are made at the first validation."""
+        """True if the fit validates, or may do so: before the first validation the loaders are unknown."""
         feed = self.validation.feed
         return self.session.enable_validation and (feed is None or sum(feed.by_loader) > 0)
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Why metrics of this epoch may be missing; see `Session.lacks_metrics`."""
+        """Reason why metrics of this epoch may be missing, or None; see `Session.lacks_metrics`."""
         return self.session.lacks_metrics
 
     @property
     def is_interrupted(self) -> bool:
-        """True if Ctrl-C or a signal cuts the epoch, so that a resume will end it. The same on all ranks."""
+        """True if Ctrl-C or a signal ends the fit within an epoch, identically on all ranks."""
         return self.session.fit.resume.cut_epoch is not None and self.session.interrupted
 
     # -- validation ----------------------------------------------------------------------------------------
@@ -548,7 +549,7 @@ class FitLoop(FitNames):
         return self.timing.in_epoch(self.session.fit.progress.epoch)
 
     def validation_follows(self) -> bool:
-        """Return True if a validation follows the current training batch, with which a window ends."""
+        """Return True if a validation is due after the current training batch, the last one in its window."""
         return self.validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:
@@ -561,9 +562,9 @@ class FitLoop(FitNames):
 
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
-        session.fit.finite.settle()  # before: a validation of weights that are NaN would only cost time
+        session.fit.finite.agree()  # before: a validation of weights that are NaN would only cost time
         session.share_step_values()
-        session.results.shown = session.results.micro_batch
+        session.results.shown_until = session.results.micro_batch
         if at_window_end:
             session.hooks.own("on_validation_model_zero_grad")
         session.state.stage = RunningStage.VALIDATING
@@ -588,7 +589,7 @@ class FitLoop(FitNames):
     # -- for callbacks -------------------------------------------------------------------------------------
 
     def save_alone(self, path: str) -> None:
-        """Write a checkpoint without communicating with other ranks."""
+        """Write a checkpoint from this rank alone, without communication."""
         state.save_alone(self.session, path)
 
     def release(self) -> None:

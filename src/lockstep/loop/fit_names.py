@@ -1,4 +1,4 @@
-"""Names of Lightning's fit loop that third parties read: ``trainer.fit_loop.epoch_loop`` and its like."""
+"""Attributes of Lightning's fit loop that third-party code reads, such as ``trainer.fit_loop.epoch_loop``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Flag:
-    """One of the Trainer's flags as an attribute of the fit loop, as in Lightning; users may set it."""
+    """Descriptor for a Trainer flag that Lightning's fit loop has as an attribute. Users may assign it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -26,7 +26,7 @@ class _Flag:
 
 
 class FitNames:
-    """Attributes of a fit loop that third parties read."""
+    """Base class of `FitLoop` with the attributes that third-party code reads from Lightning's fit loop."""
 
     session: Session
 
@@ -34,17 +34,17 @@ class FitNames:
 
     @property
     def progress(self) -> Progress:
-        """The counters of the fit."""
+        """Counters of the fit."""
         return self.session.fit.progress
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs."""
+        """Current epoch, counted from 0."""
         raise NotImplementedError
 
     @property
     def batch_idx(self) -> int:
-        """The number in its epoch of the newest training batch that has started; -1 before the first."""
+        """Index in its epoch of the last training batch that has started; -1 before the first batch."""
         raise NotImplementedError
 
     @property
@@ -54,7 +54,7 @@ class FitNames:
 
     @property
     def epoch_loop(self) -> Inner:
-        """The inner loop that Lightning has."""
+        """Stand-in for Lightning's ``fit_loop.epoch_loop``, with the attributes that third-party code reads."""
         name = "trainer.fit_loop.epoch_loop"
         source = {"is_defined": lambda: lambda: self.session.enable_validation}
         validation = {"_data_source": lambda: Inner(f"{name}.val_loop._data_source", source)}
@@ -69,7 +69,7 @@ class FitNames:
 
     @property
     def epoch_progress(self) -> Inner:
-        """The counters of epochs that Lightning has."""
+        """Stand-in for Lightning's ``fit_loop.epoch_progress``."""
         name = "trainer.fit_loop.epoch_progress"
         counts = {"completed": lambda: self.current_epoch}
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})

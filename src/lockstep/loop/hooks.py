@@ -1,4 +1,4 @@
-"""The hooks of a run, as tables of bound methods with only the overridden ones, and the hooks of batch transfers."""
+"""Calls of the user's hooks: tables of the overridden methods, and the transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ NAMES = (
 OF_SETUP = ("setup", "teardown")
 Method = Callable[..., Any]
 Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
-"""Methods of callbacks, the module's own method, and methods of callbacks that run after it."""
+"""(methods of callbacks, the module's method or None, methods of callbacks that run after the module)."""
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
-    """Return True if ``instance``, by its class or itself, has another ``name`` than ``base``, so it must be called."""
+    """Return True if the method ``name`` of ``instance`` is not the one of ``base``, so it must be called."""
     found = getattr(instance, name, None)
     # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
@@ -103,7 +103,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 class CallbackMethod(partial[Any]):
-    """A callback's method for a hook, bound to Trainer and module; it need not be a bound method."""
+    """A callback's hook method with Trainer and module as its first arguments; ``owner`` is the callback."""
 
     owner: Callback
 
@@ -114,7 +114,7 @@ class CallbackMethod(partial[Any]):
 
 
 def by_position(owner: object, name: str) -> Method:
-    """Return a method for a hook. `setup` and `teardown` get ``stage`` by keyword, as in Lightning."""
+    """Return a hook method that takes positional arguments; ``setup`` and ``teardown`` get ``stage`` by keyword."""
     method: Method = getattr(owner, name)
     if name not in OF_SETUP:
         return method
@@ -131,7 +131,7 @@ def by_position(owner: object, name: str) -> Method:
 
 
 class Hooks:
-    """For each hook the callbacks' methods and the module's own, or None if it is not overridden.
+    """Table of hooks: one attribute per hook name, None if neither the module nor a callback overrides the hook.
 
     A step only checks ``if hooks.on_before_backward is not None``. Callbacks run first, in the order of the list, then
     the module.
@@ -163,14 +163,14 @@ class Hooks:
         self._bind(callbacks)
 
     def rebind(self, callbacks: Sequence[Callback]) -> None:
-        """Bind again if users have changed the Trainer's callbacks, or hooks on the module itself."""
+        """Rebuild the table if users changed the list of callbacks, or assigned a hook to the module object."""
         if [*map(id, callbacks)] != [*map(id, self._callbacks)] or self._given_hooks() != self._given:
             self._bind(callbacks)
             if self.on_rebound is not None:
                 self.on_rebound()
 
     def _given_hooks(self) -> dict[str, Any]:
-        """Return the hooks that are attributes of the module itself, not of its class."""
+        """Return the hooks that were assigned to the module object, and are not methods of its class."""
         given = vars(self.module)
         return {name: given[name] for name in NAMES if name in given}
 
@@ -199,12 +199,12 @@ class Hooks:
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
     def call_without_samples(self, name: str, batch_idx: int) -> None:
-        """Let lockstep's own callbacks count a micro-batch for which this rank has no samples."""
+        """Notify lockstep's own callbacks of a micro-batch for which this rank has no samples."""
         for method in self._of_any_rank[name]:
             method(batch_idx)
 
     def owners(self, names: tuple[str, ...]) -> list[str]:
-        """Return the classes outside of lockstep that override one of these hooks, as ``Class.hook``."""
+        """Return ``Class.hook`` for each user class that overrides one of the hooks ``names``."""
         found = []
         everybody = [*((callback, Callback) for callback in self._callbacks), (self.module, ModuleHooks)]
         for name in names:
@@ -238,7 +238,7 @@ class Hooks:
         return () if pair is None else pair[0] + pair[2]
 
     def before_own(self, name: str) -> str:
-        """Return the callback's method of this hook that is calling, if the module's own will run after it; else ""."""
+        """Return ``Class.hook`` of the running callback if the module's own hook has yet to run, else ""."""
         pair = getattr(self, name)
         if pair is None or pair[1] is None or self.results.hook[0] != name:
             return ""
@@ -253,7 +253,7 @@ class Hooks:
         return ""
 
     def own(self, name: str, *args: object) -> Any:
-        """Run a hook that only the module has."""
+        """Run a hook that callbacks do not have."""
         results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
@@ -265,7 +265,7 @@ class Hooks:
 def _split(
     methods: tuple[CallbackMethod, ...], belongs: Callable[[Callback], bool]
 ) -> tuple[tuple[CallbackMethod, ...], tuple[CallbackMethod, ...]]:
-    """Split methods into those of other callbacks and those of callbacks that belong."""
+    """Split methods into (others, chosen) by a condition on their callback."""
     chosen = tuple(method for method in methods if belongs(method.owner))
     return tuple(method for method in methods if method not in chosen), chosen
 
@@ -277,7 +277,7 @@ OF_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 class Transfer:
-    """Moves batches to the strategy's device by the hooks that the data module or the module overrides.
+    """Moves batches to the strategy's device, with the transfer hooks of the data module or the module.
 
     Attributes:
         hooks: the hooks that are called, by name.
@@ -299,10 +299,10 @@ class Transfer:
         self.use(self.hooks)
 
     def use(self, hooks: Mapping[str, Method]) -> None:
-        """Use these hooks from now on."""
+        """Replace the transfer hooks."""
         before, move, after = map(hooks.get, OF_TRANSFER)
         moved = None if move is None else _with_device(move, self._device)
-        converted = None if self._convert is None else _of_batch(self._convert)
+        converted = None if self._convert is None else _without_loader(self._convert)
         # a cast on the CPU allocates memory that is not pinned, for which the copy to the device would wait; but a hook
         # of the user before the transfer gets the cast batch
         casts_there = self._device.type != "cpu" and before is None
@@ -321,5 +321,5 @@ def _with_device(move: Method, device: torch.device) -> Method:
     return lambda batch, dataloader_idx: move(batch, device, dataloader_idx)
 
 
-def _of_batch(convert: Method) -> Method:
+def _without_loader(convert: Method) -> Method:
     return lambda batch, dataloader_idx: convert(batch)

@@ -1,4 +1,4 @@
-"""A name logged in one hook: the hooks that may log, the running reduction and the newest value."""
+"""Entry, which stores the values that one hook logs under one name, and the table of hooks that may log."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
 
 
 class Entry:
-    """A name logged in one hook: its running reduction and its newest value.
+    """Values that one hook logs under one name: their running reduction and the last value.
 
     Attributes:
         step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 if it is not
@@ -104,18 +104,18 @@ class Entry:
         self.op = reduction_of(name, reduce_fx)
         if not self.on_step and not self.on_epoch:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` is not useful: leave one of them on."
+                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` logs nothing: set one to True."
             )
         if self.on_step and not step_allowed:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=True) in `{hook}`, which is not a step: leave `on_step` out."
+                f"self.log({name!r}, on_step=True) in `{hook}`, which is not a step: remove `on_step=True`."
             )
         loader = f"/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else ""
         both = self.on_step and self.on_epoch
         self.name = f"{name}{loader}"
         self.step_name, self.epoch_name = (f"{name}{end}{loader}" if both else self.name for end in ("_step", "_epoch"))
         self.metric: Metric | None = None
-        self.dtype = _kept(torch.get_default_dtype())
+        self.dtype = _reduced_dtype(torch.get_default_dtype())
         self.quick: Any = None
         # Python numbers if values are on the CPU (double precision, a fifth of a tensor operation's cost), 0-d tensors
         # on a device otherwise, so that nothing waits for it.
@@ -125,17 +125,17 @@ class Entry:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all values."""
+        """Discard all values."""
         self.epoch_fresh, self.step_fresh = False, 0
         self.weight = self.last_weight = 0.0
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def mark(self, micro_batch: int) -> None:
-        """Record that another rank's value was logged in this micro-batch."""
+        """Record that rank 0 logged a value in this micro-batch (``rank_zero_only=True``)."""
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
-        """Let ``LightningModule.log`` record values of this type itself, if only a mean is kept."""
+        """Enable the fast path of ``LightningModule.log`` for values of this type, if the reduction is a mean."""
         if self.op == "mean":
             kind = type(value)
             self.quick = (
@@ -143,7 +143,7 @@ class Entry:
             )
 
     def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
-        """Record a value of this micro-batch: a number or a tensor of one element."""
+        """Add a value that was logged in this micro-batch: a number, or a tensor with one element."""
         if isinstance(value, Tensor):
             if value.ndim:
                 if value.numel() != 1:
@@ -152,7 +152,7 @@ class Entry:
                         f"`{self.key[0]}`, but the tensor must have a single element: log its mean, for example."
                     )
                 value = value.reshape(())
-            self.dtype = _kept(value.dtype)
+            self.dtype = _reduced_dtype(value.dtype)
             value = value.item() if value.is_cpu else self._on_device(value)
         else:
             value = float(value) if type(value) in (float, int) else self._number(value)
@@ -177,7 +177,7 @@ class Entry:
                 self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """Return a copy in double precision, or in the widest dtype of the device; a DTensor is gathered."""
+        """Return a copy in float64, or in the device's widest dtype. A DTensor is gathered."""
         wide = value.detach().to(widest(value.device), copy=True)  # a copy: the caller may change its loss in place
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
@@ -190,20 +190,20 @@ class Entry:
             pass
         way_out = "log one number"
         if isinstance(value, dict):
-            way_out = "log its items by `self.log_dict(...)`"
+            way_out = "log its items with `self.log_dict(...)`"
         elif isinstance(value, (str, bytes)):
-            way_out = "log numbers here, and text by `self.logger.experiment`"
+            way_out = "log numbers here, and text with `self.logger.experiment`"
         raise MisconfigurationException(
             f"`self.log({self.key[2]}, {value!s:.80})` was called in `{self.key[0]}`, but `{type(value).__name__}` "
             f"values cannot be logged: {way_out}."
         )
 
     def normal(self) -> list[Any]:
-        """Return the options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
+        """Return the options that determine the logged value (all except ``sync_dist``), with defaults filled in."""
         return [self.prog_bar, self.logger, self.on_step, self.on_epoch, self.op, *self.options[5:7]]
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return the values for :meth:`go_back`."""
+        """Return the current values, for :meth:`go_back`."""
         return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:
@@ -211,10 +211,10 @@ class Entry:
         self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self, age: int | None) -> dict[str, Any]:
-        """Return the state for a checkpoint in the middle of an epoch.
+        """Return the values as a dict, for a checkpoint within an epoch.
 
         Args:
-            age: number of micro-batches since ``last`` was logged; None if loggers have it.
+            age: number of micro-batches since ``last`` was logged; None if the loggers have already received it.
         """
         return {
             "key": list(self.key),
@@ -228,8 +228,8 @@ class Entry:
         }
 
 
-def _kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of ``dtype`` are shown: the mean of whole numbers or flags is a float."""
+def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the reduced values: float32 and float64 stay, all other dtypes become a float type."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     default = torch.get_default_dtype()
@@ -240,7 +240,7 @@ def _kept(dtype: torch.dtype) -> torch.dtype:
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the states of several ranks in an epoch for one that continues; see `LogCollector.state_dict`."""
+    """Merge the saved entries of several ranks into those of one rank; see `LogCollector.state_dict`."""
     found: dict[Key, dict[str, Any]] = {}
     for saved in (each for part in parts for each in part):
         key: Any = tuple(saved["key"])
@@ -255,7 +255,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the newer step value of two ranks; if both are of one micro-batch, their reduction."""
+    """Return the newer of two ranks' step values, or their reduction if both are from the same micro-batch."""
     ages = [math.inf if saved.get("age") is None else saved["age"] for saved in (one, other)]
     if ages[0] != ages[1] or ages[0] == math.inf:
         newest = one if ages[0] <= ages[1] else other
@@ -266,7 +266,7 @@ def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[st
 
 
 def joined_values(op: str, one: Any, its_weight: float, other: Any, others_weight: float) -> Any:
-    """Combine two reduced values; weights are those of means."""
+    """Combine two reduced values. Only means use the weights."""
     if op == "mean":
         return (one * its_weight + other * others_weight) / (its_weight + others_weight)
     if op == "sum":

@@ -1,4 +1,4 @@
-"""The dicts of logged values that users read: for callbacks, loggers and the progress bar."""
+"""LoggedMetrics: ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)
 
 
 class LoggedMetrics:
-    """The three dicts of logged values: for callbacks, loggers and the progress bar."""
+    """Stores ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
 
     def __init__(self) -> None:
         self.callback: dict[str, Tensor] = {}
@@ -24,21 +24,21 @@ class LoggedMetrics:
         self._before: dict[str, Tensor | None] = {}  # values in ``callback`` that :meth:`preview` has replaced
 
     def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
-        """Show values that are not reduced yet."""
+        """Publish this rank's values, which later reductions over the ranks will replace."""
         for entry, name, _ in values if "callback" in to else ():
             for shown in (name, entry.name):
                 self._before.setdefault(shown, self.callback.get(shown))
         self.publish(values, reduced=False, to=to)
 
     def reduced(self) -> dict[str, Tensor]:
-        """Return ``callback`` without the values of :meth:`preview`."""
+        """Return the dict ``callback`` with reduced values only, as before :meth:`preview` changed it."""
         found: dict[str, Tensor | None] = {**self.callback, **self._before}
         return {name: value for name, value in found.items() if value is not None}
 
     def publish(
         self, values: list[tuple[Entry, str, Tensor]], *, to: Sequence[str] = EVERYBODY, reduced: bool = True
     ) -> dict[str, Tensor]:
-        """Show ``values``; return those for loggers.
+        """Add values to the dicts that users read; return the values for the loggers.
 
         Args:
             values: results of the reductions of :class:`LogCollector`.
@@ -65,7 +65,7 @@ class LoggedMetrics:
         return for_loggers
 
     def note_measured(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
-        """Record that these values are of a validation, or a training epoch, that ended after this optimizer step."""
+        """Record the optimizer step after which a whole validation or training epoch produced these values."""
         for entry, name, _ in values:
             self.measured[name] = self.measured[entry.name] = step
 

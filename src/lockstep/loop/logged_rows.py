@@ -1,4 +1,4 @@
-"""Rows of numbers for logged values of a rank, and their combination over ranks.
+"""Packing of a rank's logged values into one tensor (a row), and reduction of the ranks' rows.
 
 A row starts with a header of five numbers: a hash of the names, their number, both again negated, and a flag for the
 reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0 for an
@@ -20,10 +20,10 @@ from lockstep.ground.device import widest
 from lockstep.ground.transfer import pinned
 
 Part: TypeAlias = tuple[float, float, float]
-"""Value (of a mean, value x weight), weight, and micro-batch of a name. Without a weight there is no value."""
+"""(value, weight, micro-batch) of one name. A mean's value is multiplied by its weight; weight 0 means no value."""
 
 Total: TypeAlias = tuple[float, float]
-"""Value (of a mean, value x weight) and weight of a name."""
+"""(value, weight) of one name. A mean's value is multiplied by its weight."""
 
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 HEAD = 5
@@ -31,7 +31,7 @@ HEAD = 5
 
 @dataclass(frozen=True)
 class Rows:
-    """The layout of rows, the same on all ranks that log the same names.
+    """Layout of a row of logged values, identical on all ranks that log the same names.
 
     Args:
         ops: the reduction of each name, as in `NEUTRAL`.
@@ -44,7 +44,7 @@ class Rows:
     steps: bool
 
     def make(self, names: int, wants_each_step: bool, parts: Sequence[Part]) -> Tensor:
-        """Return a row: float64, of ``5 + 3 x capacity`` numbers.
+        """Pack values into a row, a float64 tensor of shape ``(5 + 3 * capacity,)``.
 
         Args:
             names: hash of the names.
@@ -59,7 +59,7 @@ class Rows:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
-        """Return a row on a device, of values on any device, without a hash of the names and without a wait."""
+        """Pack values from any device into a row on ``device``, without a hash of the names. Does not synchronize."""
         far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
         known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
         row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])
@@ -71,7 +71,7 @@ class Rows:
         return row
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Combine rows (..., k, n) to one (..., n): sums are taken in order, starting with the first row."""
+        """Reduce k rows of shape (..., k, n) to one of shape (..., n). Rows are summed in order."""
         # of a number and its negation the largest: they show the largest and the smallest one, which differ if ranks do
         head = rows[..., :HEAD].amax(-2)
         parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
@@ -97,30 +97,30 @@ class Rows:
 
     @functools.cached_property
     def _extremes(self) -> dict[str, list[int]]:
-        """Indices of the names that are reduced by "min" or "max"."""
+        """Indices of the names with the reductions "min" and "max"."""
         ops = self.ops[: self.capacity]
         return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
 
     def shown(self, row: Tensor) -> list[Tensor]:
-        """Return the value of each name to show, on the row's device."""
+        """Return the reduced value of each name, on the row's device."""
         totals, weights = row[HEAD:].view(3, self.capacity)[:2].unbind()
         totals = totals + 0.0  # -0.0 becomes 0.0, as in `shown_value`
         means = totals / weights  # NaN without weight
         return [(means if op == "mean" else totals)[place] for place, op in enumerate(self.ops)]
 
     def ranks_differ(self, row: Tensor) -> bool:
-        """Return True if the ranks log different names, or more than fit."""
+        """Return True if the ranks log different names, or more names than fit into a row."""
         names, count, least_names, least_count, _ = row[:HEAD].tolist()
         return bool(names != -least_names or count != -least_count or count > self.capacity)
 
     def totals(self, row: Tensor) -> list[Total]:
-        """Return value and weight of each name."""
+        """Return (value, weight) for each name."""
         numbers = row.tolist()[HEAD:]
         return list(zip(numbers, numbers[self.capacity :], strict=False))[: len(self.ops)]
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """Return a value's part of a row. A mean in an epoch (micro-batch 0) is already a sum."""
+    """Return the numbers that a row stores for a value. An epoch's mean (micro-batch 0) is already a sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -128,22 +128,22 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """Return the header of a row: hash of the names, their number, both negated, and the flag for each step."""
+    """Return a row's header. Negated copies let a maximum over the ranks also find the smallest values."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 
 def largest(rows: Tensor) -> Tensor:
-    """Combine headers of rows (..., k, 5) to one (..., 5)."""
+    """Reduce k headers of shape (..., k, 5) to one of shape (..., 5)."""
     return rows.amax(-2)
 
 
 def each_step_wanted(row: Tensor) -> bool:
-    """Return True if any rank wants to reduce each step."""
+    """Return True if any rank logs with ``sync_dist=True``, so that each step is reduced."""
     return bool(row[HEAD - 1])
 
 
 def shown_value(op: str, value: float, weight: float) -> float:
-    """Return the value to show for a combined part; NaN for a mean without weight."""
+    """Return the final value from a reduced (value, weight); NaN for a mean without samples."""
     if op == "mean":
         return (value + 0.0) / weight if weight else math.nan
     if not weight:
@@ -152,7 +152,7 @@ def shown_value(op: str, value: float, weight: float) -> float:
 
 
 def joined(op: str, totals: Sequence[Total]) -> Total:
-    """Combine several totals to one."""
+    """Reduce several (value, weight) pairs to one."""
     values, weights = zip(*totals, strict=True)
     if op in ("min", "max"):
         return functools.reduce(functools.partial(extreme, op), values), sum(weights)
@@ -176,7 +176,7 @@ def extreme(op: str, one: Any, other: Any) -> Any:
 
 
 def _extreme(op: str, one: Tensor, other: Tensor) -> Tensor:
-    """Apply `extreme` element by element."""
+    """Reduce two tensors element by element, as :func:`extreme` does for numbers."""
     first, second = (one, other) if op == "min" else (other, one)
     pick = torch.minimum if op == "min" else torch.maximum
     return torch.where(one == other, torch.where(one.signbit(), first, second), pick(one, other))

@@ -1,4 +1,4 @@
-"""Collection of logged values: by name over the steps, then over the ranks in one row of numbers."""
+"""LogCollector, which records ``self.log`` values and reduces them over steps and ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOT_SAVED = (
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
 LogSnapshot = dict[Key, tuple[Any, ...]]
-"""Snapshots of all entries."""
+"""Snapshots of all entries, by key."""
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 
 
@@ -57,7 +57,7 @@ def _place(key: Key) -> tuple[int, Key]:
 
 
 def _newest(entry: Entry) -> tuple[Any, float, int]:
-    """Return value, weight and micro-batch of an entry's newest step."""
+    """Return (value, weight, micro-batch) from the last step in which an entry was logged."""
     return entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh
 
 
@@ -68,7 +68,7 @@ def _hash(fresh: list[Entry]) -> int:
 
 
 class LogCollector:
-    """The values logged in one stage (training or one evaluation).
+    """Records values of ``self.log`` in one stage (training or one evaluation) and reduces them.
 
     Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
     at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
@@ -106,7 +106,7 @@ class LogCollector:
         self._module = module
         self._on_cpu = on_cpu
         self._counts = counted is None or rank in counted
-        self._there: Callable[[Tensor, Combine], Tensor] | None = None
+        self._combine_on_device: Callable[[Tensor, Combine], Tensor] | None = None
         self._device = torch.device("cpu")
         self._capacity = 64  # number of names that fit into a row; grows on all ranks together
         # by hook and loader; sorted in the order of hooks, since the later value of a name is the one to show
@@ -121,7 +121,7 @@ class LogCollector:
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = self.ended = False
         self.show_ahead: Callable[[], int] | None = None  # `StepParts.show_newest`, if windows are played ahead
-        self.shown = 0  # the micro-batch after which users last saw all values
+        self.shown_until = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, in the same way on all ranks
         self.weight = 1.0
         self.muted = False
@@ -131,7 +131,7 @@ class LogCollector:
 
     @classmethod
     def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
-        """Return a collector for what ``module`` logs, reduced over the ranks of ``strategy``."""
+        """Create a collector for the values that ``module`` logs, with the strategy's ranks and device."""
         ranks = strategy.collectives
         device = strategy.root_device
         on_cpu = device.type == "cpu"
@@ -139,29 +139,29 @@ class LogCollector:
         each = None if replicas.count == strategy.world_size else replicas.first_ranks
         made = cls(ranks.combined, ranks.from_zero, strategy.world_size, strategy.global_rank, module, on_cpu, each)
         if not on_cpu and strategy.world_size > 1:
-            made.reduce_there(ranks.combined_there, device)
+            made.reduce_on_device(ranks.combined_there, device)
         return made
 
-    def reduce_there(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
-        """Reduce values of single steps on their device, so that a log with ``sync_dist`` does not wait for it."""
-        self._there, self._device = combined, device
+    def reduce_on_device(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
+        """Reduce step values on the device from now on, so that ``sync_dist=True`` does not synchronize with it."""
+        self._combine_on_device, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
-        """Set the hook in which the next ``log`` calls happen."""
+        """Assign the next ``self.log`` calls to a hook and a loader."""
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """Return the table of a hook and loader; create it if it is missing."""
+        """Return the entries for a (hook, loader) pair by name; create the table if it is missing."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Record one value for ``name``. Slow path of ``LightningModule.log``: new names, metrics, changed options."""
+        """Record a value. `LightningModule.log` handles repeated calls itself and calls this for all others."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
@@ -183,7 +183,7 @@ class LogCollector:
                 entry.learn_quick(value)
 
     def _open(self, name: str, options: Options) -> Entry:
-        """Return the entry for a name that the current hook logs first, or with other options than before."""
+        """Return the entry for a new name, or for a known name with changed options, in the current hook."""
         if not isinstance(name, str):
             raise MisconfigurationException(
                 f"self.log({name!r}, ...): the name must be a str: `self.log({str(name)!r}, value)`."
@@ -196,18 +196,18 @@ class LogCollector:
             )
         if "/dataloader_idx_" in name:
             raise MisconfigurationException(
-                f"self.log({name!r}): with several loaders, `/dataloader_idx_N` is added automatically: leave it out, "
-                "or choose another name."
+                f"self.log({name!r}): with several loaders, `/dataloader_idx_N` is added automatically: remove "
+                "it from the name, or choose another name."
             )
         entry = Entry((*self.hook, name), options)
         if options[1] is True and not self._has_loggers:
-            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: set Trainer(logger=...).")
+            warn_once(f"self.log({name!r}, ..., logger=True), but the Trainer has no logger: set Trainer(logger=...).")
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():
                 raise MisconfigurationException(
                     f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments: "
-                    f"{known.normal()} and {entry.normal()}."
+                    f"{known.normal()} and {entry.normal()}. Pass the same arguments, or use another name."
                 )
             known.options = options
             known.each_step |= entry.each_step
@@ -215,7 +215,7 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
-        """Record a torchmetrics object. It keeps the epoch's state itself; its last forward is the step's value."""
+        """Record a torchmetrics object. Its own state gives the epoch's value; its last forward gives the step's."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
@@ -228,7 +228,7 @@ class LogCollector:
             entry.on_epoch = on_epoch
 
     def end_loader(self, loader: int) -> None:
-        """End one of several loaders on this rank: keep the states of its metrics, and reset them."""
+        """Store and reset the states of metrics after the last batch from one of several loaders."""
         if self._by_loader is None:
             self._by_loader = StatesByLoader()
         for (_, dataloader_idx), table in self._tables.items():
@@ -240,7 +240,7 @@ class LogCollector:
         return [entry for table in self._tables.values() for entry in table.values()]
 
     def step_values(self, since: int = 0, for_bar: bool = False) -> list[tuple[Entry, str, Tensor]]:
-        """Return the newest on_step values of this rank, not reduced: (entry, name, value).
+        """Return this rank's last on_step values as (entry, name, value), without a reduction over the ranks.
 
         Args:
             since: only values of later micro-batches.
@@ -258,7 +258,7 @@ class LogCollector:
         ]
 
     def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
-        """Return :meth:`step_values`, each value once."""
+        """Return :meth:`step_values`, and mark the values as read, so that none is returned twice."""
         values = self.step_values()
         for entry, _, _ in values:
             entry.step_fresh = 0
@@ -266,19 +266,19 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce step values, and return all that were reduced since the last call, for loggers. Collective."""
+        """Reduce step values; return all that were reduced since the last call, for the loggers. Collective."""
         self.agree_on_step()
         values, self._agreed = list(self._agreed.values()), {}
         return values
 
     def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce the on_step values that any rank logged since the last reduction, in one packed row. Collective.
+        """Reduce the on_step values that were logged on any rank since the last reduction. Collective.
 
-        For each name, values of the newest micro-batch in which any rank logged it count: a rank without samples of
-        that one has an older value. Loggers get the results by the next :meth:`reduce_step`.
+        For each name only values from the last micro-batch count in which any rank logged the name. A rank without
+        samples in that micro-batch has an older value. The next :meth:`reduce_step` returns the results for loggers.
         """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
-        reduced = (self._reduce if self._there is None else self._reduce_there)(fresh, _newest)
+        reduced = (self._reduce if self._combine_on_device is None else self._reduce_on_device)(fresh, _newest)
         values = []
         for entry, value in reduced:
             entry.step_fresh = 0
@@ -287,9 +287,9 @@ class LogCollector:
         return values
 
     def epoch_so_far(self, loader: int = -1) -> list[tuple[Entry, str, Tensor]]:
-        """Return this rank's on_epoch values, not reduced, since the last :meth:`reduce_epoch`.
+        """Return this rank's on_epoch values since the last :meth:`reduce_epoch`, without a reduction over the ranks.
 
-        Metrics are left out if there are several ranks, which their value needs, or several loaders.
+        torchmetrics objects are omitted if there are several ranks or loaders, because their value depends on all.
 
         Args:
             loader: only values of this loader; -1: values without a loader number.
@@ -311,11 +311,11 @@ class LogCollector:
         return found
 
     def snapshot(self) -> LogSnapshot:
-        """Return snapshots of all entries, for :meth:`go_back`."""
+        """Return a snapshot of all entries, for :meth:`go_back`."""
         return {entry.key: entry.snapshot() for entry in self._entries()}
 
     def go_back(self, snapshot: LogSnapshot) -> None:
-        """Drop what was logged after :meth:`snapshot`, except in torchmetrics objects' own state."""
+        """Restore the values of a :meth:`snapshot`. The states of torchmetrics objects are not restored."""
         for entry in self._entries():
             if entry.key in snapshot:
                 entry.go_back(snapshot[entry.key])
@@ -324,11 +324,11 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce the on_epoch values over all steps and ranks, in one packed row, and compute metrics. Collective.
+        """Reduce the on_epoch values over steps and ranks, and compute torchmetrics objects. Collective.
 
-        Reduced entries are cleared, so a second call returns only what was logged in between. The newest values of
-        single steps are cleared too, since the epoch's values replace them. Metrics keep their states, of all loaders,
-        for the hooks at the epoch's end, until :meth:`reset_metrics`.
+        Reduced entries are cleared, also their step values, so a second call returns only values that were logged after
+        the first. Metrics keep their states from all loaders for the hooks at the epoch's end, until
+        :meth:`reset_metrics`.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, _epochs)
@@ -343,7 +343,7 @@ class LogCollector:
                 if number is None:
                     raise MisconfigurationException(
                         f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() does not return a "
-                        "single number: log the parts by `log_dict`."
+                        "single number: log its parts with `self.log_dict`."
                     )
                 value = number
             found.append((entry, entry.epoch_name, value))
@@ -357,16 +357,16 @@ class LogCollector:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The logged torchmetrics objects, each once."""
+        """The logged torchmetrics objects, without duplicates."""
         return list({id(entry.metric): entry.metric for entry in self._entries() if entry.metric is not None}.values())
 
     def reset_metrics(self) -> None:
-        """Reset all metrics after the hooks of the epoch's end, including those of single steps."""
+        """Reset all logged torchmetrics objects, after the hooks at the epoch's end."""
         for metric in self.metrics:
             metric.reset()
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
-        """Compute each entry's metric over the ranks, for the loader that logged it. Collective."""
+        """Compute each entry's metric over the ranks, and over the loaders that logged it. Collective."""
         # entries of one metric are computed once: each `compute` sends the metric's states
         groups: dict[tuple[int, Any], list[Entry]] = {}
         for entry in entries:
@@ -383,12 +383,12 @@ class LogCollector:
         return found
 
     def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
-        """Reduce entries over the ranks. Names are sent as a hash, and in full only if hashes differ. Collective."""
+        """Reduce entries over the ranks. Names are compared by a hash and sent only if hashes differ. Collective."""
         fresh.sort(key=lambda entry: _place(entry.key))
         if self._world_size > 1:
             fresh, totals = self._exchange(fresh, read)
         else:
-            totals = [part[:2] for part in self._locals(fresh, read)]
+            totals = [part[:2] for part in self._local_parts(fresh, read)]
         if read is _epochs:
             totals = _over_loaders(fresh, totals)
         return [
@@ -396,9 +396,9 @@ class LogCollector:
             for entry, total in zip(fresh, totals, strict=True)
         ]
 
-    def _reduce_there(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
-        """Do the same as :meth:`_reduce` on the device, without a wait for values or results. Collective."""
-        assert self._there is not None
+    def _reduce_on_device(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
+        """Reduce entries as :meth:`_reduce` does, but on the device and without synchronizing. Collective."""
+        assert self._combine_on_device is not None
         fresh.sort(key=lambda entry: _place(entry.key))
         mine = torch.tensor(head(_hash(fresh), len(fresh), self._wants_each_step), dtype=torch.float64)
         agreed = self._combined(mine, largest)
@@ -409,11 +409,11 @@ class LogCollector:
             return []
         rows = Rows([entry.op for entry in fresh], self._capacity, True)
         parts = [read(entry) if self._counts else (NEUTRAL[entry.op], 0.0, 0) for entry in fresh]
-        shown = rows.shown(self._there(rows.make_on(self._device, parts), rows.combine))
+        shown = rows.shown(self._combine_on_device(rows.make_on(self._device, parts), rows.combine))
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
-    def _locals(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return this rank's part for each entry; values on a device are read by one copy."""
+    def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
+        """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -431,12 +431,12 @@ class LogCollector:
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
         # ranks with the same samples have the same values, of which one counts
-        parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
+        parts = self._local_parts(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
-        """Return the union of the ranks' entries, in the same order; missing ones are created empty. Collective."""
+        """Return the union of all ranks' entries in one order; missing entries are created empty. Collective."""
         modules = self._modules()
         names = {id(module): name for name, module in modules.items()}
         mine = [
@@ -471,10 +471,10 @@ class LogCollector:
         return entries
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the values collected in an unfinished epoch, as plain types and tensors.
+        """Return the values logged so far in an unfinished epoch, as plain types and tensors.
 
-        The data of a torchmetrics object is in its own state. This state records that it was logged, if the module has
-        it.
+        The states of torchmetrics objects are saved elsewhere. This state only records which of the module's metrics
+        were logged.
         """
         before, micro_batch = self.snapshot(), self.micro_batch
         if self.show_ahead is not None:
@@ -485,7 +485,7 @@ class LogCollector:
         return found
 
     def _states(self) -> list[dict[str, Any]]:
-        """Return the states of the entries with values."""
+        """Return the states of all entries that have values."""
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
@@ -493,7 +493,7 @@ class LogCollector:
                 if entry.epoch_fresh:
                     warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
                 continue
-            is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
+            is_newer = entry.step_fresh > (self.shown_until if self._world_size == 1 else 0) and entry.last_weight > 0
             # the entry of a metric stays, so that a resumed run resets the metric at the end of the epoch
             is_logged = entry.epoch_fresh or entry.metric is not None
             if is_logged or entry.each_step or is_newer:
@@ -506,7 +506,7 @@ class LogCollector:
         return {} if self._module is None else dict(self._module.named_modules())
 
     def load_state_dict(self, state: list[dict[str, Any]], micro_batches: int = 0) -> None:
-        """Continue from the state of :meth:`state_dict`.
+        """Load values that :meth:`state_dict` returned.
 
         Args:
             state: this rank's state.
@@ -532,7 +532,7 @@ class LogCollector:
 
 @dataclass
 class _Logged:
-    """A name that any rank has logged."""
+    """Options of a name that at least one rank has logged, and the ranks that logged it."""
 
     options: Options
     metric: str | None  #: name in the module; "": the module does not have it; None: it is not a metric
@@ -541,7 +541,7 @@ class _Logged:
 
 
 def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
-    """Return the union of what all ranks have logged."""
+    """Merge the ranks' lists of logged entries."""
     union: dict[Key, _Logged] = {}
     for rank, theirs in enumerate(of_ranks):
         for (hook, dataloader_idx, name), options, metric, dtype in theirs:
@@ -553,7 +553,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Join values that several loaders logged under one name (``add_dataloader_idx=False``): each shows the total.
+    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``).
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.
@@ -568,9 +568,9 @@ def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
         kinds = {(entry.op, id(entry.metric)) for entry in alike}
         if len(kinds) > 1:
             raise MisconfigurationException(
-                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders log one name in several "
-                "ways (another reduce_fx, another torchmetrics object, or an object and a number), so there is no "
-                "value over all of them. Give each loader its own name, or leave add_dataloader_idx out."
+                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders log this name with "
+                "different reduce_fx or torchmetrics objects, or some log a number, so there is no value over all "
+                "loaders. Use a different name for each loader, or remove add_dataloader_idx=False."
             )
         total = joined(alike[0].op, [totals[place] for place in places])
         for place in places:
@@ -582,7 +582,7 @@ def checked_size(name: str, batch_size: object) -> float:
     """Return the ``batch_size`` of a `self.log` call as a weight.
 
     Raises:
-        MisconfigurationException: it is not a number of samples.
+        MisconfigurationException: ``batch_size`` is not a number of samples.
     """
     try:
         size = float(batch_size)  # type: ignore[arg-type]
@@ -590,8 +590,8 @@ def checked_size(name: str, batch_size: object) -> float:
         size = -1.0
     if not 0.0 <= size < math.inf:
         raise MisconfigurationException(
-            f"self.log({name!r}, ..., batch_size={batch_size!r}): give the number of samples of the value, 0 or more, "
-            "or leave it out for that of the batch."
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): pass the number of samples for the value (0 or "
+            "more), or omit batch_size to use the number of samples in the batch."
         )
     return size
 

@@ -1,4 +1,4 @@
-"""The uses of a run's memory."""
+"""Measurement of a run's memory use, for ``trainer.memory()``."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lockstep.memory.meter import Activations, MemoryUse
 
 
 def memory_of(session: Session) -> MemoryUse:
-    """Return the uses of this rank's memory; after a fit, those at its end.
+    """Return this rank's memory use by kind: now, or after a fit as it was at its end.
 
     Raises:
         MisconfigurationException: no call of the Trainer has set up a module.
     """
     strategy = session.strategy
     # a fit's buckets are released at its end, so a count after it would miss them
-    if session.state.stage is None and session.used is not None:
-        return session.used
+    if session.state.stage is None and session.memory_at_end is not None:
+        return session.memory_at_end
     if strategy.module is None:
         raise MisconfigurationException(
-            "trainer.memory(): no module has been set up; call it in or after trainer.fit() or an evaluation."
+            "trainer.memory(): no module has been set up yet; call it during or after trainer.fit() or an evaluation."
         )
     return MemoryUse.of(
         strategy.held(), rank=strategy.world.rank, device=strategy.root_device.type, activations=session.activations
     )
 
 
-def countable(session: Session) -> Activations | None:
-    """Return a counter for the activations of this session's module; None if they cannot be observed."""
+def activations_counter(session: Session) -> Activations | None:
+    """Return a counter for the memory of the module's activations, or None if it cannot be measured."""
 
     def gathered() -> list[Tensor]:
         return session.strategy.held().get("gathered", [])
@@ -48,18 +48,18 @@ def countable(session: Session) -> Activations | None:
 
 
 NOTABLE_MEMORY = 2**26
-"""Bytes on a CPU below which memory is logged at level DEBUG."""
+"""Memory use on a CPU, in bytes, below which the report has the level DEBUG."""
 
 
 def watch_first_window(session: Session, step: Step) -> None:
-    """Count the activations that the first forward of a fit keeps, and log the uses of memory after the first window.
+    """Measure the activations of a fit's first forward, and report memory use after the first window.
 
     Args:
-        session: stores the count.
-        step: the fit's step, set up.
+        session: stores the measurement as ``activations``.
+        step: the `Step` of the fit, after set-up.
     """
-    session.used = session.activations = None
-    activations = countable(session)
+    session.memory_at_end = session.activations = None
+    activations = activations_counter(session)
     play, own = step.window, step.training_step
 
     def first(window: Window, batch_idx: int) -> Iterator[None]:
@@ -88,7 +88,7 @@ def watch_first_window(session: Session, step: Step) -> None:
         step.training_step = counting
 
 
-def keep(session: Session) -> None:
-    """Keep the uses of memory at the end of a fit, before its buckets are released."""
+def store_memory_use(session: Session) -> None:
+    """Store the memory use at the end of a fit, before the gradient buckets are released."""
     if session.fitting and session.activations is not None:
-        session.used = memory_of(session)
+        session.memory_at_end = memory_of(session)

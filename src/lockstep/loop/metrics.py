@@ -1,4 +1,4 @@
-"""States of torchmetrics objects: kept by loader, restored, and prepared for the reduction over the ranks."""
+"""States of torchmetrics objects: stored for each loader, restored, and reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def is_metric(value: object) -> TypeGuard[Metric]:
 
 
 def parts_of(metric: Metric) -> list[Metric]:
-    """Return the metric and those inside it, in the same order on all ranks."""
+    """Return a metric and all metrics inside it, in the same order on all ranks."""
     return [part for part in metric.modules() if is_metric(part)]
 
 
 def snapshot(metric: Metric) -> Snapshot:
-    """Return the states of a metric."""
+    """Return the states of a metric and of the metrics inside it, for :func:`restore_states`."""
     return [
         (part, part._copy_state_dict(), part._update_count, part._computed, part._forward_cache)
         for part in parts_of(metric)
     ]
 
 
-def put_back(saved: Snapshot) -> None:
-    """Restore the states of a snapshot."""
+def restore_states(saved: Snapshot) -> None:
+    """Restore the states that :func:`snapshot` returned."""
     for part, states, count, computed, cache in saved:
         for name, value in states.items():
             setattr(part, name, [*value] if isinstance(value, list) else value)  # `reset` empties lists in place
@@ -51,22 +51,22 @@ def put_back(saved: Snapshot) -> None:
 
 
 class StatesByLoader:
-    """States of metrics from the finished loaders of an evaluation, one for each loader.
+    """States of metrics after each loader of an evaluation with several loaders.
 
-    One metric object may be logged from several loaders. It is reset after each.
+    One metric object may be logged from several loaders. It is reset after each loader.
     """
 
     def __init__(self) -> None:
         self._saved: dict[tuple[int, int], Snapshot] = {}  # by the metric's id; the snapshot keeps the metric alive
 
     def keep(self, metric: Metric, loader: int) -> None:
-        """Keep a metric's states at the end of a loader, and reset it."""
+        """Store a metric's states at the end of a loader, and reset the metric."""
         if (id(metric), loader) not in self._saved:
             self._saved[id(metric), loader] = snapshot(metric)
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
-        """Set the metric to its states from some loaders together.
+        """Load the merged states from some loaders into the metric.
 
         Raises:
             MisconfigurationException: the metric cannot merge its states.
@@ -75,7 +75,7 @@ class StatesByLoader:
         found = [self._saved[id(metric), loader] for loader in loaders if (id(metric), loader) in self._saved]
         for number, saved in enumerate(found):
             if not number:
-                put_back(saved)
+                restore_states(saved)
                 continue
             try:
                 for part, states, count, _, _ in saved:
@@ -84,12 +84,12 @@ class StatesByLoader:
             except (AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
                 raise MisconfigurationException(
                     f"self.log({name!r}, <{type(metric).__name__}>, add_dataloader_idx=False) from several loaders: "
-                    f"the metric cannot merge its states ({error}): log it in the epoch's end hook, or use one metric "
-                    "object for each loader."
+                    f"the metric cannot merge its states ({error}): log it in the epoch's end hook, or use a separate "
+                    "metric object for each loader."
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
-        """Set the metric to its states from all loaders; reset it if it cannot merge them."""
+        """Load the merged states from all loaders into the metric; reset the metric if it cannot merge states."""
         loaders = [loader for which, loader in self._saved if which == id(metric)]
         try:
             self.show(metric, loaders, type(metric).__name__)
@@ -100,8 +100,8 @@ class StatesByLoader:
 
 
 @contextmanager
-def lists_made_alike(strategy: Strategy) -> Iterator[None]:
-    """Let torchmetrics exchange lists that are empty on some ranks, during a call of the Trainer.
+def fill_lists_in_call(strategy: Strategy) -> Iterator[None]:
+    """Let torchmetrics gather list states that are empty on some ranks, in the ``with`` block.
 
     This applies to each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`.
     """
@@ -126,12 +126,12 @@ def lists_made_alike(strategy: Strategy) -> Iterator[None]:
 
 _lock = threading.Lock()
 _sessions: list[Strategy] = []
-"""Strategies of the running calls of Trainers; a call may run inside another."""
+"""Strategies of the running Trainer calls. A call may run inside another one."""
 _plain: list[Callable[..., None]] = []
 
 
 def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-    """Replace `torchmetrics.Metric._sync_dist` during a call of the Trainer."""
+    """Synchronize a metric as `torchmetrics.Metric._sync_dist`, which this replaces during a Trainer call."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
     if dist_sync_fn is None or dist_sync_fn is own:  # a user's own exchange may need no process group
         # peers: one of the ranks with the same samples takes part
@@ -147,13 +147,13 @@ def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = No
 
 
 def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]]) -> None:
-    """Prepare a metric whose list is empty on this rank for a reduction over the ranks. Collective.
+    """Fill empty list states of a metric with empty tensors, so that the ranks can gather them. Collective.
 
     torchmetrics sends one message for each tensor in a list. With lists of different lengths the ranks would wait for
-    each other, or gloo would abort them.
+    each other forever, or gloo would abort them.
 
     Args:
-        metric: the same on all ranks.
+        metric: a metric that all ranks have.
         gather_objects: all_gather of a small Python object.
 
     Raises:
@@ -162,14 +162,14 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
     names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
     if not names:
         return
-    of_ranks = gather_objects([_described(getattr(metric, name)) for name in names])
+    of_ranks = gather_objects([_describe_list(getattr(metric, name)) for name in names])
     for name, each in zip(names, zip(*of_ranks, strict=True), strict=True):
         joined = getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
         lengths = [length for length, _ in each]
         if not joined and len(set(lengths)) > 1:
             raise MisconfigurationException(
-                f"{type(metric).__name__} has a list state, {name!r}, with {lengths} entries by rank and without "
-                'dist_reduce_fx="cat", so the ranks cannot exchange it: add the state with dist_reduce_fx="cat", or '
+                f"{type(metric).__name__} has a list state {name!r} with {lengths} entries on the ranks and without "
+                'dist_reduce_fx="cat", so the ranks cannot gather it: add the state with dist_reduce_fx="cat", or '
                 "evaluate on one device."
             )
         example = next((kind for _, kind in each if kind is not None), None)
@@ -180,8 +180,8 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
             setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
 
 
-def _described(value: Any) -> tuple[int, Any]:
-    """Return the length of a list, and type and shape of a row in it."""
+def _describe_list(value: Any) -> tuple[int, Any]:
+    """Return a list's length, and the dtype and row shape of its first tensor (None without a tensor)."""
     if isinstance(value, Tensor):
         value = [value]
     tensors = [item for item in value if isinstance(item, Tensor)]
@@ -190,24 +190,23 @@ def _described(value: Any) -> tuple[int, Any]:
 
 
 def leave_inference_mode(module: nn.Module) -> None:
-    """Clone the inference tensors in metrics and buffers, which a later fit could not change."""
+    """Replace inference tensors in metrics and buffers by copies, because a later fit could not change them."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else _ordinary(buffer)
+            part._buffers[name] = None if buffer is None else _plain_tensor(buffer)
         for name in part._defaults if is_metric(part) else ():
             value = getattr(part, name)
-            setattr(part, name, [*map(_ordinary, value)] if isinstance(value, list) else _ordinary(value))
+            setattr(part, name, [*map(_plain_tensor, value)] if isinstance(value, list) else _plain_tensor(value))
 
 
-def _ordinary(value: Any) -> Any:
+def _plain_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def find_metric(module: nn.Module, name: str) -> Metric | None:
-    """Return the metric that a checkpoint names; None if the module has none.
+    """Return the module's metric with this name, or None.
 
-    A tracker of a metric over epochs (torchmetrics' `MetricTracker`) adds a copy for each epoch; those of past epochs
-    are created here.
+    torchmetrics' `MetricTracker` adds a copy of its metric in each epoch; missing copies for past epochs are created.
     """
     owner: Any = module
     for part in name.split("."):
@@ -221,12 +220,12 @@ def find_metric(module: nn.Module, name: str) -> Metric | None:
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """Load a torchmetrics object's state, from one rank, or merged from several if possible."""
+    """Load the state of a torchmetrics object from one saved rank, or merge the states of several."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(
-            f"{type(metric).__name__} has a state that cannot be merged from several ranks, and the run continues with "
-            "fewer: in the current epoch, it only counts batches from here on."
+            f"{type(metric).__name__} has a state that cannot be merged from several ranks, but the run resumes with "
+            "fewer ranks: in the current epoch, the metric only counts batches after the resume."
         )
         return
     for key in saved[0]["states"]:

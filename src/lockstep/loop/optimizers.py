@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of a run: the result of ``configure_optimizers`` as lists for the loops."""
+"""Optimizers and schedulers of a run: parsing of ``configure_optimizers``, and wrappers for users."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHAPES = (
 
 
 class LightningOptimizer:
-    """The object that ``self.optimizers()`` returns: stepping it runs the hooks and counts the step.
+    """Wrapper that ``self.optimizers()`` returns. Its ``step`` runs the hooks and counts the step.
 
-    All other attributes are those of the wrapped optimizer.
+    All other attributes come from the wrapped optimizer.
     """
 
     def __init__(
@@ -53,20 +53,23 @@ class LightningOptimizer:
         return self._optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        """Update the parameters, with the hooks around it; return the result of the closure."""
+        """Run the hooks and step the optimizer; return the result of the closure."""
         if closure is not None and not callable(closure):
             raise MisconfigurationException(f"optimizer.step(closure={closure!r}): the closure must be callable.")
         return self._step(self._optimizer, closure, kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Require gradients only for this optimizer's parameters in the block.
+        """Require gradients only for this optimizer's parameters in the ``with`` block.
 
         Args:
-            sync_grad: False does not reduce the gradients over the ranks.
+            sync_grad: False: do not reduce gradients over the ranks in the block.
         """
         if self._module is None or self._sync is None:
-            raise MisconfigurationException("optimizer.toggle_model(): this is a copy, which belongs to no fit")
+            raise MisconfigurationException(
+                "optimizer.toggle_model(): this optimizer is a copy outside of a fit; use the one that "
+                "`self.optimizers()` returns."
+            )
         this: Any = self  # it passes as an Optimizer
         with self._sync(sync_grad), self._module.toggled_optimizer(this):
             yield
@@ -89,7 +92,7 @@ def _step_alone(optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs:
 
 
 class NoOptimizer(Optimizer):
-    """Replacement for a ``configure_optimizers`` that returned None: the loop runs and nothing is updated."""
+    """Optimizer without parameters, for a module whose ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -103,7 +106,7 @@ class NoOptimizer(Optimizer):
         """Do nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, without an update."""
+        """Run the closure; no parameter is updated."""
         return closure() if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,7 +116,7 @@ class NoOptimizer(Optimizer):
 def parse(
     returned: object, *, automatic: bool, custom_scheduler_step: bool
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Parse the result of ``configure_optimizers``.
+    """Return the optimizers and schedulers from a result of ``configure_optimizers``, as two lists.
 
     Args:
         returned: any of the shapes that Lightning documents.
@@ -148,7 +151,7 @@ def _is_optimizer(obj: object) -> bool:
 
 
 def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
-    """Return optimizers and schedulers, before any check."""
+    """Split a result of ``configure_optimizers`` into optimizers and schedulers, without checks."""
     if _is_optimizer(returned):
         return [returned], []
     if isinstance(returned, dict):
@@ -175,7 +178,7 @@ def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[A
 
 
 def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """Return the optimizers and schedulers of a sequence of a known shape; None for another one."""
+    """Split a sequence into optimizers and schedulers; return None if its shape is unknown."""
     if not returned:
         return None
     if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
@@ -247,15 +250,15 @@ def _check_scheduler(
     if automatic and config.interval == "epoch" and isinstance(scheduler, OneCycleLR):
         # Lightning's default interval is the epoch, with which this schedule hardly advances
         rank_zero_warn(
-            "OneCycleLR counts steps, and is stepped once an epoch: return "
+            "OneCycleLR expects one call per optimizer step, but would be stepped once an epoch: return "
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
             category=RuntimeWarning,
         )
     ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
     if automatic and not ordinary and not custom_scheduler_step:
         raise MisconfigurationException(
-            f"The lr scheduler {kind} is not a torch LRScheduler: override `lr_scheduler_step` in the module, which "
-            "steps it."
+            f"The lr scheduler {kind} is not a torch LRScheduler: override `lr_scheduler_step` in the module to "
+            "step it."
         )
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and not any(owner is optimizer for optimizer in optimizers):

@@ -1,8 +1,8 @@
-"""Padding batches: changes that a step on one makes to the module are undone.
+"""Padding batches, which a rank without samples runs. Afterwards the state of its module is restored.
 
-Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: it then gets a
-sample of another rank. An engine whose forwards communicate does so in evaluations too. Restored are, in the module and
-all modules inside it:
+Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
+sample of another rank. An engine whose forwards communicate needs this in evaluations too. Restored are, in the module
+and all modules inside it:
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in the following;
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.loop.metrics import is_metric, put_back, snapshot
+from lockstep.loop.metrics import is_metric, restore_states, snapshot
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -42,7 +42,7 @@ Restore = Callable[[], None]
 
 @contextmanager
 def padding(session: Session) -> Iterator[None]:
-    """Run a step on a padding batch in the block: this rank has no samples, and the module is restored."""
+    """Set the strategy up for a padding batch in the ``with`` block, and restore the module afterwards."""
     session.is_padding = True
     try:
         with session.strategy.zero_weight() as own_buffers, without_trace(session.module, own_buffers):
@@ -52,21 +52,21 @@ def padding(session: Session) -> Iterator[None]:
 
 
 NONE_LEFT = 2**62
-"""Replaces a loader's number: this rank has no further batch."""
+"""Loader number with which a rank reports that it has no further batch."""
 
 
 def in_step(
     batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
 ) -> Iterator[tuple[Any, int, int, float, bool]]:
-    """Yield the batches of an evaluation, padded while other ranks still have some. Collective at each batch.
+    """Yield this rank's evaluation batches, and padding batches while other ranks still have batches. Collective.
 
     Args:
-        batches: this rank's: batch, its number in the loader, the loader's number, weight.
+        batches: this rank's (batch, batch_idx, dataloader_idx, weight).
         strategy: the strategy of the run.
 
     Yields:
-        The same values, and True for a padding batch: an earlier one of this rank from that loader, else another
-            rank's.
+        (batch, batch_idx, dataloader_idx, weight, is_padding). A padding batch repeats this rank's last batch from that
+            loader, or is a batch of another rank.
     """
     rank, mine = strategy.world.rank, iter(batches)
     item = next(mine, None)
@@ -96,20 +96,20 @@ def in_step(
 
 @contextmanager
 def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the module's state after the block; see the module's docstring.
+    """Restore the state of ``module`` after the ``with`` block; the docstring of this file lists what is restored.
 
     Args:
         module: the user's module.
-        buffers: those of its buffers that only this rank changes.
+        buffers: buffers of ``module`` that only this rank changes.
     """
     states = random_states()
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
     # torch's FSDP derives a class of its own from the user's
     seen = _SeenObjects(next(package for package in packages if package != "torch"))
-    restores = [_of_tensor(buffer) for buffer in buffers]
+    restores = [_tensor_restorer(buffer) for buffer in buffers]
     # a metric restores its attributes itself: its states may be lists that `reset` empties in place
     for part in module.modules():
-        restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
+        restores.append(_metric_restorer(part, seen) if is_metric(part) else _attributes_restorer(part, seen))
     try:
         yield
     finally:
@@ -119,7 +119,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """Visited objects by id, kept alive so that no other object gets their id.
+    """Visited objects by id. References keep them alive, so that no other object gets the same id.
 
     Args:
         package: package of the user's module, whose objects are visited.
@@ -129,19 +129,19 @@ class _SeenObjects(dict[int, Any]):
         super().__init__()
         self.package = package
 
-    def looks_into(self, value: object) -> bool:
-        """Return True if this is an object of the user's package, whose attributes are state."""
+    def is_users(self, value: object) -> bool:
+        """Return True if the class of ``value`` is from the user's package, so its attributes are restored too."""
         kind = type(value)
         own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
-def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
+def _attributes_restorer(owner: object, seen: _SeenObjects) -> Restore:
     attributes = vars(owner)
     known = set(attributes)
     # parameters and buffers are torch's attributes, which others treat
     kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
-    inside = [_of_value(value, seen) for value in kept.values()]
+    inside = [_value_restorer(value, seen) for value in kept.values()]
 
     def restore() -> None:
         for name in [name for name, value in attributes.items() if name not in known and _is_state(value, seen)]:
@@ -154,35 +154,35 @@ def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
 
 def _is_state(value: object, seen: _SeenObjects) -> bool:
     return (
-        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.looks_into(value)
+        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.is_users(value)
     )
 
 
-def _of_value(value: object, seen: _SeenObjects) -> Restore:
-    """Return a function that restores the contents of a value; its owner restores the reference to it."""
+def _value_restorer(value: object, seen: _SeenObjects) -> Restore:
+    """Return a function that restores the contents of ``value`` in place."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
     seen[id(value)] = value
     if is_metric(value):
-        return _of_metric(value, seen)
+        return _metric_restorer(value, seen)
     if isinstance(value, Tensor):
-        return _of_tensor(value)
+        return _tensor_restorer(value)
     if isinstance(value, tuple):
-        inside = [_of_value(item, seen) for item in value]
+        inside = [_value_restorer(item, seen) for item in value]
         return lambda: _all(inside)
     if isinstance(value, dict):
-        return _of_container(value, dict(value), value.values(), value.update, seen)
+        return _container_restorer(value, dict(value), value.values(), value.update, seen)
     if isinstance(value, (list, deque)):
-        return _of_container(value, list(value), value, value.extend, seen)
+        return _container_restorer(value, list(value), value, value.extend, seen)
     if isinstance(value, set):
-        return _of_container(value, set(value), (), value.update, seen)
-    return _of_attributes(value, seen) if seen.looks_into(value) else _nothing
+        return _container_restorer(value, set(value), (), value.update, seen)
+    return _attributes_restorer(value, seen) if seen.is_users(value) else _nothing
 
 
-def _of_container(
+def _container_restorer(
     container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: _SeenObjects
 ) -> Restore:
-    inside = [_of_value(item, seen) for item in list(items)]
+    inside = [_value_restorer(item, seen) for item in list(items)]
 
     def restore() -> None:
         container.clear()
@@ -192,7 +192,7 @@ def _of_container(
     return restore
 
 
-def _of_tensor(tensor: Tensor) -> Restore:
+def _tensor_restorer(tensor: Tensor) -> Restore:
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return _nothing
     # in-place changes raise the version: an unchanged tensor is not copied back
@@ -206,9 +206,9 @@ def _of_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _of_metric(metric: Metric, seen: _SeenObjects) -> Restore:
+def _metric_restorer(metric: Metric, seen: _SeenObjects) -> Restore:
     seen[id(metric)] = metric
-    return partial(put_back, snapshot(metric))
+    return partial(restore_states, snapshot(metric))
 
 
 def _all(restores: list[Restore]) -> None:

@@ -1,4 +1,4 @@
-"""Reports the actions of a run to a profiler, under the names of Lightning's profilers.
+"""Reporting of a run's actions to a profiler, under the names that Lightning's profilers use.
 
 With a profiler, :func:`instrument` replaces bound methods of the run by timed versions, once, before the first hook,
 and `Instruments.conclude` removes them at the end. Without a profiler nothing is changed, and no step checks for one.
@@ -34,7 +34,7 @@ _END = object()
 
 
 def instrument(session: Session) -> Instruments:
-    """Report this call's actions to the run's profiler, until ``conclude()`` of the returned object."""
+    """Report the actions of a Trainer call to its profiler until ``conclude()`` is called on the result."""
     profiler, module = session.profiler, session.module
     rank = session.strategy.world.rank if session.world_size > 1 else None
     profiler.setup(stage=str(session.state.fn), local_rank=rank, log_dir=session.trainer.log_dir)
@@ -45,7 +45,7 @@ def instrument(session: Session) -> Instruments:
 
 
 class Loop(Protocol):
-    """A loop with a feed of batches."""
+    """Interface of the loops whose batches are timed."""
 
     @property
     def feed(self) -> Feed | EvaluationFeed | None: ...
@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Instruments:
-    """The timed methods of one call of the Trainer.
+    """Replaces methods of one Trainer call by timed versions.
 
     Args:
         session: the session, with hooks, loaders and strategy ready, before the loop starts.
@@ -90,7 +90,7 @@ class Instruments:
     # -- actions -------------------------------------------------------------------------------------------
 
     def start(self, action: str) -> bool:
-        """Start an action. Return False if it is already running."""
+        """Report the start of an action to the profiler. Return False if the action is already running."""
         if action in self._open:
             return False
         self._open.add(action)
@@ -98,13 +98,13 @@ class Instruments:
         return True
 
     def stop(self, action: str) -> None:
-        """Stop an action if it is running."""
+        """Report the end of an action to the profiler if the action is running."""
         if action in self._open:
             self._open.discard(action)
             self._profiler.stop(action)
 
     def timed(self, action: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fn`` as an action."""
+        """Return ``fn`` wrapped so that each call is reported as an action."""
 
         @wraps(fn)
         def run(*args: object, **kwargs: object) -> Any:
@@ -118,11 +118,11 @@ class Instruments:
         return run
 
     def _replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute of an object until :meth:`conclude`."""
+        """Assign an attribute, and restore the previous value in :meth:`conclude`."""
         replace_until(self._end, owner, name, value)
 
     def conclude(self) -> None:
-        """Remove the timed methods; let the profiler report if the call has finished."""
+        """Restore the original methods, and let the profiler print its report if the call succeeded."""
         session = self._session
         for action in list(self._open):  # left open by an error
             self.stop(action)
@@ -218,7 +218,7 @@ class Instruments:
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
     def _time_feed(self, loop: Loop, action: str) -> None:
-        """Time each batch from the loop's loaders, once the loop has them."""
+        """Report the time to get each batch from the loop's loaders, once the loop has requested loaders."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:
@@ -242,7 +242,7 @@ class Instruments:
 
 
 class _TimedModule:
-    """Replacement for the user's module in a step, with timed optimizer methods."""
+    """Proxy for the user's module in an update, with timed optimizer methods."""
 
     def __init__(self, module: LightningModule, instruments: Instruments) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""Progress of a fit: the counters that a checkpoint restores."""
+"""Progress: the counters of a fit, which a checkpoint saves and restores."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Progress:
     """The counters of a fit.
 
     Attributes:
-        epoch: the running epoch, counted from 0; between two epochs the number of finished ones.
+        epoch: current epoch, counted from 0; between two epochs the number of finished epochs.
         batch: training batches finished in this epoch (including the one whose ``on_train_batch_end`` runs).
         total_batches: training batches finished in all epochs.
-        earlier: those of earlier epochs, as the run's plan counts them.
+        earlier: batches in earlier epochs, as the run's plan counts them.
         validated: batches of this epoch up to its last validation, as the run's plan counts them.
         global_step: steps of all optimizers, as ``trainer.global_step``.
         windows: finished windows; the x axis of the loggers.
@@ -30,7 +30,7 @@ class Progress:
         phase: point in the epoch, see the constants of this file.
         seconds: time spent fitting, including earlier attempts of the run.
         train_loaded: the epoch for which the training loaders were last requested, if they are reloaded.
-        val_loaded: the same for the validation loaders.
+        val_loaded: the epoch for which the validation loaders were last requested, if they are reloaded.
     """
 
     epoch: int = 0
@@ -52,10 +52,10 @@ class Progress:
     runs = False  # its `training_step` may have started too
 
     def for_next_fit(self) -> Progress:
-        """Return the counters for another fit of the same Trainer, which starts with an epoch.
+        """Return the counters with which the Trainer's next fit starts.
 
         Epochs and steps continue, as in Lightning. If the earlier fit stopped in the middle of an epoch, that epoch
-        counts as finished if the fit ended there by itself. It is repeated if an error or Ctrl-C ended the fit.
+        counts as finished if the fit ended by itself, and is repeated if an error or Ctrl-C ended the fit.
         """
         is_within_epoch = self.phase != EPOCH_START
         return Progress(
@@ -67,11 +67,11 @@ class Progress:
         )
 
     def saved(self) -> Progress:
-        """Return the counters for a checkpoint: the current batch does not count as finished."""
+        """Return the counters for a checkpoint, in which the current batch does not count as finished."""
         return replace(self, last=self.last and not self.under_way)
 
     def go_back(self, batches: int) -> None:
-        """Subtract the batches of the current window, which will be repeated."""
+        """Subtract the batches of the current window, because a resume will repeat them."""
         self.batch -= batches
         self.total_batches -= batches
         # before the first window the epoch starts again, with its hooks
@@ -98,11 +98,11 @@ class Progress:
             setattr(self, each.name, value)
 
     def reshare(self, boundary: int, number: int | None) -> None:
-        """Continue with other ranks or batches than before, from the last boundary on.
+        """Adjust the counters to a resume with a different number of ranks or batch size.
 
         Args:
-            boundary: batches of the epoch up to there; later ones are lost.
-            number: the same batches in the new count; None: the epoch starts again.
+            boundary: number of batches in the epoch up to the last finished window; later batches are repeated.
+            number: ``boundary`` in batches of the new size; None: the epoch starts again.
         """
         if self.last and number is not None:
             self.batch = max(number, 1)
@@ -166,11 +166,11 @@ _KINDS: dict[str, tuple[type[float] | type[None], ...]] = {
     "float": (int, float),
     "int | None": (int, NoneType),
 }
-"""Valid types of a counter in a checkpoint, by the counter's annotation."""
+"""Valid types of a counter in a checkpoint, for each annotation in `Progress`."""
 
 
 def _validation_is_due(batches: dict[str, Any], validation: dict[str, Any] | None) -> bool:
-    """Return True if Lightning saved before or during the validation that follows a batch, if there is one."""
+    """Return True if Lightning saved after a batch, but before the end of the validation that follows the batch."""
     processed = batches.get("processed", 0)
     if batches.get("completed", processed) < processed:
         return True  # in `on_train_batch_end`

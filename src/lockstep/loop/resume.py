@@ -1,24 +1,21 @@
-"""State that a fit continues from besides weights and optimizers, so that a resumed run ends in the same bits.
+"""State that a resume needs besides weights and optimizers to continue bit-identically.
 
 A checkpoint can be saved between any two micro-batches, in a validation, or by a rank that failed alone. A resume
-continues at the same place, with the same ranks or with others. `Resume` holds what that takes while a fit runs;
+continues at the same place, with the same ranks or with others. `Resume` stores this state while a fit runs;
 `loop/state.py` writes it to a checkpoint and restores it.
 
-**Within a window** there are two ways to continue. Where the gradients of its first micro-batches can be taken over,
-they are, and the window continues after them. Else the window is played again from its beginning, and what its
-micro-batches have changed is put back, so that nothing counts twice: logged values, torchmetrics objects, buffers
-(`loop/window_start.py`), and the counters of `Progress`. Gradients can be taken over where there are as many replicas,
-and in manual optimization.
+**Within a window** a resume continues in one of two ways. With the same number of replicas, and in manual optimization,
+it loads the gradients of the window's finished micro-batches and continues after them. Otherwise it repeats the window,
+and restores what the micro-batches have changed, so that nothing counts twice: logged values, torchmetrics objects,
+buffers (`loop/window_start.py`), and the counters of `Progress`.
 
-**On other ranks** each rank gets what it had, if the ranks are in the same replicas as before. Else it depends on whose
-a quantity is:
+**On other ranks** each rank loads its own entry if the ranks form the same replicas as before. Otherwise:
 
-- Logged values, torchmetrics objects and the window's beginning are each replica's. The replicas that continue share
-  out those of the saved ones among them.
-- States of loaders, of random generators, and of buffers within a window are each replica's, too. They are taken over
-  where there are as many replicas.
-- Gradients of the window and the weights of its losses are the run's. Each replica gets the mean of the gradients, and
-  its part of the weights.
+- Logged values, torchmetrics objects and the state at the window's start are distributed: each new replica merges those
+  of some saved replicas.
+- States of loaders, of random generators, and of buffers within a window are loaded only if the number of replicas is
+  the same.
+- Each replica gets the mean of the window's gradients over the saved replicas, and its share of the loss weights.
 """
 
 from __future__ import annotations
@@ -54,19 +51,19 @@ RankEntry = dict[str, Any]
 
 @dataclass
 class Resume:
-    """State that a fit continues from, and that its checkpoints need besides weights and optimizers.
+    """State of a fit that its checkpoints need, besides weights and optimizers, for a resume.
 
     Attributes:
         entry: this rank's entry of the checkpoint, until training continues.
         lacks_logged: True if the checkpoint lacks the logged values of the epoch within which the fit continues.
-        cut_epoch: logged values of an epoch that ended early, for a checkpoint.
+        cut_epoch: logged values of an epoch that a limit or Ctrl-C ended early, for a checkpoint.
         validation: random states and metrics at the start of the current validation, or None. A resume repeats the
             validation.
-        batches: the counting of batches on other ranks.
-        counted: maps the number of this rank's micro-batches to that of the run's plan.
-        shares: the ranks' shares in the checkpoint; None: they were equal.
-        window_start: state that the current window's micro-batches change, as it was before them.
-        hook_changes: parameters and parts that hooks have frozen, thawed or switched to eval mode.
+        batches: the plan that counts batches, which may come from a run on other ranks.
+        counted: converts a number of this rank's micro-batches to the count in the run's plan.
+        shares: the ranks' shares of the samples in the checkpoint; None: all shares were equal.
+        window_start: state at the start of the current window, which its micro-batches change.
+        hook_changes: parameters and submodules that hooks have frozen, unfrozen or switched to eval mode.
     """
 
     entry: RankEntry | None = None
@@ -86,7 +83,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class ValidationStart:
-    """State that a validation changes, as it was before."""
+    """Random states and metrics before a validation, which changes them."""
 
     random: dict[str, Any]
     metrics: dict[str, Any]
@@ -97,22 +94,22 @@ class ValidationStart:
 
 @dataclass(frozen=True)
 class SavedRanks:
-    """The ranks of the attempt that saved, grouped into replicas."""
+    """Entries of a checkpoint for each rank that saved it, grouped into replicas."""
 
     parts: Sequence[RankEntry]
     of_rank: tuple[int, ...]
-    """The replica of each rank."""
+    """Replica number of each rank."""
 
     @classmethod
     def read(cls, own: dict[str, Any]) -> SavedRanks:
-        """Read lockstep's part of a checkpoint.
+        """Read the ranks from the checkpoint's entry "lockstep".
 
         Raises:
             ValueError: the replicas do not match the entries.
         """
         parts, of_rank = own["ranks"], own["replicas"]
         if len(of_rank) != len(parts) or set(of_rank) != set(range(max(of_rank, default=-1) + 1)):
-            raise ValueError(f"replicas is {of_rank!r:.50}, of {len(parts)} ranks")
+            raise ValueError(f"'replicas' is {of_rank!r:.50}, but there are {len(parts)} ranks")
         return cls(parts, tuple(of_rank))
 
     @property
@@ -121,27 +118,27 @@ class SavedRanks:
         return max(self.of_rank) + 1
 
     def members(self, replica: int) -> list[int]:
-        """Return the ranks of a replica."""
+        """Return the ranks that belong to a replica."""
         return [rank for rank, its in enumerate(self.of_rank) if its == replica]
 
     @property
     def of_replicas(self) -> list[RankEntry]:
-        """The entry of each replica's first rank, which stands for the whole replica."""
+        """Entry of the first rank in each replica."""
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
-    def knows_logged(self) -> bool:
-        """True if the epoch's logged values were saved; a rank that saved alone had only its own."""
+    def has_logged_values(self) -> bool:
+        """True if the checkpoint has all ranks' logged values. A rank that saved alone has only its own."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
-        """Return the entry that a rank continues from.
+        """Return the entry for a rank of the resumed run, which may have different replicas.
 
         Args:
-            rank: of this attempt.
-            replicas: of this attempt.
-            cuts: True if its engine holds gradients in shards.
-            first_logs: True if only the first rank of each replica weighs losses.
+            rank: rank in the resumed run.
+            replicas: replicas of the resumed run.
+            cuts: True if the engine of the resumed run shards gradients.
+            first_logs: True if only the first rank of each replica weights losses.
         """
         # the same ranks continue from their own entries, to the same bits
         same_form = not self.holds_gradients or cuts == any("sharded" in part for part in self.parts)
@@ -157,7 +154,7 @@ class SavedRanks:
             part["window_start"] = {**joined(_saved(mine, "window_start")), **shared}
         part["data"] = of_all_ranks(self.parts[0].get("data"))
         if self.count == replicas.count:
-            part.update(_those(mine[0], "data", "random", "buffers"))
+            part.update(_select(mine[0], "data", "random", "buffers"))
         if self.holds_gradients:
             part["of others"] = self  # their gradients are joined when shapes are known
             weighs = not first_logs or rank in replicas.first_ranks
@@ -167,14 +164,14 @@ class SavedRanks:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if a window was under way, or optimization was manual."""
+        """True if the checkpoint has gradients: it was saved within a window, or in manual optimization."""
         return any("gradients" in part for part in self.parts)
 
     def mean_gradients(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return whole gradients, the mean over the replicas; a replica without one counts as zeros.
+        """Return unsharded gradients, averaged over the replicas. A missing gradient counts as zeros.
 
         Args:
-            shapes: of the whole parameters.
+            shapes: shapes of the unsharded parameters by name.
         """
         # a checkpoint within a window alone has gradients to put together
         from lockstep.engines.sharded.fully_shard import whole_gradients
@@ -187,7 +184,7 @@ class SavedRanks:
 
 
 def joined(parts: Sequence[RankEntry]) -> RankEntry:
-    """Join what several replicas had logged, for one rank that continues them."""
+    """Merge the logged values and metrics of several saved replicas into one entry."""
     metrics: dict[str, list[Any]] = {}
     for part in parts:
         for name, state in part.get("metrics", {}).items():
@@ -196,33 +193,33 @@ def joined(parts: Sequence[RankEntry]) -> RankEntry:
 
 
 def _saved(parts: Sequence[RankEntry], key: str) -> list[Any]:
-    """Return the values under a key, without None and missing ones."""
+    """Return ``part[key]`` for each part that has the key with a value other than None."""
     return [part[key] for part in parts if part.get(key) is not None]
 
 
 def at_window_start(part: RankEntry, restarts_epoch: bool) -> RankEntry:
-    """Return the entry of a rank that plays the window under way again.
+    """Convert a rank's entry for a resume that repeats the current window.
 
     Args:
         part: the rank's entry.
-        restarts_epoch: the window is the epoch's first, so the epoch restarts, with all that its hooks log.
+        restarts_epoch: True if the window is the first of its epoch, so that the epoch's start hooks run again.
     """
     start = part.get("window_start") or {}
-    found = {**_those(part, "data", "random"), **_those(start, "metrics", "published")}
+    found = {**_select(part, "data", "random"), **_select(start, "metrics", "published")}
     found["buffers_at_start"] = start.get("buffers", {})
-    return found if restarts_epoch else {**found, **_those(start, "results")}
+    return found if restarts_epoch else {**found, **_select(start, "results")}
 
 
-def _those(part: RankEntry, *keys: str) -> RankEntry:
-    """Return a part of a dict: those of the keys that it has."""
+def _select(part: RankEntry, *keys: str) -> RankEntry:
+    """Return a dict with those of ``keys`` that ``part`` has."""
     return {key: part[key] for key in keys if key in part}
 
 
 class RunBatches:
-    """The plan by which one Trainer's fits count their batches.
+    """Plan that one Trainer's fits use to count batches, if they resume with a different number of ranks.
 
     Attributes:
-        saved: the plan of the checkpoint that the fit resumes from, until training continues.
+        saved: plan from the checkpoint that the fit resumes from; None once training continues.
     """
 
     def __init__(self) -> None:
@@ -233,11 +230,11 @@ class RunBatches:
 
     @property
     def planned(self) -> int | None:
-        """The number of ranks of the plan, if it is known."""
+        """Number of ranks in the plan, or None if there is no plan yet."""
         return self._ranks if self.saved is None else self.saved.ranks
 
     def read(self, own: dict[str, Any]) -> None:
-        """Read lockstep's part of a checkpoint that a fit resumes from."""
+        """Read the plan from a checkpoint's entry "lockstep"."""
         self._ranks = self._by_hooks = None
         if own.get("plan") is not None:
             self.saved = BatchPlan.load(own["plan"])
@@ -253,14 +250,14 @@ class RunBatches:
         flexible: bool,
         workers: int | None = None,
     ) -> BatchCounting:
-        """Return how the fit counts its batches.
+        """Return the counting of batches for a fit with these loaders.
 
         Args:
-            config: the fit's.
-            automatic: optimization is automatic.
-            ranks: number of ranks that see samples of their own.
+            config: config of the fit.
+            automatic: True under automatic optimization.
+            ranks: number of ranks that read different samples.
             batches: the ``batch_size`` of each loader.
-            flexible: the loaders can be cut into windows of any size.
+            flexible: True if the loaders can be split into windows of any size.
             workers: number of workers that read a stream.
         """
         if self.saved is None:  # a second fit of a resumed run counts as the first did
@@ -271,7 +268,7 @@ class RunBatches:
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
-        """Set the epoch in which a new feed continues, before that epoch starts."""
+        """Pass the epoch in which training starts or continues to a new feed."""
         epoch = epoch if self.saved is None else self.saved.at.epoch
         feed.prepare(epoch, config.accumulation(epoch))
 
@@ -283,17 +280,17 @@ class RunBatches:
         resumed: dict[str, Any] | None,
         holds: bool = True,
     ) -> dict[str, Any] | None:
-        """Settle the counting when the loaders exist and training is about to continue.
+        """Convert the checkpoint's position to this run's batches, before training continues.
 
         Args:
-            config: the fit's.
-            feed: its loaders.
-            progress: its counters, which are moved to the same place in this rank's count.
-            resumed: this rank's entry of the checkpoint.
+            config: config of the fit.
+            feed: training loaders of the fit.
+            progress: counters of the fit, which are converted in place.
+            resumed: this rank's entry of the checkpoint, or None.
             holds: True if engine and optimizers can continue with the gradients of the current window.
 
         Returns:
-            the part of the entry that still applies.
+            the entry, without what does not apply because the current window is repeated.
         """
         saved, self.saved = self.saved, None
         found = feed.counting
@@ -308,8 +305,8 @@ class RunBatches:
         other_order = saved.at.rows > 0 and saved.by_process not in (None, feed.by_process)
         if is_within_epoch and not has_warned and config.order == "torch" and other_order:
             rank_zero_warn(
-                'Trainer(order="torch"): one process draws another permutation than several, so in the rest of this '
-                "epoch some samples may be seen twice and some never."
+                'Trainer(order="torch"): one process draws a different permutation from several processes, so in the '
+                "rest of this epoch some samples may be seen twice and some never."
             )
         found.tell()
         inside = progress.batch > saved.at.number and not progress.last
@@ -323,25 +320,25 @@ class RunBatches:
         progress.validated = progress.validated * row_before // row_now
         return at_window_start(resumed, number is None) if again else resumed
 
-    def as_hooks_left_it(self, config: RunConfig) -> RunConfig:
-        """Return the config with the accumulation that hooks had set, which do not run again."""
+    def restore_hook_flags(self, config: RunConfig) -> RunConfig:
+        """Return the config with the accumulation that hooks set before the checkpoint; they do not run again."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 
-    def state_dict(self, config: RunConfig, feed: Feed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
-        """Return the plan and its position for a checkpoint.
+    def state_dict(self, config: RunConfig, feed: Feed | None, progress: Progress, done: int) -> dict[str, Any] | None:
+        """Return the plan and the position in it, for a checkpoint.
 
         Args:
-            config: the fit's, as hooks have left it.
-            feed: the training loaders; None before they exist.
-            progress: the fit's.
-            begun: number of batches of the current window.
+            config: config of the fit, with changes by hooks.
+            feed: training loaders; None before they exist.
+            progress: counters of the fit.
+            done: number of finished batches in the current window.
         """
         if feed is None:
             return None
         found, at = feed.counting, ResumePoint(progress.epoch, 0, 0)
         if progress.phase != EPOCH_START:
-            at = feed.reached(progress.batch - begun)
+            at = feed.reached(progress.batch - done)
         point = found.resumed_at
         before = point if point is not None and point.epoch == progress.epoch else None
         plan = BatchPlan(
@@ -356,16 +353,16 @@ class RunBatches:
 
 Flags = Mapping[str, bool]
 ModuleFlags = dict[str, Flags]
-"""Flags of a module by name: "trained" for parameters, "training" for the mode of parts."""
+"""Flags by name: "trained" (``requires_grad`` of parameters) and "training" (mode of submodules)."""
 
 
 class HookChanges:
-    """Parameters that were frozen or thawed, and parts that changed their mode, since training started.
+    """Changes of ``requires_grad`` and of train or eval mode that hooks made since training started.
 
-    A hook that does so at the start of an epoch does not run again in a fit that resumes within that epoch or later.
+    A checkpoint saves them, because a hook at the start of an epoch does not run again after a resume within the epoch.
 
     Attributes:
-        outside: the mode of each part before the current evaluation; None outside of evaluations.
+        outside: the mode of each submodule before the current evaluation; None outside of evaluations.
     """
 
     def __init__(self) -> None:
@@ -375,7 +372,7 @@ class HookChanges:
         self._saved: ModuleFlags = {}
 
     def load(self, saved: ModuleFlags) -> None:
-        """Read changes from a checkpoint, for :meth:`begin`.
+        """Load changes from a checkpoint; :meth:`begin` applies them.
 
         Raises:
             TypeError: a value is not a bool.
@@ -386,7 +383,7 @@ class HookChanges:
         self._saved = saved
 
     def begin(self, strategy: Strategy, module: LightningModule) -> None:
-        """Note the flags after ``on_train_start``, and apply the changes of the checkpoint."""
+        """Record the flags after ``on_train_start``, and apply the changes from the checkpoint."""
         self._at_start = self._flags_of(module)
         parameters, parts = strategy.named_parameters(), dict(module.named_modules())
         for name, needed in self._saved.get("trained", {}).items():
@@ -397,11 +394,11 @@ class HookChanges:
                 parts[name].training = training
 
     def end(self, module: LightningModule) -> None:
-        """Note the flags after the last epoch."""
+        """Record the flags after the last epoch."""
         self._at_end = self._flags_of(module)
 
     def state_dict(self, module: LightningModule) -> ModuleFlags:
-        """Return the changes by name; empty if there are none."""
+        """Return the changed flags by name; an empty dict if nothing changed."""
         if self._at_start is None:
             return self._saved
         now = self._at_end or self._flags_of(module)
@@ -409,19 +406,19 @@ class HookChanges:
         return dict(changes) if any(changes.values()) else {}
 
     def _flags_of(self, module: LightningModule) -> ModuleFlags:
-        """Return the current flags; toggled parameters of manual optimization count as before the toggle."""
+        """Return the current flags. Parameters under ``toggle_optimizer`` count as before the toggle."""
         toggled = module._toggled
         trained = {plain_name(n): toggled.get(p, p.requires_grad) for n, p in module.named_parameters()}
         return {"trained": trained, "training": self.outside or modes_of(module)}
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
-    """Return the training mode of each part of a module by name."""
+    """Return ``training`` of each submodule by name."""
     return {name: part.training for name, part in module.named_modules()}
 
 
 def _changed(before: Flags, now: Flags) -> dict[str, bool]:
-    """Return the flags that differ from before."""
+    """Return the flags in ``now`` that differ from ``before``."""
     return {name: value for name, value in now.items() if before.get(name, value) is not value}
 
 
@@ -429,12 +426,12 @@ def _changed(before: Flags, now: Flags) -> dict[str, bool]:
 
 
 def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
-    """Warn if the loaders of a continued epoch give the samples in another order; return True if they do."""
+    """Warn and return True if the loaders of a resumed epoch give samples in a different order from before."""
     now, before = feed.orders, saved.orders
     if before is None:
         return False
     if len(now) != len(before):
-        _warn_of_change("There are", f"{len(now)} training loaders, before {len(before)}")
+        _warn_of_change("There are", f"{len(now)} training loaders, but there were {len(before)}")
         return True
     has_warned = False
     for number, (order, old) in enumerate(zip(now, before, strict=True)):

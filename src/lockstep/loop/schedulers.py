@@ -1,4 +1,4 @@
-"""The learning rate schedulers of a fit, and when they are stepped."""
+"""Schedulers, which steps a fit's learning rate schedulers at the right times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lockstep.module import LightningModule
 
 
 class Schedulers:
-    """Steps the schedulers of a fit; under manual optimization the user does.
+    """Steps the learning rate schedulers of a fit. Under manual optimization the user steps them.
 
     Attributes:
-        by_step: schedulers that are stepped after updates.
+        by_step: schedulers with the interval "step".
         own_step: True if the module overrides ``lr_scheduler_step``.
         module: the module of the fit.
-        by_metric: schedulers that watch a metric, by the interval at which they are stepped.
+        by_metric: schedulers that monitor a metric, by their interval.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,7 +32,7 @@ class Schedulers:
         self.use(session.strategy.lr_scheduler_configs)
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:
-        """Use these schedulers from now on."""
+        """Replace the schedulers."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
         if self._session.module.automatic_optimization:  # otherwise the user steps them
             for config in configs:
@@ -41,11 +41,11 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step schedulers after an update; ``count`` is the number of micro-batches."""
+        """Step schedulers with the interval "step"; ``count`` micro-batches of the epoch are finished."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:
-        """Step schedulers after the last update of the epoch."""
+        """Step schedulers with the interval "epoch", after the epoch's last update."""
         self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
 
     def _step_all(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
@@ -66,7 +66,7 @@ class Schedulers:
             raise MisconfigurationException(message) from error
 
     def watch_metric(self, interval: str, count: int) -> None:
-        """Step the schedulers that watch a metric, after the validation that may have logged it."""
+        """Step the schedulers that monitor a metric, after the validation that may have logged the metric."""
         session = self._session
         due = [config for config in self.by_metric[interval] if count % config.frequency == 0]
         if due and session.world_size > 1 and interval == "step":  # all ranks must step by the same number
@@ -84,10 +84,10 @@ class Schedulers:
                 why = session.lacks_metrics
                 if why is None:
                     raise MisconfigurationException(f"{message}Log it, or set strict=False in the scheduler's dict.")
-                rank_zero_warn(f"{message}{why}: it is not stepped.")
+                rank_zero_warn(f"{message}{why}, so the scheduler is not stepped.")
             else:
                 warn_once(
-                    f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.",
+                    f"The lr scheduler's metric {config.monitor!r} was not logged, so the scheduler is not stepped.",
                     category=RuntimeWarning,
                 )
 

@@ -1,4 +1,4 @@
-"""The session: one typed object for all parts of a run. Set-up fills it, loops work on it, the Trainer owns it."""
+"""Session: one typed object with all parts of a run. The Trainer owns it, set-up fills it, loops use it."""
 
 from __future__ import annotations
 
@@ -56,36 +56,36 @@ STAGE_OF = {
 
 
 class FitSignals(Protocol):
-    """Requests to a fit from outside; implemented by `lockstep.loop.signals.Signals`."""
+    """Interface for handling signals in a fit; implemented by `lockstep.loop.signals.Signals`."""
 
     requested: int
-    """The signal that was received, or -1 if the run is to be saved; 0: nothing."""
+    """Number of the received signal, -1 if a save is due, or 0."""
 
     def request(self) -> None:
-        """Request the flags of this rank's signal."""
+        """Raise this rank's flags for a received signal, so that all ranks agree on it."""
 
     def act(self) -> None:
-        """Do what was requested. Collective."""
+        """Handle the signal or save that was requested. Collective."""
 
     def epoch_ended(self) -> None:
-        """Note the end of an epoch."""
+        """Request a save at the end of an epoch if the run needs one."""
 
 
 @dataclass
 class FitState:
-    """State of a fit from which its checkpoints are made.
+    """State of a fit that its checkpoints save.
 
     Attributes:
         progress: the counters.
-        feed: the training loaders as this rank draws from them; None before they are requested.
-        given: the training loaders as the user made them.
-        requested_for: the epoch for which they were requested, if they are reloaded.
+        feed: gives this rank its training batches; None before the loaders are requested.
+        given: the training loaders as the user passed or returned them.
+        requested_for: the epoch for which the loaders were requested, if they are reloaded.
         results: values logged in training.
         weights: the sum of the "weight" that ``training_step`` returned in the current window.
         uneven_targets: True if the samples of the first batch have different numbers of labels.
-        resume: state that the fit continues from, and that a checkpoint needs for that.
-        finite: searches for losses, gradients and weights that are not finite.
-        started: start of this attempt of the fit, on the clock of ``time.monotonic``.
+        resume: further state that a resume needs.
+        finite: detects losses, gradients and weights that are not finite.
+        started: start time of this attempt of the fit (``time.monotonic``).
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -103,19 +103,19 @@ class FitState:
         return kept(self, "feed", "results")
 
     def seconds(self) -> float:
-        """Time spent in this fit, its earlier attempts included."""
+        """Seconds spent in this fit, including earlier attempts."""
         return self.progress.seconds + time.monotonic() - self.started
 
     @property
     def loaded(self) -> Feed:
-        """:attr:`feed`, once training has started."""
+        """:attr:`feed`, which must exist."""
         assert self.feed is not None, "the training loaders have not been requested"
         return self.feed
 
 
 @dataclass
 class RunLoaders:
-    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
+    """Loaders of one Trainer call, by stage ("train", "val", "test", "predict").
 
     Attributes:
         given: the loaders that were passed to the call.
@@ -131,7 +131,7 @@ class RunLoaders:
         return kept(self)
 
     def hook(self, stage: str) -> Callable[[], Any] | None:
-        """Return the hook that returns a stage's loaders; None if they were passed, or there are none."""
+        """Return the hook that creates a stage's loaders; None if loaders were passed or no hook is defined."""
         name, hook = f"{stage}_dataloader", None
         # as in Lightning: arguments before the data module, and that before the module
         if self.given.get(stage) is not None:
@@ -143,20 +143,20 @@ class RunLoaders:
         return hook
 
     def check_reload(self, every: int) -> None:
-        """Warn if loaders are to be reloaded but were passed as objects."""
+        """Warn if loaders should be reloaded but were passed as objects."""
         given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
         if every and given:
             rank_zero_warn(
                 f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
-                "which cannot be made again. Define the loader hooks in the module or in a data module."
+                "which cannot be created again. Define the loader hooks in the module or in a data module."
             )
 
     def defined(self, stage: str) -> bool:
-        """Return True if there is a loader for this stage."""
+        """Return True if loaders were passed or a hook is defined for this stage."""
         return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
-        """Return the loader or loaders of this stage; None if there are none."""
+        """Return the passed loaders of a stage, or call its hook; None without either."""
         hook = self.hook(stage)
         return self.given.get(stage) if hook is None else hook()
 
@@ -165,27 +165,27 @@ class RunLoaders:
 class Session:
     """Parts, counters and flags of a run.
 
-    The Trainer's constructor makes it. `lockstep.loop.call` sets the attributes of the second half in each call; they
-    do not exist before the first one.
+    The Trainer's constructor creates it. `lockstep.loop.call` assigns the attributes in the second half in each call;
+    they do not exist before the first call.
 
     Attributes:
-        trainer: the Trainer, as argument of the user's hooks.
-        connect: determines the rank of this process, and sets the module's Trainer; the first step of set-up.
+        trainer: the Trainer, which is passed to the user's hooks.
+        connect: the first step of set-up; determines this process's rank and assigns the module's Trainer.
         cluster: the user's cluster plugin.
-        base_callbacks: the Trainer's own; ``callbacks`` has those of the module too. Users may change the list.
-        shown: ``callbacks`` as set-up made it.
-        watched: closed when the loop of the call has ended.
+        base_callbacks: the Trainer's callbacks; ``callbacks`` also has those of the module. Users may change the list.
+        callbacks_at_setup: copy of ``callbacks`` after set-up, to detect changes by users.
+        loop_exit: closed when the loop of the call has ended.
         ckpt_path: the checkpoint that the call continues from.
         should_stop: True if this rank requests the end of the fit.
         interruption: "Ctrl-C" or "SIGTERM" if one has ended the call.
         is_padding: True if the current batch replaces samples that this rank does not have.
-        signals: of the running fit; None in an evaluation and in a trial of the Tuner.
+        signals: signal handling of the running fit; None in an evaluation and in a trial of the Tuner.
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
-        base: the weights that were frozen at the start.
-        activations: memory of the tensors that a forward of this fit keeps, once the first one has been counted.
-        used: the uses of memory at the end of the last fit.
+        base: record of the weights that were frozen at the start.
+        activations: memory of activations, measured in the first forward of a fit.
+        memory_at_end: memory use by kind at the end of the last fit.
         chooses: True if a plan may replace this strategy when a fit starts.
-        inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
+        inner: session of a Tuner's trial that runs inside this call, so that Ctrl-C reaches it.
         has_returned: True if the last call ran in other processes and its weights were returned to this one.
     """
 
@@ -198,7 +198,7 @@ class Session:
     loggers: list[Logger]
     base_callbacks: list[Callback]
     callbacks: list[Callback]
-    shown: list[Callback] = field(init=False)
+    callbacks_at_setup: list[Callback] = field(init=False)
 
     state: TrainerState = field(default_factory=TrainerState)
     datamodule: LightningDataModule | None = None
@@ -214,11 +214,11 @@ class Session:
     is_padding: bool = False
     signals: FitSignals | None = None
     activations: Activations | None = None
-    used: MemoryUse | None = None
+    memory_at_end: MemoryUse | None = None
     chooses: bool = False
     inner: Session | None = None
     has_returned: bool = False
-    watched: ExitStack | None = None
+    loop_exit: ExitStack | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -230,7 +230,7 @@ class Session:
     not_finite_flag: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shown = [*self.callbacks]
+        self.callbacks_at_setup = [*self.callbacks]
 
     @property
     def world_size(self) -> int:
@@ -244,7 +244,7 @@ class Session:
 
     @property
     def drawn_seed(self) -> int:
-        """:attr:`seed`, where set-up has drawn one."""
+        """:attr:`seed`, which set-up has assigned."""
         assert self.seed is not None
         return self.seed
 
@@ -255,29 +255,29 @@ class Session:
 
     @property
     def places_first(self) -> bool:
-        """True if the module is placed before a checkpoint is read."""
+        """True if the module moves to its device before a checkpoint is read."""
         # values of `load_pretrained` are set when the module is placed: later, they would replace the checkpoint's
         return self.strategy.places_first or is_planned(self.module)
 
     def has(self, name: str) -> bool:
-        """Return True if set-up has filled an attribute, for example "hooks"."""
+        """Return True if set-up has assigned the attribute ``name``, for example "hooks"."""
         return name in vars(self)
 
     def begin(self, fn: TrainerFn) -> None:
-        """Reset what belongs to the previous call."""
+        """Start a call: reset the attributes that belong to the previous one."""
         self.state.fn, self.interruption = fn, None
         self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
             vars(self).pop(name, None)
 
     def branch(self, **changes: object) -> Session:
-        """Make another session with the parts of this one, some replaced."""
+        """Return a shallow copy of the session with some attributes replaced."""
         made = object.__new__(Session)  # `__init__` would make new counters
         vars(made).update(vars(self), **changes)
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """End the call, and a trial inside it, at the next boundary; None withdraws the interruption."""
+        """Request the end of the call, and of a trial inside it, at the next boundary. None cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:
@@ -288,37 +288,37 @@ class Session:
         apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, here or in another process. The rest belongs to this process or the running call."""
-        bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "watched")
+        """Return the attributes for a copy or for another process; the others belong to the running call."""
+        bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "loop_exit")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
 
     def keep_callbacks(self) -> None:
-        """Adopt the user's changes of the list of callbacks, before a call: they are the Trainer's from now on."""
+        """Apply the user's changes to ``trainer.callbacks`` to the Trainer's own callbacks, before a call."""
         # by identity, since a user's callback may define `__eq__`
-        shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
+        shown, now = [*map(id, self.callbacks_at_setup)], [*map(id, self.callbacks)]
         if shown == now:
             return
         kept = [callback for callback in self.base_callbacks if id(callback) in now or id(callback) not in shown]
         known = {*shown, *map(id, kept)}
         self.base_callbacks = [*kept, *(callback for callback in self.callbacks if id(callback) not in known)]
         check_callbacks("trainer.callbacks", self.base_callbacks)
-        self.callbacks, self.shown = self.base_callbacks, [*self.base_callbacks]
+        self.callbacks, self.callbacks_at_setup = self.base_callbacks, [*self.base_callbacks]
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """The callbacks that write checkpoints."""
+        """Callbacks that write checkpoints."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """The EarlyStopping callbacks."""
+        """EarlyStopping callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar(self) -> ProgressBar | None:
-        """The progress bar."""
+        """First progress bar among the callbacks, or None."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -328,7 +328,7 @@ class Session:
             (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
 
     def report(self, text: str) -> None:
-        """Log one of the messages of every fit, on rank 0: its start, its memory, the reason of its end."""
+        """Log a line about a fit (start, memory use, reason of the end) on rank 0, at level INFO or DEBUG."""
         if self.is_global_zero:
             bar = self.progress_bar
             summary = any(isinstance(callback, ModelSummary) for callback in self.callbacks)
@@ -346,14 +346,14 @@ class Session:
         """Send values to the loggers.
 
         Args:
-            metrics: a value named "step" replaces ``step``.
+            metrics: values by name; a value named "step" replaces ``step``.
             step: x axis; None: the number of finished windows.
-            with_epoch: add the epoch.
-            also: numbers of its losses that wait on the device are read by the same copy.
+            with_epoch: add the epoch as a value.
+            also: watch whose unchecked losses are copied from the device together with the values.
         """
         if not self.loggers:
             return
-        others = [] if also is None else also.to_read()
+        others = [] if also is None else also.numbers_to_read()
         numbers = floats([*metrics.values(), *others])
         scalars = dict(zip(metrics, numbers, strict=False))
         if also is not None and others:
@@ -367,7 +367,7 @@ class Session:
             logger.save()
 
     def record(self) -> None:
-        """Write what was logged so far to the folder of a search's trial, if there is one. On rank 0."""
+        """Write the logged values to the trial's folder, if the run is a trial of a search. Rank 0 only."""
         folder = trial_folder()
         if folder is None or not self.is_global_zero or not self.published.callback:
             return
@@ -379,62 +379,64 @@ class Session:
     # -- logged values -------------------------------------------------------------------------------------
 
     def collect_in(self, results: LogCollector) -> LogCollector:
-        """Set the collector of logged values; return the previous one."""
+        """Replace the collector of logged values; return the previous collector."""
         before, self.results = self.results, results
         self.hooks.results = results
         return before
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of everything that was logged: of all ranks, or of this one until it is reduced."""
+        """Return the newest value of each logged name: this rank's value until it is reduced over the ranks."""
         self.show_logged("callback")
         return self.published.callback
 
     def show_logged(self, to: str) -> None:
-        """Publish what this rank has logged so far: among batches the values of steps, in hooks of an epoch its means.
+        """Publish values that this rank has logged: step values while batches run, epoch values otherwise.
 
         Args:
-            to: the dict of `LoggedMetrics` that is read; the others do not change.
+            to: the attribute of `LoggedMetrics` to update; the others do not change.
         """
         if self.state.stage is None or not self.has("results"):
             return
         if not self.results.among_batches:
             self.published.preview(self.results.epoch_so_far(), to=(to,))
         elif to != "callback" or self.state.stage is RunningStage.TRAINING:
-            values = self.results.step_values(self.results.shown, for_bar=to == "progress_bar")
+            values = self.results.step_values(self.results.shown_until, for_bar=to == "progress_bar")
             self.published.publish(values, to=(to,))
 
     def share_step_values(self) -> None:
-        """Publish the newest values of single steps, reduced over the ranks, for a decision by them. Collective."""
+        """Publish the last step values, reduced over the ranks, because a decision depends on them. Collective."""
         results = self.fit.results
         assert results is not None
-        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
-        results.shown = max(results.shown, results.micro_batch - 1)  # the current batch may log more
+        self.published.publish(
+            results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown_until)
+        )
+        results.shown_until = max(results.shown_until, results.micro_batch - 1)  # the current batch may log more
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Reason why metrics of this epoch may be missing through no fault of the user. Identical on all ranks."""
+        """Reason why this epoch's metrics may be missing although the user logs them, or None; same on all ranks."""
         if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
         if self.fit.resume.lacks_logged:
-            return "The run resumed within an epoch, and the checkpoint does not hold what was logged in it"
+            return "The run resumed within an epoch, but the checkpoint does not have the values logged in that epoch"
         return None
 
     # -- stopping ------------------------------------------------------------------------------------------
 
     @property
     def stop_requested(self) -> bool:
-        """True if a rank has requested the end of the fit and all ranks have agreed."""
+        """True if the ranks have agreed that one of them requested a stop."""
         return self.should_stop if self.world_size == 1 else self.agreement.is_up(self.stop_flag)
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C or a signal ends the fit and all ranks have agreed."""
+        """True if the ranks have agreed that Ctrl-C or a signal ends the fit."""
         if self.world_size == 1:
             return self.interruption is not None
         return self.agreement.is_up(self.interrupt_flag)
 
     def request_stop(self) -> None:
-        """Request the flags of this rank's stop, signal and interruption."""
+        """Raise this rank's flags for a requested stop, a received signal and an interruption."""
         if self.signals is not None and self.signals.requested:
             self.signals.request()
         if self.should_stop:
@@ -443,15 +445,15 @@ class Session:
             self.agreement.request(self.interrupt_flag)
 
     def agree_on_stop(self) -> None:
-        """Agree at a boundary on whether a rank has set ``should_stop``. Collective."""
+        """Exchange at the end of a window whether any rank has ``should_stop`` set. Collective."""
         # a flag that is up is the same on all ranks, so all skip the message together
         if not self.agreement.is_up(self.stop_flag):
             self.request_stop()
             self.agreement.now(self.stop_flag)
 
-    @does("asking who wants to stop")
+    @does("agreeing on a stop")
     def agree_on_ending(self) -> None:
-        """Agree between windows on whether a rank has requested a stop, or was interrupted. Collective."""
+        """Exchange between windows whether any rank requested a stop or was interrupted. Collective."""
         if self.world_size > 1:
             self.request_stop()
             self.agreement.now(self.stop_flag)

@@ -1,4 +1,4 @@
-"""Signals to a fit, and saves of a run that may be restarted: all ranks agree, and act at the same boundary."""
+"""Handling of SIGTERM and SLURM's signals in a fit, and periodic saves of runs that may be restarted."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ TERMINATED = "SIGTERM"
 """Value of ``trainer.interruption`` after SIGTERM."""
 
 AGAIN = 1.0
-"""Seconds after which a second SIGTERM is a new one: schedulers send it twice within milliseconds."""
+"""Seconds after which a second SIGTERM counts as a new signal. Schedulers send it twice within milliseconds."""
 
 DUE = -1
-"""Replaces a signal's number: the run is to be saved, and continues."""
+"""Value in place of a signal's number: save the run and continue."""
 
 OFTEN = 600.0
-"""Seconds between saves of a run that may be restarted and that no callback saves."""
+"""Seconds between saves of a run that may be restarted, if no callback saves checkpoints."""
 
 
 @contextmanager
-def undisturbed(session: Session) -> Iterator[None]:
-    """Ignore the signals for a requeue during an evaluation, which has nothing to save."""
+def ignore_requeue_signals(session: Session) -> Iterator[None]:
+    """Ignore SLURM's requeue signals during an evaluation, which has nothing to save."""
     job = attempts_here(session.config.default_root_dir, session.cluster)
     with handling(() if job is None else job.asks, lambda number: None):
         yield
 
 
 _fits = itertools.count(1)
-"""Numbers of the fits of this process: in the job's next attempt each continues from its own checkpoint."""
+"""Numbers the fits of this process, so that each one continues from its own checkpoint in the next attempt."""
 
 
 class Signals:
-    """The signals of one fit.
+    """Handles signals for one fit, and saves runs that may be restarted.
 
     A handler only records the signal. The ranks agree on it with the other flags (`lockstep.ground.agreement`), and act
     at the same boundary:
@@ -62,11 +62,11 @@ class Signals:
       callback saves it, it is also saved at the end of every epoch and every ten minutes.
 
     Args:
-        session: before its fit.
+        session: session before its fit.
 
     Attributes:
-        ending: result of this fit in an earlier attempt, if it has ended there; it is not run again.
-        goes_on: True if it continues from a checkpoint of an earlier attempt at a run of ``lockstep run``.
+        ending: result of this fit if it ended in an earlier attempt; then it does not run again.
+        is_later_attempt: True if the fit continues from a checkpoint of an earlier attempt under ``lockstep run``.
     """
 
     def __init__(self, session: Session) -> None:
@@ -78,7 +78,7 @@ class Signals:
         self.requested = 0
         self.failing = False
         self.ending: dict[str, Any] | None = None
-        self.goes_on = False
+        self.is_later_attempt = False
         self._unhandled = 0  # the last signal that has not been handled
         self._keeps = False
         self._clock: threading.Timer | None = None
@@ -86,8 +86,8 @@ class Signals:
         self._at = 0.0
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Handle signals while the fit runs. A SIGTERM after its last boundary is sent again at the end."""
+    def handle(self) -> Iterator[None]:
+        """Handle signals in the ``with`` block. A SIGTERM after the fit's last boundary is sent again at its end."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
@@ -100,7 +100,7 @@ class Signals:
             send_again(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
-        """Record a signal, in its handler: nothing that waits or writes is safe here."""
+        """Record a signal. Runs in the signal handler, where waiting and writing are not safe."""
         if number == signal.SIGTERM:
             self.session.received_sigterm = True
             waits = self.job is not None and self.job.requeues
@@ -113,7 +113,7 @@ class Signals:
             self._unhandled = self.requested = number
 
     def _due(self) -> None:
-        """Request a save, from any thread."""
+        """Request a save. May be called from any thread."""
         if self.requested == 0:
             self.requested = DUE
             if self._unhandled:  # a signal has arrived between these lines
@@ -122,14 +122,14 @@ class Signals:
     # -- before the loop -----------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        """Register a flag of the run's agreement; its ranks are connected."""
+        """Register the flag for signals and start the clock for saves, after the rendezvous."""
         session = self.session
         self._flag = session.agreement.register("signal")
         self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, session.callbacks))
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        """Start the time to the next save, on rank 0."""
+        """Restart the time until the next save, on rank 0."""
         if self._clock is not None:
             self._clock.cancel()
         if self._keeps and self.session.is_global_zero:
@@ -138,9 +138,9 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """Return on rank 0 the newest checkpoint of an earlier attempt at this run, or else the script's.
+        """Return the newest checkpoint of an earlier attempt at this run, or the script's ``ckpt_path``. Rank 0 only.
 
-        Collective in a run of ``lockstep run``.
+        Collective under ``lockstep run``.
         """
         job, strategy = self.job, self.session.strategy
         if job is None:
@@ -153,32 +153,32 @@ class Signals:
             strategy.checkpoints.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
             path = job.newest(self.call)
         if job.agent:
-            claim, self.goes_on = strategy.broadcast((job.claim(), path is not None))
+            claim, self.is_later_attempt = strategy.broadcast((job.claim(), path is not None))
             job.join(claim)
         if path is not None:
             rank_zero_info(f"{job}: the fit continues from {path}")
         return asked if path is None else path
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load the result of this fit, if it has ended in an earlier attempt."""
-        ended = checkpoint.get(state.OWN, {}).get("ended") if self.goes_on else None
+        """Load the result of this fit if it ended in an earlier attempt."""
+        ended = checkpoint.get(state.OWN, {}).get("ended") if self.is_later_attempt else None
         if ended is not None:
-            rank_zero_info(f"{self.job}: the fit has ended there, and is not run again")
+            rank_zero_info(f"{self.job}: this fit ended in an earlier attempt, so it is not run again")
             self.ending = ended["result"]
             load_weights(self.session, ended["weights"])
 
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """Request two flags: the fit is interrupted, and a signal has done it."""
+        """Raise this rank's flags for an interruption and for a signal."""
         session = self.session
         session.agreement.request(self._flag)
         session.agreement.request(session.interrupt_flag)
 
     def act(self) -> None:
-        """Handle the signal, if it was one; return if the fit continues or is to end in order.
+        """Handle the signals that the ranks received: save, requeue, or request the end of the fit.
 
-        Collective if the fit is interrupted on all ranks.
+        Returns without effect after Ctrl-C. Collective if the ranks have agreed on the interruption.
         """
         session, job = self.session, self.job
         if session.world_size > 1 and not session.agreement.now(self._flag):
@@ -193,7 +193,7 @@ class Signals:
             self._save(job)
             self._restart_clock()
         elif job is not None and job.saves and number:
-            number = self._save_and_leave(job, number)
+            number = self._save_and_requeue(job, number)
         self.requested = self._unhandled = 0
         if number == signal.SIGTERM:
             session.interruption, session.should_stop = TERMINATED, True
@@ -206,19 +206,19 @@ class Signals:
         for logger in self.session.loggers:
             logger.save()
 
-    def _save_and_leave(self, job: Attempts, number: int) -> int:
-        """Save, and wait for the end if the job is requeued; return the signal, or 0 if the run continues."""
+    def _save_and_requeue(self, job: Attempts, number: int) -> int:
+        """Save, requeue the job and wait for its end; return the signal, or 0 if SLURM refused the requeue."""
         name = signal.Signals(number).name
         rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
         self._save(job)
-        refused = self._leave(job, number) if job.requeues else None
+        refused = self._requeue_and_wait(job, number) if job.requeues else None
         if refused is None:
             return number
-        rank_zero_warn(f"{name}: the run is saved and continues, since the job was not requeued: {refused}")
+        rank_zero_warn(f"{name}: the run is saved and continues, because the job was not requeued: {refused}")
         return 0
 
-    def _leave(self, job: Attempts, number: int) -> str | None:
-        """Requeue the job and wait for its end; return the reason if it was not requeued, None if no end came."""
+    def _requeue_and_wait(self, job: Attempts, number: int) -> str | None:
+        """Requeue the job and wait for its end; return SLURM's reason if it refused, None if the end did not come."""
         # SLURM's SIGTERM may arrive before scontrol returns, and has to end ranks that wait for rank 0, too
         with by_default(signal.SIGTERM):
             refused = ""
@@ -235,14 +235,14 @@ class Signals:
             return None
 
     def epoch_ended(self) -> None:
-        """Request a save at the end of an epoch, if no callback saves the run."""
+        """Request a save at the end of an epoch if no callback saves the run."""
         if self._keeps:
             self._due()
 
     # -- after the loop ------------------------------------------------------------------------------------
 
-    def ended(self, result: dict[str, Any]) -> None:
-        """Save the result of a fit that has ended, so that no later attempt runs it again. Collective."""
+    def save_result(self, result: dict[str, Any]) -> None:
+        """Save the result of a finished fit, so that a later attempt does not repeat the fit. Collective."""
         job = self.job
         if job is None or not job.is_kept or self.ending is not None:
             return
@@ -257,14 +257,14 @@ class Signals:
         self._save(job, add)
         session.strategy.checkpoints.after_saving = None  # later checkpoints of the script are not the loop's
 
-    def done(self) -> None:
-        """Record that the fit has ended."""
+    def record_end(self) -> None:
+        """Record in the job's files that the fit has ended."""
         if self.job is not None and self.session.is_global_zero:
             self.job.done(self.call)
 
 
 def _saves(callback: Callback) -> bool:
-    """Return True if a callback writes checkpoints, from which a fit can resume, while training goes well."""
+    """Return True if a callback regularly writes checkpoints from which a fit can resume."""
     if not isinstance(callback, Checkpoint) or isinstance(callback, OnExceptionCheckpoint):
         return False
     kept = getattr(callback, "save_top_k", -1) != 0 or getattr(callback, "save_last", None)

@@ -1,4 +1,4 @@
-"""Results of a run in spawned or forked processes, for the calling process."""
+"""Transfer of results from spawned or forked processes to the calling process."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _TORCH_OWN = ("_parameters", "_buffers", "_modules", "_trainer", "training")
 
 
 _parents: list[Any] = []
-"""In a forked rank: attributes of its parent's objects, such as files and threads, which must not be finalized here."""
+"""In a forked process: the parent's files, threads and the like, kept alive so that they are not finalized here."""
 
 
 @dataclass
 class SpawnResults:
-    """The results of a call on rank 0, in the form in which they are sent back.
+    """Results of a call on rank 0, in a form that can be sent to the calling process.
 
     Attributes:
-        returned: result of the loop.
+        returned: the loop's return value.
         grown: layers, parameters and buffers that the call added to the module (in ``setup``, in ``configure_model``)
             or changed; None if the ranks have only parts of them.
-        weights: the module's state dict, whole and on the CPU.
+        weights: the module's unsharded state dict, on the CPU.
         attributes: the module's other attributes.
         callbacks: the callbacks, in the Trainer's order; for one that cannot be pickled, its attributes that can.
         progress: counters of the fit.
@@ -65,7 +65,7 @@ class SpawnResults:
 
 
 def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
-    """Run a loop of a rank's Trainer, and pack the results for the calling process."""
+    """Run a loop in a spawned or forked process, and collect the results for the calling process."""
     before = _build(session.module)
     returned = loop.run(*args)
     strategy = session.strategy
@@ -97,7 +97,7 @@ def _is_torchs(attribute: str) -> bool:
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
-    """Return by attribute the names and classes of layers, and the names and shapes of parameters and buffers."""
+    """Describe layers (class) and parameters and buffers (shape), grouped by the module's attribute."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
     tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
@@ -107,10 +107,10 @@ def _build(module: nn.Module) -> dict[str, list[str]]:
 
 
 def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
-    """Merge the predictions of all ranks in the order of the loader, whose batches were dealt in turn.
+    """Merge the ranks' predictions in the order of the loader, whose batches were distributed round-robin.
 
     Args:
-        parts: each rank's list: an entry for each batch, or a list of entries for each loader.
+        parts: list of each rank, with an entry for each batch, or a list of entries for each loader.
         several: True if there are several loaders.
 
     Example:
@@ -125,9 +125,9 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
 
 
 def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
-    """Return the function that forked copies of this process call instead of :func:`call`.
+    """Return the function that forked processes call instead of :func:`call`.
 
-    In the copy, the Trainer and its parts drop what is bound to this process, as if they had been pickled.
+    It resets what belongs to the parent process in the Trainer and its parts, as pickling would.
     """
     if session.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
         import torch._dynamo  # noqa: F401
@@ -138,7 +138,7 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
     plain = getattr(object, "__getstate__", None)
     states = [(part, part.__getstate__()) for part in parts if getattr(type(part), "__getstate__", None) is not plain]
 
-    def call_there(session: Session, loop: Loop, *args: Any) -> SpawnResults:
+    def call_in_fork(session: Session, loop: Loop, *args: Any) -> SpawnResults:
         for part, state in states:
             _parents.append(dict(vars(part)))  # their finalizers would close the parent's files
             getattr(part, "__setstate__", vars(part).update)(state)
@@ -151,11 +151,11 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
         results.callbacks = [c if _can_be_sent(c) else _portable(vars(c)) for c in results.callbacks]
         return results
 
-    return call_there
+    return call_in_fork
 
 
 def take_over(session: Session, results: SpawnResults) -> Any:
-    """Apply the results in the calling process, as if the loop had run here; return the loop's result."""
+    """Apply the results to the calling process's module, callbacks and Trainer; return the loop's return value."""
     module = session.module
     if results.grown is None and results.weights.keys() - module.state_dict().keys():
         _make_layers(session)
@@ -176,8 +176,8 @@ def take_over(session: Session, results: SpawnResults) -> Any:
     return results.returned
 
 
-def session_here(session: Session) -> Session:
-    """Return a session of one process with the returned weights, for checkpoints saved after the call."""
+def local_session(session: Session) -> Session:
+    """Return a single-process session with the returned weights, to save checkpoints after the call."""
     # the ranks have ended, and with them the process group of the call's strategy
     strategy, io = SingleDeviceStrategy(), session.strategy.checkpoint_io
     strategy.connect(World.single(), torch.device("cpu"), session.strategy.precision)
@@ -190,7 +190,7 @@ def session_here(session: Session) -> Session:
 
 
 def _make_layers(session: Session) -> None:
-    """Create the layers for the returned weights, as ``configure_model`` did in the ranks."""
+    """Call ``configure_model`` in the calling process, so that layers for the returned weights exist."""
     module = session.module
     try:
         module.trainer = session.trainer
@@ -199,13 +199,13 @@ def _make_layers(session: Session) -> None:
     except Exception as error:
         raise MisconfigurationException(
             f"The run has ended and returned the weights of {type(module).__name__}, but `configure_model`, which "
-            f"makes its layers, failed in this process ({error}): load a checkpoint of the run, or make the layers in "
-            "`__init__`."
+            f"creates its layers, failed in this process ({error}): load a checkpoint of the run, or create the "
+            "layers in `__init__`."
         ) from error
 
 
 def _portable(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that can be sent to another process."""
+    """Return the attributes that can be pickled."""
     return {name: value for name, value in attributes.items() if _can_be_sent(value)}
 
 

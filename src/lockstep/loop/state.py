@@ -1,4 +1,4 @@
-"""Checkpoints of a run as dicts: Lightning's keys, and lockstep's own for a resume to the same bits."""
+"""Saving and loading of checkpoints as dicts: Lightning's keys, and lockstep's for a bit-identical resume."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ LAYOUT = "2.6.0"
 # -- saving ------------------------------------------------------------------------------------------------
 
 
-def _training(session: Session, engine: EngineState) -> dict[str, Any]:
-    """Return a fit's state besides its module under Lightning's keys: callbacks, optimizers, schedulers, scaler."""
+def _training_state(session: Session, engine: EngineState) -> dict[str, Any]:
+    """Return the states of callbacks, optimizers, schedulers and scaler under Lightning's keys."""
     strategy = session.strategy
     found: dict[str, Any] = {
         "callbacks": {callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())}
@@ -62,14 +62,14 @@ def _training(session: Session, engine: EngineState) -> dict[str, Any]:
 def collect(
     session: Session, weights_only: bool = False, *, alone: bool = False, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """Return a checkpoint of the run. Collective: every rank adds its random states and its logged values.
+    """Return a checkpoint of the run as a dict. Collective, unless ``alone``.
 
     Args:
-        session: in a fit, or after one.
-        weights_only: leave out what only a resume needs.
-        alone: do not communicate: leave out random states and gradients, which each rank has to itself, and go back
-            to the start of the window.
-        trainable_only: leave out weights that are frozen and have not changed, and record their names.
+        session: session during or after a fit.
+        weights_only: omit what only a resume needs.
+        alone: do not communicate. The checkpoint has no random states and gradients, which differ between ranks, so a
+            resume repeats the current window.
+        trainable_only: omit weights that are frozen and have not changed, and record their names.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy
     base = session.base.record(strategy.named_parameters()) if trainable_only else {}
@@ -93,7 +93,7 @@ def collect(
     }
     if not weights_only:
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
-        checkpoint.update(_training(session, engine))
+        checkpoint.update(_training_state(session, engine))
         checkpoint[OWN].update(_resume_entries(session, engine, progress, alone))
     datamodule = session.datamodule
     for source in (session.module, datamodule):
@@ -113,29 +113,29 @@ def collect(
 
 
 def _resume_entries(session: Session, engine: EngineState, progress: Progress, alone: bool) -> dict[str, Any]:
-    """Collect what lockstep adds to a checkpoint: seed, batch plan, published metrics, and an entry for each rank."""
+    """Return lockstep's part of a checkpoint: seed, batch plan, metrics, and an entry for each rank."""
     fit, automatic = session.fit, session.module.automatic_optimization
-    begun = _begun(session, progress)
+    done = _finished_in_window(session, progress)
     # while a batch runs, gradients may hold a part of it, and its logged values are mixed with those of others: a
     # resume then plays the window again
     again = alone or (fit.progress.runs and automatic)
-    if again and begun:
-        progress.go_back(begun)
-        begun = 0
+    if again and done:
+        progress.go_back(done)
+        done = 0
     # in manual optimization only the user knows where a window ends, so gradients are always saved
-    holds = not alone and (bool(begun) or not automatic)
+    holds = not alone and (bool(done) or not automatic)
     start = fit.resume.window_start.state(progress.batch) if again else None
     if start is not None:  # None for a window of one batch
         if engine.module is not None:
             engine.module.update(start["buffers"])
         start = at_window_start({"window_start": {**start, "buffers": {}}}, not progress.batch)
     if alone:
-        part = {"data": of_all_ranks(_of_data(session))}
+        part = {"data": of_all_ranks(_loader_state(session))}
         if session.world_size == 1:  # values logged on other ranks are missing
             part.update(logged(session) if start is None else start)
         ranks = [part] * session.world_size
     else:
-        ranks = _parts(session, progress, begun, start, holds)
+        ranks = _entries(session, progress, done, start, holds)
     published = session.published.callback if fit.resume.cut_epoch is None else fit.resume.cut_epoch["published"]
     if_any = {
         "strategy of ranks": engine.by_rank,
@@ -147,7 +147,7 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
         **{key: value for key, value in if_any.items() if value},
         "progress": {**progress.state_dict(), "seconds": fit.seconds()},
         "seed": session.seed,
-        "plan": fit.resume.batches.state_dict(session.config, fit.feed, progress, begun),
+        "plan": fit.resume.batches.state_dict(session.config, fit.feed, progress, done),
         "strategy": engine.own or {},
         "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
@@ -157,32 +157,32 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
     }
 
 
-def _begun(session: Session, progress: Progress) -> int:
-    """Return the number of finished batches of the current window."""
+def _finished_in_window(session: Session, progress: Progress) -> int:
+    """Return the number of finished batches in the current window."""
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
         return 0  # at the end of an epoch, or before it has loaders
     return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
 
 
-def _parts(session: Session, progress: Progress, begun: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """Return the entries of all ranks on rank 0; elsewhere this rank's alone. Collective.
+def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
+    """Return the entries of all ranks on rank 0, and this rank's entry alone on other ranks. Collective.
 
     Args:
-        session: of this rank.
-        progress: as it is saved.
-        begun: batches of a window that a resume continues.
-        start: logged values at the start of the window, if a resume plays it again.
+        session: session of this rank.
+        progress: counters that are saved.
+        done: finished batches in a window that a resume continues.
+        start: logged values at the start of a window that a resume repeats; else None.
         holds: True if the gradients of the window are saved.
     """
     fit, strategy = session.fit, session.strategy
     cut = fit.resume.cut_epoch or logged(session)
     validation = fit.resume.validation
     random = random_states_of(strategy.own_devices) if validation is None else validation.random
-    part: dict[str, Any] = {"random": random, "data": _of_data(session)}
+    part: dict[str, Any] = {"random": random, "data": _loader_state(session)}
     part.update({"results": cut["results"], "metrics": cut["metrics"]} if start is None else start)
-    if begun:
-        part["window_start"] = fit.resume.window_start.state(progress.batch - begun, session.is_global_zero)
+    if done:
+        part["window_start"] = fit.resume.window_start.state(progress.batch - done, session.is_global_zero)
     if holds:
         part["weights"] = fit.weights
         part.update(strategy.window_state())
@@ -195,7 +195,7 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
 
 
 def logged(session: Session) -> dict[str, Any]:
-    """Return the values that this rank has logged in the epoch, and those that callbacks read."""
+    """Return this rank's logged values and metric states in the epoch, and ``trainer.callback_metrics``."""
     module, results, validation = session.module, session.fit.results, session.fit.resume.validation
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
@@ -205,7 +205,7 @@ def logged(session: Session) -> dict[str, Any]:
 
 
 def validation_start(session: Session) -> ValidationStart:
-    """Return the state that a validation of a fit is about to change."""
+    """Return the state that a validation within a fit will change: random states and metrics."""
     return ValidationStart(random_states_of(session.strategy.own_devices), metric_states(session.module))
 
 
@@ -213,8 +213,8 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
     """Return the states of a module's torchmetrics objects, by name.
 
     Args:
-        module: of the fit.
-        of: the collector of logged values; once it has ended, its metrics count as reset.
+        module: module of the fit.
+        of: collector of logged values; if its evaluation has ended, the logged metrics count as reset.
     """
     logged = of.metrics if of is not None and of.ended else []
     ended = {id(part) for metric in logged for part in parts_of(metric)}
@@ -222,8 +222,8 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
     return {name: (initial_state if id(metric) in ended else metric_state)(metric) for name, metric in metrics}
 
 
-def _of_data(session: Session) -> dict[str, Any]:
-    """Return the state of this rank's loaders, before the running batch."""
+def _loader_state(session: Session) -> dict[str, Any]:
+    """Return the state of this rank's training loaders, as before the running batch."""
     fit = session.fit
     return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
 
@@ -240,20 +240,20 @@ def save(
     """Write a checkpoint of the run. Collective.
 
     Args:
-        session: in a fit, or after one.
+        session: session during or after a fit.
         path: a path or a URL.
-        weights_only: as of `collect`.
-        storage_options: as of the CheckpointIO.
-        also: changes the checkpoint before it is written; called on every rank.
-        trainable_only: as of `collect`.
+        weights_only: as in `collect`.
+        storage_options: options for the CheckpointIO.
+        also: function that changes the checkpoint before it is written; called on every rank.
+        trainable_only: as in `collect`.
 
     Raises:
-        NonFiniteError: the weights are not finite, and nothing was written.
+        NonFiniteError: the weights are not finite; nothing was written.
     """
     if trainable_only and getattr(session.strategy.checkpoint_io, "writes_all_weights", False):
         raise MisconfigurationException(
             f"trainer.save_checkpoint(trainable_only=True): {type(session.strategy).__name__} writes all weights in "
-            'its checkpoint_format: leave that at "sharded", or set "full".'
+            'its checkpoint_format: choose checkpoint_format="sharded" or "full" instead.'
         )
     checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
@@ -280,7 +280,7 @@ def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def finish(session: Session) -> None:
-    """Wait until all checkpoints are written. Collective; an error is raised on every rank."""
+    """Wait until all checkpoints are written; raise an error of any rank on every rank. Collective."""
     strategy = session.strategy
     if getattr(type(strategy.checkpoint_io), "teardown", None) is CheckpointIO.teardown:
         return
@@ -293,7 +293,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """Do the work of `finish` on a rank that has failed: without communication; an error is logged."""
+    """Wait until this rank's checkpoints are written, without communication, and log an error. For failed runs."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -304,7 +304,7 @@ def finish_alone(session: Session) -> None:
 
 
 def best_of(session: Session) -> Checkpoint | None:
-    """Return the first callback that has kept a best checkpoint; None if there is none."""
+    """Return the first callback that has a best checkpoint, or None."""
     keepers = (callback for callback in session.checkpoint_callbacks if getattr(callback, "best_model_path", ""))
     return next(keepers, None)
 
@@ -313,9 +313,9 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     """Return the path for a ``ckpt_path``; None if there is nothing to load.
 
     Args:
-        session: its ModelCheckpoint callbacks have "best" and "last".
-        asked: a path, "best", "last", "hpc" (the file of a requeued job of Lightning), or None.
-        model_given: False if the call got no module; without a path, the best checkpoint is loaded then.
+        session: session whose ModelCheckpoint callbacks know "best" and "last".
+        asked: a path, "best", "last", "hpc" (written by Lightning when it requeued a job), or None.
+        model_given: False if the call got no module; then None means the best checkpoint.
 
     Raises:
         MisconfigurationException: there is no such checkpoint.
@@ -324,7 +324,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     if asked is None:
         best = "" if model_given else getattr(best_of(session), "best_model_path", "")
         if best:
-            rank_zero_info(f"trainer.{fn}(): no module given; the best checkpoint of the last fit is loaded: {best}")
+            rank_zero_info(f"trainer.{fn}(): no module passed, so the last fit's best checkpoint is loaded: {best}")
         return str(best) or None
     if asked == "hpc":
         return _requeued(session)
@@ -332,8 +332,8 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         return os.fspath(asked)
     if not session.checkpoint_callbacks:
         raise MisconfigurationException(
-            f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured; give a path, or leave '
-            "`enable_checkpointing` on."
+            f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured; pass a path, or remove '
+            "`enable_checkpointing=False`."
         )
     path = getattr(best_of(session), "best_model_path", "") if asked == "best" else _last(session)
     if path:
@@ -341,7 +341,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         if asked == "best" and keepers > 1:
             warn_once(
                 f'trainer.{fn}(ckpt_path="best"): this Trainer has {keepers} ModelCheckpoint callbacks; the best '
-                f"checkpoint of the first is taken, {path}. Give a path for another.",
+                f"checkpoint of the first one is loaded, {path}. Pass a path to load another checkpoint.",
                 key="the best of several",
             )
         return str(path)
@@ -350,29 +350,29 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         return None
     raise MisconfigurationException(
         f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured to save the {asked} checkpoint, or '
-        "has saved none yet; give a path."
+        "has saved none yet; pass a path."
     )
 
 
 def _requeued(session: Session) -> str:
-    """Return the newest file that Lightning has written before a job was requeued."""
+    """Return the newest checkpoint that Lightning wrote when it requeued a job."""
     folder = session.config.default_root_dir
     names = storage.names(folder)
     numbers = {int(found[1]): name for name in names if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))}
     if not numbers:
         raise MisconfigurationException(
-            f'trainer.{session.state.fn}(ckpt_path="hpc"): there is no hpc_ckpt_1.ckpt or later one in {folder}; give '
-            "a path, or none: a job that lockstep has requeued continues automatically."
+            f'trainer.{session.state.fn}(ckpt_path="hpc"): there is no hpc_ckpt_N.ckpt in {folder}; pass a '
+            "path, or omit ckpt_path: a job that lockstep requeued continues automatically."
         )
     return storage.inside(folder, numbers[max(numbers)])
 
 
 PATIENCE = 10.0
-"""Seconds for which a fit that resumes from the last checkpoint waits for the process that saves there to end."""
+"""Seconds that a fit with ckpt_path="last" waits for another process that still saves to the same folder."""
 
 
 def _last(session: Session) -> str | None:
-    """Return the checkpoint of the latest optimizer step that the ModelCheckpoint callbacks have written or find."""
+    """Return the ModelCheckpoint callbacks' checkpoint with the highest ``global_step``, or None."""
     found: set[str] = set()
     for callback in session.checkpoint_callbacks:
         found |= {str(path) for path in callback.find_last(session.trainer)}
@@ -397,7 +397,7 @@ def _last(session: Session) -> str | None:
 
 @does("reading a checkpoint")
 def read(session: Session, path: str, weights_only: bool | None) -> dict[str, Any]:
-    """Load a checkpoint on every rank, to the CPU."""
+    """Load a checkpoint to the CPU on every rank, and apply its seed and batch plan."""
     checkpoint: dict[str, Any] = session.strategy.load_checkpoint(path, weights_only)
     check_weights(checkpoint, path)
     rank_zero_info(f"trainer.{session.state.fn}: restoring from {path}")
@@ -430,7 +430,7 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Call the module's hook on ``"state_dict"`` and, in a fit, on the weights that a callback trains in its place."""
+    """Call ``on_load_checkpoint`` on ``"state_dict"`` and, in a fit, on weights that a callback saved separately."""
     keys = {key for callback in session.callbacks if (key := callback._other_weights)} if session.fitting else set()
     weights = {key: checkpoint[key] for key in keys if isinstance(checkpoint.get(key), dict)}
     others = {key: {**checkpoint, "state_dict": copy(found)} for key, found in weights.items()}
@@ -446,13 +446,13 @@ def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _hashes_base(session: Session) -> bool:
-    """Return True if frozen weights are hashed when a fit starts: a callback saves without them, or they are few."""
+    """Return True if a fit hashes frozen weights at its start: a callback omits them, or they are small."""
     will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
     return will_save or session.base.elements <= frozen.SOON_HASHED
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
-    """Record which weights are frozen, once all are loaded; refuse others than the checkpoint was trained with."""
+    """Record the frozen weights. Raise if they are not those that the checkpoint was trained with."""
     module = session.module
     absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
     if checkpoint is not None and module.strict_loading:
@@ -493,12 +493,12 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters and the bucket plan. `restore_rank` restores the rest."""
+    """Restore optimizers, schedulers, scaler and counters. `restore_rank` restores the rest."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
             raise KeyNotThere(
-                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot resume "
-                "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
+                f"trainer.fit(ckpt_path=...): the checkpoint has weights only (no {what}), so a fit cannot resume "
+                "from it: load it with `load_from_checkpoint` and fit without `ckpt_path`."
             )
     strategy, path = session.strategy, session.ckpt_path
     with taking(path, "the optimizers' states"):
@@ -523,7 +523,7 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Restore counters, the engine's plan and published values, and select this rank's entry."""
+    """Restore the counters, the engine's own state and the metrics, and select this rank's entry."""
     strategy, fit = session.strategy, session.fit
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
@@ -539,12 +539,12 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         fit.resume.entry = saved.part_for(
             strategy.world.rank, strategy.replicas, strategy.cuts_parameters, strategy.window is not None
         )
-        if fit.progress.batch and not saved.knows_logged:
+        if fit.progress.batch and not saved.has_logged_values:
             fit.resume.lacks_logged = True
             rank_zero_warn(
                 f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "
                 f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, without the values logged on other "
-                "ranks: this epoch's means are those of the remaining batches."
+                "ranks: this epoch's means only cover the remaining batches."
             )
     else:
         fit.progress.load_lightning(checkpoint)
@@ -553,23 +553,25 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         if fit.resume.lacks_logged:
             rank_zero_warn(
                 f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit.progress.batch} batches "
-                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are those "
-                "of the remaining batches."
+                f"of epoch {fit.progress.epoch}, without the values that they logged: this epoch's means only cover "
+                "the remaining batches."
             )
 
 
 def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
     if len(have) != len(saved):
         raise MisconfigurationException(
-            f"trainer.fit(ckpt_path=...): the checkpoint has {len(saved)} {what}, `configure_optimizers` returned "
+            f"trainer.fit(ckpt_path=...): the checkpoint has {len(saved)} {what}, but `configure_optimizers` returned "
             f"{len(have)}: resume with the module that wrote it."
         )
 
 
 def restore_rank(session: Session, part: dict[str, Any]) -> None:
-    """Restore this rank's entry just before training continues: random states, logged values, data, gradients.
+    """Restore random states, logged values, loaders and gradients just before training continues.
 
-    The entry of a checkpoint of Lightning is empty.
+    Args:
+        session: session of the fit.
+        part: this rank's entry of the checkpoint. A checkpoint from Lightning has no entries, so ``part`` is empty.
     """
     module, strategy = session.module, session.strategy
     with taking(session.ckpt_path, "a rank's part"):
@@ -586,8 +588,8 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
                 load_metric(metric, saved if isinstance(saved, list) else [saved])
             else:
                 warn_once(
-                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: it is "
-                    "dropped."
+                    f"The checkpoint has a state of the metric {name!r}, which this module does not have: the state "
+                    "is ignored."
                 )
         if "published" in part:
             session.published.callback.clear()

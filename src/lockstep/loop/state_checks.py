@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits this run: weights of another model, another optimizer, values of other types.
+"""Checks that a checkpoint fits this run: the same model, the same optimizers, and values of the right types.
 
 Each part of a checkpoint is loaded by a function of this file, or inside `taking`. A malformed checkpoint raises one
 kind of error; one of another run raises an error that names the first difference.
@@ -25,14 +25,14 @@ from lockstep.module import LightningModule
 
 @contextmanager
 def taking(path: object, what: str) -> Iterator[None]:
-    """Raise one kind of error for a malformed part of a checkpoint, which is loaded inside the block.
+    """Convert errors in the ``with`` block, which loads a part of a checkpoint, to CorruptCheckpoint.
 
     Args:
-        path: path of the file, for the message.
-        what: name of the part.
+        path: path of the checkpoint, for the message.
+        what: name of the part, for the message.
 
     Raises:
-        CorruptCheckpoint: replaces any other error.
+        CorruptCheckpoint: the part is malformed.
     """
     try:
         yield
@@ -40,21 +40,21 @@ def taking(path: object, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume "
+            f"The checkpoint {str(path)!r} is malformed: {what} cannot be loaded ({first_line(error)}). Resume "
             "from another checkpoint."
         ) from error
 
 
 def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str] = ()) -> None:
-    """Load the module's weights, according to its ``strict_loading``.
+    """Load a state dict into the session's module; its ``strict_loading`` decides about missing names.
 
     Args:
         session: the session of the module.
         saved: a state dict.
-        absent: parameters that were left out of it.
+        absent: parameters that were omitted from ``saved``.
 
     Raises:
-        MisconfigurationException: the weights are of another model; names the first tensor that differs.
+        MisconfigurationException: the weights are from a different model; names the first tensor that differs.
     """
     module = session.module
     cause: RuntimeError | None = None
@@ -73,25 +73,25 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
             if difference is None:
                 raise
     raise MisconfigurationException(
-        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
-        f"than this {type(module).__name__}: {difference}."
+        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is from a different model, "
+        f"not from this {type(module).__name__}: {difference}."
     ) from cause
 
 
 def _first_difference(
     module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
 ) -> str | None:
-    """Return the first tensor that does not match, and the way out; None if all match.
+    """Describe the first tensor that does not match, and what to do; return None if all match.
 
     Args:
         module: module with a flag ``strict_loading``.
         saved: a state dict.
-        absent: parameters that were left out of it.
+        absent: parameters that were omitted from ``saved``.
         certain: ignore differences that torch may accept.
     """
     own, strict = frozen.without(module.state_dict(), absent), module.strict_loading
     wholes = {name: whole_shape(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
+    way_out = "create the module as it was saved, or set its `strict_loading = False` to skip such names"
     for name, value in own.items():
         if name not in saved:
             if strict and not (certain and name.endswith("num_batches_tracked")):  # missing in old checkpoints
@@ -101,22 +101,22 @@ def _first_difference(
         of_old = certain and (there, here) == ((1,), ())  # old versions of torch saved a scalar as a vector
         if there != here and not of_old:
             shapes = f"{tuple(there or ())} in the checkpoint and {tuple(here or ())} here"
-            return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
+            return f"{name!r} has the shape {shapes}; create the module with the arguments of the saved one"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
-    """Load an optimizer's state, after a check that torch lacks: it accepts the state of another optimizer class.
+    """Load an optimizer's state. Raise if it is from a different optimizer class, which torch would accept.
 
     Args:
         optimizer: an optimizer of this run.
-        saved: the saved state of the optimizer in its place.
-        kind: class name of the saved optimizer; None if the checkpoint lacks it (Lightning's).
-        load: loads the state.
+        saved: the saved state for this optimizer.
+        kind: class name of the saved optimizer; None if the checkpoint does not have it (Lightning's checkpoints).
+        load: function that loads the state.
 
     Raises:
-        MisconfigurationException: names the difference.
+        MisconfigurationException: class or parameter groups differ.
     """
     difference, cause = _other_class(optimizer, saved, kind), None
     if difference is None:
@@ -124,15 +124,15 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
     if difference is not None:
         raise MisconfigurationException(
             f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {class_of(optimizer)}: "
-            f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
-            "`load_from_checkpoint` and fit without `ckpt_path`."
+            f"{difference}. Resume with the optimizer that wrote it; to continue with a different one, load the "
+            "weights with `load_from_checkpoint` and fit without `ckpt_path`."
         ) from cause
 
 
 def _loaded(
     optimizer: Optimizer, saved: dict[str, Any], load: Callable[[], object]
 ) -> tuple[str | None, ValueError | None]:
-    """Load a state. If the optimizer refuses it because its groups differ, return the difference and the error."""
+    """Load a state; return (None, None), or the difference and torch's error if the parameter groups differ."""
     other_groups = _other_groups(optimizer, saved)
     if other_groups is None:
         _check_optimizer(optimizer, saved)
@@ -151,7 +151,7 @@ def _loaded(
 
 
 def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
-    """Return how the class of the saved optimizer differs; None if it does not."""
+    """Describe how the class of the saved optimizer differs; return None if it is the same."""
     own = class_of(optimizer)
     if kind is not None:
         return None if kind == own else f"it was written by {kind}"
@@ -160,20 +160,20 @@ def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) 
         foreign = [key for key in group if key not in known]
         # a newer torch may have one setting more, or one less; another class has both
         if foreign and any(key not in group for key in optimizer.defaults):
-            return f"it has the setting {foreign[0]!r}, which {own} does not know"
+            return f"it has the setting {foreign[0]!r}, which {own} does not have"
     return None
 
 
 def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
-    """Return how the saved parameter groups differ; None if they do not."""
+    """Describe how the saved parameter groups differ; return None if they match."""
     theirs, ours = (
         [len(group["params"]) for group in groups] for groups in (saved.get("param_groups", []), optimizer.param_groups)
     )
     if len(theirs) != len(ours):
-        return f"it has {len(theirs)} parameter groups, this one {len(ours)}"
+        return f"it has {len(theirs)} parameter groups, but this optimizer has {len(ours)}"
     for i, (there, here) in enumerate(zip(theirs, ours, strict=True)):
         if there != here:
-            return f"its parameter group {i} has {there} parameters, that of this one {here}"
+            return f"its parameter group {i} has {there} parameters, but this optimizer's has {here}"
     return None
 
 
@@ -181,16 +181,16 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 
 
 def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
-    """Refuse a state whose values have other types than those that this run would save in their place.
+    """Raise if values in a saved state have different types from those in this run's state.
 
     Args:
         saved: state from a checkpoint.
         own: state of the same object in this run.
-        owner: class of the object, whose methods no value may hide.
-        optional: accept None for any value: a callback may have set it since, in another fit.
+        owner: class of the object; a saved key must not have the name of one of its methods.
+        optional: accept None for any value, because a callback may assign a value only later.
 
     Raises:
-        TypeError: names the first key.
+        TypeError: names the first wrong key.
     """
     if not isinstance(saved, dict):
         raise TypeError(f"it is a {type(saved).__name__}, not a dict")
@@ -199,7 +199,7 @@ def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bo
             if not (optional and value is None) and not _alike(own[key], value):
                 raise TypeError(f"{key!r} is a {type(value).__name__}, not a {type(own[key]).__name__}")
         elif not isinstance(key, str) or callable(getattr(owner, key, None)):
-            raise TypeError(f"{key!r} is the name of no value")
+            raise TypeError(f"{key!r} is not the name of a value")
 
 
 def _alike(own: object, saved: object) -> bool:
@@ -224,10 +224,10 @@ _KINDS: tuple[tuple[type, ...], ...] = ((int, float, torch.Tensor), (list, tuple
 
 
 def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Refuse a malformed state of one of torch's optimizers; states of others are not checked.
+    """Raise if a saved state of one of torch's optimizers is malformed. Other optimizers are not checked.
 
     Raises:
-        TypeError: names what is wrong.
+        TypeError: names the wrong value.
     """
     # a resume alone needs it
     from lockstep.engines.owners import NOT_ELEMENTWISE
@@ -241,7 +241,7 @@ def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> None:
-    """Refuse states that an optimizer cannot have for the parameters of a group, by parameter number."""
+    """Raise if the states of a parameter group's parameters have missing values or wrong shapes."""
     for number, state in states.items():
         if not isinstance(state, dict):
             raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")
@@ -258,10 +258,10 @@ def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> Non
                 is_valid = value is None or is_tensor
             if not is_valid:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise TypeError(f"{name!r} of parameter {number} is of another kind ({what})")
+                raise TypeError(f"{name!r} of parameter {number} has the wrong type or shape ({what})")
 
 
 _TORCH_CHOOSES = ("foreach", "fused")
-"""Options of an optimizer that are None if torch chooses them, which may be so in either run."""
+"""Optimizer options that may be None, which lets torch choose. Two runs may differ in this."""
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 """Single numbers in the states of torch's optimizers; all other entries have the parameter's shape."""

@@ -1,8 +1,8 @@
-"""One window of a fit: the micro-batches of one optimizer step, forward and backward of each, and the update.
+"""One accumulation window of a fit: its micro-batches with forward and backward, and the update.
 
-`FitLoop.make_step` chooses, once per fit, the class that plays its windows: `Automatic`, `ByClosure`
-(`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each is a whole window. `Step` has what they share:
-start and end of a micro-batch, its loss and backward. The update is in `loop/update.py`.
+Once per fit, `FitLoop.make_step` chooses the class that runs accumulation windows: `Automatic`, `ByClosure`
+(`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each class runs a whole window. The base class
+`Step` has what all share: start and end of a micro-batch, its loss and backward. The update is in `loop/update.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward
 SKIPPED = (
     "The data set does not divide evenly: ranks {ranks} have no samples of a last micro-batch, and run neither "
     "`training_step` nor these batch hooks for it: {names}. Move code that belongs to each update (an average of the "
-    "weights, for example) to `on_before_zero_grad` or `on_before_optimizer_step`, which run on every rank; or leave "
-    "such batches out by DataLoader(drop_last=True)."
+    "weights, for example) to `on_before_zero_grad` or `on_before_optimizer_step`, which run on every rank; or drop "
+    "such batches with DataLoader(drop_last=True)."
 )
 NO_BATCH = (
     "A training loader returned None for a batch: on_train_batch_start and `training_step` are skipped. If this is not "
@@ -47,48 +47,48 @@ NO_HOOK = (
     "on: return `0.0 * loss`."
 )
 UNEVEN = (
-    "The loaders that are read together are cut unevenly: a micro-batch of a rank has a larger part of one loader's "
-    "samples than of another's. One loss for all is weighed by the loader with most samples, unlike in one process "
-    'with the whole batch. Return a loss for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch '
-    "and None where a batch is None; or leave uneven batches out by DataLoader(drop_last=True) in each."
+    "Loaders that are read together are split unevenly over the ranks. One loss for all loaders is weighted by the "
+    "loader with most samples, so the gradient differs from that of one process with the whole batch. Return a loss "
+    'for each loader, {"loss": {"a": loss_a, "b": loss_b}}, nested as the batch and None where a batch is None; or '
+    "drop uneven batches with DataLoader(drop_last=True) in each loader."
 )
 
 
 class TrainingBatch(NamedTuple):
-    """A micro-batch on the device, whose ``on_train_batch_start`` has run."""
+    """A micro-batch on the device, after its ``on_train_batch_start`` has run."""
 
     batch: Any
     number: int
     """``batch_idx``"""
     weight: float
-    """Samples of this rank; 0 where it has none."""
+    """Number of this rank's samples in the micro-batch; 0 if it has none."""
     share: float
-    """The factor of its loss."""
+    """Factor for the micro-batch's loss."""
     absent: tuple[int, ...]
-    """Ranks without samples of it."""
+    """Ranks without samples of the micro-batch."""
     first: bool
-    """True if it is the first of its window."""
+    """True for the first micro-batch in its window."""
     last: bool
-    """True if it is the last of its window."""
+    """True for the last micro-batch in its window."""
 
 
 class Step:
-    """Base class of the ways to play a window.
+    """Base class of the classes that run accumulation windows.
 
-    If this rank has no samples of a micro-batch, the user's code does not see it: batch hooks and ``training_step`` do
-    not run. Hooks of the update run on every rank.
+    If this rank has no samples of a micro-batch, batch hooks and ``training_step`` do not run. Hooks of the update run
+    on every rank.
 
     Attributes:
         update: updates the parameters at the end of a window.
         shared: True if there are several ranks.
         training_step: the module's method, or a timed version of it.
-        takes_idx: True if ``training_step`` takes the number of the batch.
+        takes_idx: True if ``training_step`` takes ``batch_idx``.
         transfer: moves a batch to the device.
         moves: True if ``transfer`` changes anything.
         absent: ranks without samples of the current micro-batch.
         ended_by_user: True if ``on_train_batch_start`` has returned -1.
-        newest: the number in its epoch of the newest micro-batch that has started; -1 before the first.
-        at_once: number of micro-batches that are played before a validation is possible.
+        newest: index in its epoch of the last micro-batch that has started; -1 before the first.
+        at_once: number of micro-batches that run before a validation is possible.
     """
 
     newest = -1
@@ -105,7 +105,7 @@ class Step:
         self._fit, self._progress = session.fit, session.fit.progress
         self._results = session.results
         self._scaler = session.strategy.precision.scaler
-        self._watch_loss = session.fit.finite.noting
+        self._watch_loss = session.fit.finite.step_check
         self._has_checked_keys = False
         self.shared = session.world_size > 1
         self.update = update
@@ -118,16 +118,16 @@ class Step:
         self._table = self._results.table
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run.
+        """Run one window; yield after the hooks of each micro-batch.
 
         Args:
             window: the micro-batches.
-            batch_idx: the number of the first one.
+            batch_idx: ``batch_idx`` of the first micro-batch.
         """
         raise NotImplementedError
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Prepare for a resumed run that continues after this micro-batch."""
+        """Prepare for a resume after micro-batch ``batch`` of the epoch."""
 
     def take_step(self) -> None:
         """Read the module's ``training_step``, which a hook may have replaced since the last epoch."""
@@ -139,7 +139,7 @@ class Step:
     # -- a micro-batch starts ------------------------------------------------------------------------------
 
     def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
-        """Yield the micro-batches of a window, each started; stop if the user ends the epoch."""
+        """Yield the micro-batches of a window after their ``on_train_batch_start``; stop if the user ends the epoch."""
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.begun:  # a window of one batch has no middle from which a resume could continue
@@ -187,7 +187,7 @@ class Step:
         return batch
 
     def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
-        """Do the work of :meth:`begin` for a micro-batch that some ranks have no samples of. Collective."""
+        """Start a micro-batch if some ranks have no samples for it. Collective."""
         names = self._hooks.owners(BATCH_HOOKS)
         if names:
             warn_once(SKIPPED.format(ranks=list(self.absent), names=", ".join(names)), key="batch hooks skipped")
@@ -212,7 +212,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Refuse collectives in the block, which runs user code that ranks without samples do not run."""
+        """Raise on collectives in the ``with`` block, whose user code does not run on ranks without samples."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -226,16 +226,16 @@ class Step:
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
-        """Log into the table of ``training_step`` from now on; with ``muted``, values are dropped."""
+        """Assign the next logged values to ``training_step``; if ``muted``, discard them."""
         self._results.table = self._table
         self._results.muted = muted
 
     def read_loss(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
-        """Return the loss and its factor.
+        """Return the loss in a result of ``training_step``, and the factor to multiply it by.
 
         Args:
             output: result of ``training_step``.
-            share: of the micro-batch.
+            share: the micro-batch's share of the window.
         """
         if output is None:
             warn_once(
@@ -277,12 +277,12 @@ class Step:
     # -- its backward --------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish this rank's flags before its part of the reduction; others read them at the window's end."""
+        """Publish this rank's flags before the gradient reduction; other ranks read them at the window's end."""
         self._session.request_stop()
         self._session.agreement.publish()
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Run backward of a loss times its factor; return the product."""
+        """Multiply the loss by its factor, run backward, and return the product."""
         if isinstance(factor, Tensor) or factor != 1.0:  # comparing a tensor would wait for its device
             loss = loss * factor
         hooks = self._hooks
@@ -297,7 +297,7 @@ class Step:
         return loss
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run ``LightningModule.manual_backward``: the loss is weighed by the samples of the batch."""
+        """Run ``LightningModule.manual_backward``, with the loss weighted by the number of samples."""
         if self._watch_loss is not None and not self._session.is_padding:
             self._watch_loss(loss)
         if self.update.share != 1.0:
@@ -335,8 +335,8 @@ class Step:
         """Count a micro-batch and call ``on_train_batch_end``.
 
         Args:
-            outputs: argument of the hooks.
-            micro_batch: the one that has ended.
+            outputs: first argument of the hooks.
+            micro_batch: the micro-batch that has ended.
             done: number of micro-batches to count.
         """
         progress, results = self._progress, self._results
@@ -376,7 +376,7 @@ class Automatic(Step):
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        """Run one window; yield after the hooks of each micro-batch."""
         update = self.update
         steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
@@ -426,7 +426,7 @@ class Automatic(Step):
         return {"loss": loss.detach()} if isinstance(output, Tensor) else _detached({**output, "loss": loss})
 
     def _without_batch(self, micro_batch: TrainingBatch) -> None:
-        """Do the work of :meth:`forward_backward` if the loader returned None for a batch."""
+        """Skip forward and backward, because the loader returned None for a batch."""
         if micro_batch.first and not self._strategy.sync_gradients:  # the window has further micro-batches
             self.update.zero_grad(micro_batch.number)
         if self.shared and self._strategy.sync_gradients:
@@ -436,7 +436,7 @@ class Automatic(Step):
     # -- micro-batches that some ranks have no samples of --------------------------------------------------
 
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
-        """Do the work of :meth:`forward_backward` for a micro-batch that some ranks have no samples of."""
+        """Run forward and backward of a micro-batch if some ranks have no samples for it."""
         strategy = self._strategy
         with strategy.leaving_out(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
@@ -458,7 +458,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step with the others on a rank without samples; its gradients have weight zero."""
+        """Run the step on a rank without samples, because its forward communicates. Its gradients have weight zero."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -485,7 +485,7 @@ class Manual(Step):
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding when the hooks of its batch have run."""
+        """Run one window, which has one batch; yield after the batch's hooks."""
         strategy = self._strategy
         for micro_batch in self.micro_batches(window, batch_idx):
             batch, weight, share = micro_batch.batch, micro_batch.weight, micro_batch.share
@@ -510,9 +510,9 @@ class Manual(Step):
 
 
 class StepParts:
-    """Logged values of single steps, joined from the parts into which an engine cuts a micro-batch.
+    """Merges on_step values if an engine splits each micro-batch into parts.
 
-    Values for an epoch need no such treatment, since they add up over the parts.
+    Values for an epoch do not need this, because they add up over the parts.
 
     Args:
         results: collector of the steps' values.
@@ -523,7 +523,7 @@ class StepParts:
         self._kept: dict[int, dict[str, tuple[Entry, Any, float]]] = {}  # micro-batch -> name -> entry, value, weight
 
     def keep(self) -> None:
-        """Keep the step values that a part has logged, at its end."""
+        """Store the on_step values of a finished part."""
         results = self._results
         kept = self._kept.setdefault(results.micro_batch, {})
         for name, entry in (results.table or {}).items():
@@ -537,13 +537,13 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """Set the values of the current micro-batch, at its end, to those of all its parts."""
+        """Assign the values merged over all parts to the current micro-batch, at its end."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
 
     def show_newest(self) -> int:
-        """Set each name to its value of the newest micro-batch that was played; return the number of that one."""
+        """Assign to each name the value from the last micro-batch that ran; return that micro-batch's number."""
         newest = self._results.micro_batch
         for number in sorted(self._kept):
             newest = max(newest, number)
@@ -553,16 +553,17 @@ class StepParts:
 
 
 class Ahead(Step):
-    """Windows that the engine plays: all batches are read before the first forward.
+    """Windows that the engine runs itself. All batches are read before the first forward.
 
     Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
 
     Args:
-        session, update: of the fit.
-        play: method of the engine that plays a window.
+        session: session of the fit.
+        update: update of the fit.
+        play: the engine's method that runs a window.
 
     Raises:
-        MisconfigurationException: names the hook or the optimizer that the engine cannot serve.
+        MisconfigurationException: the engine does not support a hook or the optimizer.
     """
 
     def __init__(self, session: Session, update: Update, play: WindowPlayer) -> None:
@@ -572,24 +573,24 @@ class Ahead(Step):
         name = type(self._strategy).__name__
         if update.by_closure:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself, so a closure cannot run them again: use an optimizer whose `step` "
-                "needs no closure, and do not override `optimizer_step`."
+                f"{name} runs whole accumulation windows itself, so a closure cannot run them again: use an optimizer "
+                "whose `step` needs no closure, and do not override `optimizer_step`."
             )
         if self._hooks.on_before_backward is not None:
             raise MisconfigurationException(
-                f"{name} plays whole windows itself and does not call `on_before_backward`: change the loss in "
-                "`training_step`, or gradients in `on_after_backward`, which runs once a window."
+                f"{name} runs whole accumulation windows itself and does not call `on_before_backward`: change "
+                "the loss in `training_step`, or gradients in `on_after_backward`, which runs once a window."
             )
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        """Run one window; yield after the hooks of each micro-batch."""
         results, update = self._results, self.update
         self.at_once = window.size
-        begun = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
+        started = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
         if self.ended_by_user:
             return
         losses: dict[int, Tensor] = {}  # by number, as backward starts from them
-        parts = [self._part(micro_batch, number, losses) for micro_batch, number in begun]
+        parts = [self._part(micro_batch, number, losses) for micro_batch, number in started]
         if not window.begun:
             update.zero_grad(batch_idx)
         if self.shared:
@@ -603,8 +604,8 @@ class Ahead(Step):
             self._hooks.call("on_after_backward")
         update.prepare()
         self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
-        update.end_window(begun[-1][0].number, True)
-        for output, (micro_batch, number) in zip(outputs, begun, strict=True):
+        update.end_window(started[-1][0].number, True)
+        for output, (micro_batch, number) in zip(outputs, started, strict=True):
             # as in other ways to play: only the last batch of a window is at a boundary
             self._strategy.sync_gradients = micro_batch.last
             self._enter(micro_batch.weight, number)
@@ -614,11 +615,11 @@ class Ahead(Step):
             if number in losses:
                 shown["loss"] = losses[number]
             # the first hook counts all batches: a checkpoint continues after the whole window
-            self.end(shown, micro_batch, done=len(begun) if micro_batch.number == batch_idx else 0)
+            self.end(shown, micro_batch, done=len(started) if micro_batch.number == batch_idx else 0)
             yield
 
     def _part(self, micro_batch: TrainingBatch, number: int, losses: dict[int, Tensor]) -> MicroBatch:
-        """Return a micro-batch as the engine takes it."""
+        """Return a micro-batch in the form that the engine takes."""
         enter = partial(self._enter_part, micro_batch.weight, number)
         loss = partial(self._scaled_loss, micro_batch.share, losses, number)
         return MicroBatch(self.arguments(micro_batch), enter, loss, empty=micro_batch.weight == 0.0)
@@ -628,14 +629,14 @@ class Ahead(Step):
         self._enter(weight * part, number)
 
     def _enter(self, weight: float, number: int) -> None:
-        """Log for this micro-batch from now on."""
+        """Assign the next logged values to this micro-batch."""
         self._results.weight, self._results.micro_batch = weight, number
         self.enter_step(muted=weight == 0.0)
 
     def _scaled_loss(
         self, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
-        """Return the scaled loss of (a part of) micro-batch ``number`` from what ``training_step`` returned."""
+        """Return the scaled loss in the result of ``training_step`` for a micro-batch or a part of it."""
         loss, factor = self.read_loss(output, share_of(share, part))
         if loss is None:
             return None
@@ -647,7 +648,7 @@ class Ahead(Step):
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Set :attr:`at_once` for a resumed run that continues after this micro-batch."""
+        """Set :attr:`at_once` for a resume after micro-batch ``batch`` of the epoch."""
         self.at_once = (batch - 1) % accumulate + 1
 
 
@@ -655,7 +656,7 @@ def _shown_by_hand(output: object) -> dict[str, Any]:
     """Return the outputs for ``on_train_batch_end`` in manual optimization.
 
     Raises:
-        MisconfigurationException: the step returned neither a tensor nor a dict.
+        MisconfigurationException: ``output`` is not a tensor, a dict or None.
     """
     if output is None:
         return {}
@@ -670,14 +671,14 @@ def _shown_by_hand(output: object) -> dict[str, Any]:
 
 
 def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of an output without the graphs of its tensors."""
+    """Return a copy of a step's output with detached tensors."""
     return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
 
 
 def has_uneven_targets(batch: object) -> bool:
-    """Return True if the samples of a batch may have different numbers of "labels" that are not -100.
+    """Return True if samples in a batch may have different numbers of "labels" other than -100.
 
-    A mean over all labels then is not a mean over the samples. Waits for the device of the labels.
+    A mean over all labels is then not a mean over the samples. Waits for the device of the labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.ndim < 2 or not labels.numel() or labels.is_floating_point():
@@ -689,5 +690,5 @@ def has_uneven_targets(batch: object) -> bool:
 
 
 def _warn_of_uneven_loaders() -> None:
-    """Warn, once, that one loss stands for loaders that are cut unevenly."""
+    """Warn once that a step returned one loss for loaders that are split unevenly."""
     warn_once(UNEVEN, key="uneven loaders")

@@ -1,4 +1,4 @@
-"""Steps of optimizers, whoever calls them: they are counted, and skipped if gradients have overflowed."""
+"""StepWatch, which counts optimizer steps and skips those whose gradients overflowed, also if users call them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.ground.rank import warn_once
 from lockstep.loop.session import Session
 
 UNSEEN = (
-    "{kind}: `automatic_optimization = False`, and in this epoch no optimizer was stepped that `configure_optimizers` "
-    "has returned: `trainer.global_step` stays {step}, `max_steps` does not end the fit, and ModelCheckpoint has "
+    "{kind}: `automatic_optimization = False`, and in this epoch no optimizer that `configure_optimizers` returned "
+    "was stepped: `trainer.global_step` stays {step}, `max_steps` does not end the fit, and ModelCheckpoint has "
     "nothing new to save. Return the optimizers that `training_step` steps from `configure_optimizers`."
 )
 
 
 class StepWatch:
-    """Hooks on the optimizers of a fit.
+    """Counts and skips steps through hooks on the optimizers of a fit.
 
     Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. A step with
     non-finite gradients is skipped: while such an optimizer steps, its parameters have no gradients.
@@ -43,7 +43,7 @@ class StepWatch:
         self._stepping: Optimizer | None = None  # the outermost optimizer in its step
         self._depth = 0  # a subclass's step may call its base's, which runs all hooks again
         self._has_stepped = False
-        self._withheld: list[tuple[Tensor, Tensor]] = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handles: list[Any] = []
         if counts or self._scaler is not None:
             for optimizer in optimizers:
@@ -55,7 +55,7 @@ class StepWatch:
                     ]
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -63,13 +63,13 @@ class StepWatch:
     # -- around a backward of manual optimization
 
     def enlarge(self) -> None:
-        """Scale accumulated gradients, before a backward with a scaled loss adds to them."""
+        """Multiply accumulated gradients by the loss scale, before backward adds gradients of a scaled loss."""
         # gradients are scaled only while a backward runs: code of the user between backwards sees the true ones
         assert self._scaler is not None
         self._scaler.multiply(self._strategy.gradients.local())
 
     def reduce(self) -> None:
-        """Unscale gradients after the backward, and record the optimizers that must not step with them."""
+        """Unscale gradients after a backward, and record which optimizers have non-finite gradients."""
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
         scaler.divide(strategy.gradients.local())
@@ -78,7 +78,7 @@ class StepWatch:
             scaler.look(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Decide whether a step of manual optimization may be made, when gradients are complete. May be collective."""
+        """Decide whether an optimizer may step, in manual optimization with complete gradients. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
@@ -90,7 +90,7 @@ class StepWatch:
     # -- the optimizers' hooks
 
     def forget_depth(self) -> None:
-        """Reset at the start of a batch: a step that raised an error, which was caught, has ended."""
+        """Reset the step nesting at the start of a batch, in case the user caught an error from a step."""
         self._stepping, self._depth = None, 0
 
     def _begin(self, owner: Optimizer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -103,10 +103,10 @@ class StepWatch:
         holds = self._scaler is not None and not self._scaler.steps
         if closure is None:
             if holds:  # the step bypasses the scaler, which would have skipped it
-                self._withhold(owner)
+                self._hide_gradients(owner)
             return None
         if holds:  # the closure computes the gradients, so they are checked after it
-            closure = partial(self._run_withheld, owner, closure)
+            closure = partial(self._run_hidden, owner, closure)
         elif self._shared and demands_closure(optimizer):
             closure = partial(self._run_for_all, closure)
         else:
@@ -115,14 +115,14 @@ class StepWatch:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _run_withheld(self, owner: Optimizer, closure: Callable[[], Any]) -> Any:
+    def _run_hidden(self, owner: Optimizer, closure: Callable[[], Any]) -> Any:
         self._give_back()  # the closure may be called several times in one step
         result = closure()
-        self._withhold(owner)
+        self._hide_gradients(owner)
         return result
 
     def _run_for_all(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure whose loss decides what follows; if it has reduced gradients, return the loss's mean."""
+        """Run a closure for a line search; if it reduced gradients, return the loss averaged over the ranks."""
         rounds = self._strategy.rounds
         loss = closure()
         return loss if loss is None or self._strategy.rounds == rounds else self._mean_loss(loss)
@@ -139,17 +139,17 @@ class StepWatch:
             self._progress.global_step += 1
 
     def epoch_ended(self) -> None:
-        """Warn once if no optimizer has stepped: the user may step others than those of ``configure_optimizers``."""
+        """Warn once if no optimizer from ``configure_optimizers`` has stepped in manual optimization."""
         if self._counts and not self._has_stepped and self._progress.global_step == self._first_step:
             warn_once(UNSEEN.format(kind=type(self._strategy.module).__name__, step=self._first_step))
 
     @property
     def left_out(self) -> bool:
-        """True if the last step was skipped, on all ranks; always False if weights differ between nodes."""
+        """True if all ranks skipped the last step; always False if weights differ between nodes."""
         return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
-    def _withhold(self, owner: Optimizer) -> None:
-        """Remove non-finite gradients at the start of a step that bypasses the loss scale."""
+    def _hide_gradients(self, owner: Optimizer) -> None:
+        """Hide an optimizer's non-finite gradients during a step that bypasses the loss scaler."""
         scaler = self._scaler
         assert scaler is not None
         if self._counts:
@@ -158,18 +158,18 @@ class StepWatch:
             for group in owner.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._withheld.append((parameter, parameter.grad))
+                        self._hidden.append((parameter, parameter.grad))
                         parameter.grad = None
         scaler.update(owner)
 
     def _give_back(self) -> None:
-        for parameter, gradient in self._withheld:
+        for parameter, gradient in self._hidden:
             parameter.grad = gradient
-        self._withheld = []
+        self._hidden = []
 
 
 def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Iterate over an optimizer and those in its attributes, at any depth."""
+    """Iterate over an optimizer and all optimizers in its attributes, at any depth."""
     found: dict[int, Optimizer] = {}
     waiting = [optimizer]
     while waiting:

@@ -1,4 +1,4 @@
-"""The update at the end of a window: gradients are dropped, weighed, unscaled and clipped, and schedulers step."""
+"""Update, which prepares the gradients of an accumulation window for the optimizer and steps schedulers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 TARGETS = (
     "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
     "labels that are not -100. If the loss is the mean over labels, as with models of transformers, the gradient "
-    'depends on the cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    'depends on the number of micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
     "labels[:, 1:] for a causal model, which does not predict the first label."
 )
 
 
 class Update:
-    """Updates the parameters of a fit by its optimizers.
+    """Does the work around an optimizer step: clears, divides and clips gradients, and counts the step.
 
     Attributes:
-        module: its methods may replace parts of the update.
-        optimizer: the one of automatic optimization; None in manual optimization.
+        module: module whose methods may replace parts of the update.
+        optimizer: the optimizer under automatic optimization; None in manual optimization.
         wrapped: the optimizers as ``self.optimizers()`` returns them.
         watch: hooks on the optimizers' steps.
         needs_closure: True if the optimizer cannot step without a closure.
-        by_closure: True if ``optimizer.step`` plays the last micro-batch.
-        share: of the current batch, in manual optimization.
-        schedulers: of the fit.
+        by_closure: True if ``optimizer.step`` runs the last micro-batch.
+        share: factor for the loss of the current batch, in manual optimization.
+        schedulers: schedulers of the fit.
         had_batch: True once a window with a batch has ended.
         weighs: True if ``training_step`` returns weights; the same on all ranks. None until a rank has returned a loss.
-        unweighed: True if a loss of this window had no weight.
-        factor: factor of the window's gradient, for a closure's loss.
+        unweighed: True if a loss in this window had no weight.
+        factor: factor by which the window's gradient was multiplied; a closure's loss needs it too.
     """
 
     def __init__(self, session: Session) -> None:
@@ -60,7 +60,7 @@ class Update:
         self.weighs: bool | None = None
         self.unweighed = False
         self.factor: float | Tensor = 1.0
-        self._note = session.fit.finite.noting
+        self._note = session.fit.finite.step_check
         self.module = session.module
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
@@ -83,7 +83,7 @@ class Update:
         automatic = self.module.automatic_optimization
         self.optimizers = [*self._strategy.optimizers]
         self.wrapped = [
-            LightningOptimizer(optimizer, self._stepped_by_user, self.module, self._strategy.synchronize)
+            LightningOptimizer(optimizer, self._step_for_user, self.module, self._strategy.synchronize)
             for optimizer in self.optimizers
         ]
         self.optimizer: Optimizer | None = self.optimizers[0] if automatic else None
@@ -91,21 +91,21 @@ class Update:
         self.needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
 
     def check_scaler(self) -> None:
-        """Refuse optimizers that do not work with a loss scale."""
+        """Raise if an optimizer does not work with the precision's loss scale."""
         scaler = self._scaler
         if scaler is not None and self.optimizer is None:
             scaler.refuse(*self.optimizers)
         if scaler is not None and self.needs_closure:
             raise MisconfigurationException(
-                f"{scaler.asked_by} with {type(self.optimizer).__name__}: a line search does not work with updates "
-                'that may be left out; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
+                f"{scaler.asked_by} with {type(self.optimizer).__name__}: a line search does not work if updates "
+                'may be skipped; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
             )
 
     def change_optimizers(self) -> None:
-        """Use the optimizers that the user has set (``trainer.optimizers = [...]``) from now on.
+        """Replace the optimizers by those that the user assigned (``trainer.optimizers = [...]``).
 
         Raises:
-            MisconfigurationException: the new one needs a closure, which the fit's way of playing windows has not.
+            MisconfigurationException: the new optimizer needs a closure, but this fit runs windows without closures.
         """
         if self.optimizer is not None and not self.by_closure and demands_closure(self._strategy.optimizers[0]):
             raise MisconfigurationException(
@@ -120,7 +120,7 @@ class Update:
     # -- in a window ---------------------------------------------------------------------------------------
 
     def zero_grad(self, batch_idx: int) -> None:
-        """Drop the gradients of the previous window, with the hook and the module's own method."""
+        """Clear the previous window's gradients, with ``on_before_zero_grad`` and ``optimizer_zero_grad``."""
         if self._hooks.on_before_zero_grad is not None:
             self._strategy.steps_end()  # FSDP leaves parameters whole after a forward: what the hook writes is lost
             self._hooks.call("on_before_zero_grad", self.optimizer)
@@ -139,7 +139,7 @@ class Update:
             optimizer.zero_grad()
 
     def prepare(self) -> None:
-        """Prepare the window's whole gradient for the step: divide by weights, unscale, run the hook, clip."""
+        """Prepare the window's gradient for the step: divide by weights, unscale, call the hook, and clip."""
         optimizer = self.optimizer
         assert optimizer is not None
         if self.weighs is not False or self._fit.weights is not None:
@@ -160,7 +160,7 @@ class Update:
                     self._note(norm, "gradient norm")
 
     def _divide_weights(self) -> None:
-        """Divide the window's gradient by the weights, on all ranks or on none. Collective."""
+        """Divide the window's gradient by the sum of the "weight" values, if steps return them. Collective."""
         weighed, unweighed = self._fit.weights is not None, self.unweighed
         if self.weighs is None:  # a rank without samples has seen no loss, so all agree on it, once
             kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
@@ -170,15 +170,15 @@ class Update:
                 warn_once(TARGETS, key="uneven targets")
         if (weighed and self.weighs is False) or (unweighed and self.weighs):
             raise MisconfigurationException(
-                '`training_step` returned a "weight" for some micro-batches only: return one with every loss, on every '
-                "rank, or with none."
+                '`training_step` returned a "weight" for some micro-batches only: return a weight with every loss '
+                "on every rank, or with none."
             )
         if self.weighs:
             self.factor = self._strategy.divide_gradients(0.0 if self._fit.weights is None else self._fit.weights)
         self._fit.weights, self.unweighed = None, False
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
-        """Count the update and step the schedulers, unless there was no batch or gradients overflowed."""
+        """Count the update and step the schedulers, unless there was no batch or the update was skipped."""
         self.had_batch = self.had_batch or updated
         updated = updated and not self._strategy.left_out
         updated = updated and (self._scaler is None or not self.watch.left_out)
@@ -194,13 +194,13 @@ class Update:
     # -- methods that users call ---------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer; None stands for the Trainer's setting, 0 for no clipping."""
+        """Clip the gradients of one optimizer. None means the Trainer's setting, 0 no clipping."""
         config = self._session.config
         own = config.gradient_clip_val
         if value is not None and own is not None and value != own:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_val={value!r}) differs from Trainer(gradient_clip_val={own!r}): set one "
-                "of the two."
+                f"clip_gradients(gradient_clip_val={value!r}) differs from Trainer(gradient_clip_val={own!r}): set "
+                "only one of them."
             )
         value = own if value is None else value
         algorithm = config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
@@ -211,20 +211,20 @@ class Update:
         if value is None:
             return
         if not isinstance(value, (int, float)):
-            raise WrongType(f"clip_gradients(gradient_clip_val={value!r}): give a number, or None for the Trainer's.")
+            raise WrongType(f"clip_gradients(gradient_clip_val={value!r}): pass a number, or None for the Trainer's.")
         if value > 0:
             self._strategy.clip(optimizer, value, algorithm)
 
     def _mean_loss(self, loss: Any) -> Tensor:
-        """Return the mean over the ranks of a closure's loss, weighed as `manual_backward` weighs it. Collective."""
+        """Average a closure's loss over the ranks, with the same weights as `manual_backward`. Collective."""
         device = self._strategy.root_device
         own = torch.as_tensor(loss, device=device).detach().to(widest(device))
         weighed = torch.zeros_like(own) if self._session.is_padding else own * self.share
         mean: Tensor = self._strategy.reduce(weighed, reduce_op="mean")
         return mean
 
-    def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Step an optimizer for ``LightningOptimizer.step``; return the result of the closure."""
+    def _step_for_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Implement ``LightningOptimizer.step``; return the result of the closure."""
         if not self.module.automatic_optimization:
             # the hook runs when gradients are complete: after the user's closure
             own = closure

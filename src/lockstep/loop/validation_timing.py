@@ -1,4 +1,4 @@
-"""Times of validation in a fit: the flags ``val_check_interval`` and ``check_val_every_n_epoch``."""
+"""ValidationTiming, which implements ``val_check_interval`` and ``check_val_every_n_epoch``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.loop.session import Session
 
 
 class ValidationTiming:
-    """The flags ``val_check_interval`` and ``check_val_every_n_epoch`` of one fit.
+    """Decides when a fit validates.
 
     Attributes:
-        every: training batches between two validations; infinite: at the epoch's end; None: by time, or not planned.
+        every: training batches between two validations; infinite: at the epoch's end; None: by time, or not known yet.
     """
 
     def __init__(self, session: Session) -> None:
@@ -28,14 +28,14 @@ class ValidationTiming:
         self._flag = 0
 
     def start(self) -> None:
-        """Start the fit's clock and register the flag; ranks can communicate."""
+        """Start the clock for intervals in time, and register the flag by which ranks agree."""
         interval = self._session.config.val_check_interval
         self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
         self._since = time.monotonic()
         self._flag = self._session.agreement.register("validate")
 
     def plan(self, batches: int | float) -> None:
-        """Set the number of training batches of an epoch, as the run's plan counts them.
+        """Compute the interval from the number of training batches in an epoch, as the run's plan counts them.
 
         Raises:
             MisconfigurationException: the interval does not fit this number.
@@ -45,12 +45,12 @@ class ValidationTiming:
         self._at_end = self.every == math.inf or (isinstance(interval, float) and interval == 1.0)
 
     def in_epoch(self, epoch: int) -> bool:
-        """Return True if this epoch is validated at all."""
+        """Return True if ``check_val_every_n_epoch`` allows validations in this epoch."""
         every = self._session.config.check_val_every_n_epoch
         return self._session.enable_validation and (every is None or (epoch + 1) % every == 0)
 
     def due(self, progress: Progress, at_window_end: bool, batches: int = 1) -> bool:
-        """Return True if the interval has ended with the last training batch, or with one of the last ``batches``."""
+        """Return True if a validation is due after one of the last ``batches`` training batches."""
         every = self.every
         if every is None:
             # rank 0's clock decides, and all ranks agree at the same boundary
@@ -72,7 +72,7 @@ class ValidationTiming:
         return before // every < after // every  # a batch in our count may skip the one at which it is due
 
     def done(self) -> None:
-        """Restart the clock after a validation."""
+        """Restart the interval after a validation."""
         self._since = time.monotonic()
         self._session.agreement.lower(self._flag)
 

@@ -1,7 +1,7 @@
-"""State that a window's micro-batches change besides gradients, as it was before the first of them.
+"""WindowStart, a copy of the state that an accumulation window's micro-batches change besides gradients.
 
-A run that resumes within a window and cannot take its gradients over plays the window again. It starts from what is
-kept here, so that nothing counts twice.
+A run that resumes within a window but cannot load the window's gradients repeats the window. It starts from this copy,
+so that nothing counts twice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 MetricState = dict[str, Any]
-"""``states`` by name, and the ``count`` of updates."""
+"""A metric's "states" by name, and the "count" of updates."""
 
 
 def metric_state(metric: Metric) -> MetricState:
-    """Return the states of a torchmetrics object. Lists are copied, their tensors are shared."""
+    """Copy the states of a torchmetrics object. Tensors inside lists are shared with the object."""
     states: dict[str, Any] = {}
     for name in metric._defaults:
         value = getattr(metric, name)
@@ -35,29 +35,29 @@ def metric_state(metric: Metric) -> MetricState:
 
 
 def initial_state(metric: Metric) -> MetricState:
-    """Return the state of a torchmetrics object after a reset."""
+    """Return the state that a torchmetrics object has after a reset."""
     states = metric._defaults.items()
     return {"states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states}, "count": 0}
 
 
 SMALL = 1 << 16
-"""Elements of a buffer, at most, that may change without a new version, as torch's batch norm changes its own."""
+"""Buffers with at most this many elements are always compared, because batch norm does not raise their version."""
 
 
 @dataclass
 class _Buffer:
-    """A buffer as it was."""
+    """Copy of a buffer at the start of a window."""
 
     layer: dict[str, Tensor | None]
-    """The buffers of its layer, which may put another one in its place."""
+    """All buffers of the layer, in which the layer may replace this one."""
     key: str
     source: Tensor
     version: int | None
-    """None: it may have changed at any time."""
+    """The tensor's version; None: the version does not show changes."""
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Return True if a buffer can be copied into the memory of ``value``."""
+        """Return True if ``buffer`` can be copied into ``value``."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
@@ -71,7 +71,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class WindowStart:
-    """State at the start of the current window, of a fit whose windows have several micro-batches.
+    """Copy of the state at the start of the current window, if windows have several micro-batches.
 
     Example:
         >>> start.begin_epoch(module, results, published)
@@ -94,12 +94,12 @@ class WindowStart:
         return WindowStart, ()  # a copy does not belong to the running fit
 
     def begin_epoch(self, module: nn.Module, results: LogCollector, published: dict[str, Tensor]) -> None:
-        """Find the layers of the module that have buffers or are metrics.
+        """Prepare for an epoch: list the layers that have buffers or are metrics.
 
         Args:
-            module: of the fit.
-            results: collector of training.
-            published: values that callbacks read.
+            module: module of the fit.
+            results: collector of logged values in training.
+            published: ``trainer.callback_metrics``.
         """
         # once an epoch: a walk over all modules takes longer than a small step
         self._results, self._published = results, published
@@ -107,7 +107,7 @@ class WindowStart:
 
     @torch.no_grad()
     def note(self, batch: int) -> None:
-        """Note the start of a window, after ``batch`` micro-batches of the epoch."""
+        """Copy the state at the start of a window, after ``batch`` micro-batches of the epoch."""
         self._batch, self._read = batch, None
         assert self._results is not None
         self._entries = self._results.snapshot()
@@ -128,7 +128,7 @@ class WindowStart:
             torch._foreach_copy_(targets, sources)  # one kernel on a GPU
 
     def _changed_of(self, prefix: str, part: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (kept, current) for each buffer of a layer that may have changed. Keep a new one at once."""
+        """Yield (copy, buffer) for each buffer that may have changed; a buffer without a copy is copied at once."""
         for key, buffer in part._buffers.items():
             if buffer is None:
                 continue
@@ -147,14 +147,14 @@ class WindowStart:
                     yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """Take over the :meth:`state` of an earlier attempt, within whose window the run continues."""
+        """Use the :meth:`state` from a checkpoint until the next window starts."""
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:
-        """Return the kept state for a checkpoint; None if no window has started there.
+        """Return the copy for a checkpoint; None if the current window did not start after ``batch``.
 
         Args:
-            batch: micro-batches of the epoch that were done when the window started.
+            batch: number of micro-batches in the epoch before the window.
             with_buffers: include buffers.
         """
         if self._read is not None:
@@ -182,7 +182,7 @@ class WindowStart:
 
 @torch.no_grad()
 def put_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Set buffers to the values of :meth:`WindowStart.state`."""
+    """Copy the buffers in :meth:`WindowStart.state` into the module."""
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)

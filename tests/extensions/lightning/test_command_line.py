@@ -258,7 +258,7 @@ def test_help_tells_of_every_argument(capsys: pytest.CaptureFixture[str]) -> Non
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         "--model.lr LR learning rate. (type: float, default: 0.1)",
-        "--trainer.max_epochs MAX_EPOCHS stop after so many epochs",
+        "--trainer.max_epochs MAX_EPOCHS stop after this many epochs",
         "--data.batch_size",
         "--seed_everything",
         "--optimizer",

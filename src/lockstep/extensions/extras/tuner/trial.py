@@ -381,7 +381,7 @@ def configure_again(trainer: Trainer) -> None:
 
 def has_started(trainer: Trainer) -> bool:
     """Return True if the fit's training has started, so that its optimizers have state."""
-    return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.begun
+    return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.has_optimizers
 
 
 # -- an attribute that a search reads and sets --------------------------------------------------------------

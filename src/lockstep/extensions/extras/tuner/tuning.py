@@ -23,7 +23,7 @@ from lockstep.extensions.extras.tuner.trial import (
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
-from lockstep.loop.call import Asked, call
+from lockstep.loop.call import CallArguments, call
 from lockstep.loop.hooks import by_position
 from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
@@ -231,7 +231,7 @@ def _prepared(
     )
     with in_session(trainer, inside):
         try:
-            with isolate_rng(), call(inside, Asked(fn, None, None, trainer.fit_loop.release)):
+            with isolate_rng(), call(inside, CallArguments(fn, None, None, trainer.fit_loop.release)):
                 if fn is not TrainerFn.FITTING:
                     inside.state.stage = RunningStage(str(fn))
                 yield
