@@ -438,7 +438,7 @@ class Automatic(Step):
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
         """Do the work of :meth:`forward_backward` for a micro-batch that some ranks have no samples of."""
         strategy = self._strategy
-        with strategy.leaving_out(micro_batch.absent):
+        with strategy.without_ranks(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
                 return self._without_batch(micro_batch)
             if micro_batch.weight:
