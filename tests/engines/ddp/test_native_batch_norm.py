@@ -92,17 +92,6 @@ def test_numbers_are_those_of_the_path_of_the_cpu(ranks: RankPool, kind: str) ->
             torch.testing.assert_close(native[name], expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_channel_needs_two_values_on_all_ranks_together(ranks: RankPool) -> None:
-    for message in ranks(2).run(too_few):
-        assert "all ranks together have 1" in message
-
-
-def too_few() -> str:
-    with installed(), pytest.raises(ValueError, match="Expected more than 1 value") as caught:
-        SyncBatchNorm(3)(torch.ones(1 - dist.get_rank(), 3))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_activation_is_read_and_written_eight_times(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, as torch's own; by the path of the CPU it is 20 times in float32 and 50 in bfloat16."""
