@@ -373,7 +373,7 @@ def test_a_killed_rank_is_noticed_within_a_second(ranks: RankPool, tmp_path: Pat
     assert "killed by SIGKILL" in said
     for rank in (0, 2):  # rank 1 alone, or with the one that gave up because of it
         names = f"(rank 1|ranks {min(1, 2 - rank)}, {max(1, 2 - rank)})"
-        left = rf"lost, soon: {names} ended \(the process exited, .*\) while rank {rank} waited for the reduction of"
+        left = rf"lost, soon: {names} left \(the process exited, .*\) while rank {rank} waited for the reduction of"
         assert re.search(left, said), said
     assert [_files(int(path.read_text())) for path in tmp_path.glob("process-*")] == [[]] * 3
 
@@ -391,9 +391,9 @@ def _close_early(rank_that_closes: int) -> str:
     with pytest.raises(RuntimeError) as error:
         reduction.wait(pieces[0])  # type: ignore[arg-type]
     assert time.monotonic() - begun < 1
-    with pytest.raises(RuntimeError, match="ended"):  # and it stays so
+    with pytest.raises(RuntimeError, match="left"):  # and it stays so
         reduction.wait(pieces[1])  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="ended"):
+    with pytest.raises(RuntimeError, match="left"):
         reduction.start(pieces[0], 1.0)  # type: ignore[arg-type]
     return str(error.value)
 
@@ -402,7 +402,7 @@ def test_a_rank_that_closes_early_is_named(ranks: RankPool) -> None:
     first, nobody, third = ranks(3).run(_close_early, 1)
     assert nobody == ""
     assert "rank 1" in first + third  # or one that gave up because of it
-    assert all("ended (the process exited, or its reducer was closed" in text for text in (first, third))
+    assert all("left (the process exited, or its reducer was closed" in text for text in (first, third))
 
 
 def _close_at_the_end(late: int) -> float:

@@ -331,7 +331,7 @@ class SharedReduction(AllReduce):
             silent = [other for other in gone if other not in missing or not self._take(messages[other])]
             if silent:
                 self._fail(
-                    f"{self._named(silent)} ended (the process exited, or its reducer was closed or failed) while "
+                    f"{self._named(silent)} left (the process exited, or its reducer was closed or failed) while "
                     f"{self._named([self._rank])} waited for the reduction of bucket {bucket.index}"
                 )
             for other in gone:

@@ -130,7 +130,7 @@ class ShardedStrategy(RankedStrategy):
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__} does not support sparse gradients, which {', '.join(sparse)} get. Build the "
+                f"{type(self).__name__}() does not support sparse gradients, which {', '.join(sparse)} get. Build the "
                 'layers with sparse=False, or use strategy="ddp".'
             )
         for optimizer in with_parameters(optimizers):
