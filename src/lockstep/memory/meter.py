@@ -151,10 +151,7 @@ class Activations:
         """Count the activations that forwards inside the block save."""
         lacking = missing(MEMORY)
         if lacking:
-            warn_once(
-                f"trainer.memory() does not count activations, because torch {torch.__version__} has no "
-                f"{lacking[0].name}."
-            )
+            warn_once(f"trainer.memory() omits activations: torch {torch.__version__} has no {lacking[0].name}.")
             yield
             return
         hooks = [

@@ -101,9 +101,8 @@ class MixedPrecision(Precision):
         if not has_autocast(device_type, self.autocast_dtype):
             others = ("bf16-mixed", "16-mixed", "32-true")
             raise MisconfigurationException(
-                f"precision={name!r} is not supported: torch has no autocast to "
-                f"{str(self.autocast_dtype).removeprefix('torch.')} on {device_type!r} devices. Use "
-                f"precision={' or '.join(repr(each) for each in others if each != name)}"
+                f"precision={name!r} is not supported: torch has no autocast to {self.autocast_dtype} on "
+                f"{device_type!r} devices. Use precision={' or '.join(repr(each) for each in others if each != name)}"
             )
         if name == "16-mixed":
             self.scaler = LossScaler(device_type)

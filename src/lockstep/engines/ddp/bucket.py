@@ -197,9 +197,8 @@ ALIAS = (
     "(`p.grad.clone()`), or use DDPStrategy(gradient_as_bucket_view=False)."
 )
 UNUSED = (
-    "Parameters {names}{more} got no gradient on this rank. This makes each step slower: the rank waits for the "
-    "backward to find out if another rank has a gradient. Remove parameters that no rank uses, or freeze them "
-    "(requires_grad_(False))."
+    "Parameters {names}{more} got no gradient on this rank. To find out if another rank has one, each step waits for "
+    "the backward, which is slow. Remove parameters that no rank uses, or freeze them (requires_grad_(False))."
 )
 
 
