@@ -53,7 +53,7 @@ class LocalSteps(Protocol):
         """
 
 
-class InParts(Protocol):
+class Partitioned(Protocol):
     """A model that is partitioned over the ranks during a fit."""
 
     def gather(self) -> None:
@@ -78,7 +78,7 @@ class ModelCopies:
         self.buffers: WindowBuffers | None = None
         self.norms: SynchronizedNorms | None = None
         self.local_steps: LocalSteps | None = None
-        self.parts: InParts | None = None
+        self.parts: Partitioned | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
     def __getstate__(self) -> dict[str, Any]:

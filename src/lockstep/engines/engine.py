@@ -23,7 +23,7 @@ from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
-PARTITIONED = {
+PARTITIONED_BY = {
     FSDP: ('a fit with strategy="fsdp" or its own `configure_model`', 'strategy="fsdp" or ModelParallelStrategy(...)'),
     DEEPSPEED: ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
     PIPELINE: ('a fit with strategy="balanced" that failed', "that fit's last checkpoint as `ckpt_path`"),
@@ -80,7 +80,7 @@ class BatchByHand(NamedTuple):
     share: float
 
 
-class WindowPlayer(Protocol):
+class WindowRunner(Protocol):
     """A function that runs all forwards and backwards of a window in the order that suits the engine.
 
     Args:
@@ -183,7 +183,7 @@ class Engine:
     """
 
     launcher: str | None = None
-    window: WindowPlayer | None = None
+    window: WindowRunner | None = None
     drives_all_devices: bool = False
     runs_padding: bool = False
     cuts_parameters: bool = False
@@ -257,7 +257,7 @@ class Engine:
         if self.launcher is not None or self.drives_all_devices:  # otherwise the first step sets the layers' shapes
             refuse_lazy(module, type(self).__name__)
         if engine != accepted:
-            (cause, way), name = PARTITIONED[engine], type(module).__name__
+            (cause, way), name = PARTITIONED_BY[engine], type(module).__name__
             raise MisconfigurationException(
                 f"{name} is still partitioned after {cause}, but {type(self).__name__} needs full parameters. Save a "
                 f"checkpoint and load it into a new module, or continue with {way}."

@@ -304,12 +304,12 @@ class Owners:
         for parameter in new:
             self._owners[parameter] = places[parameter.data_ptr()]
 
-    def _is_anothers(self, parameter: Tensor) -> bool:
+    def _is_remote(self, parameter: Tensor) -> bool:
         return bool(self._owners.get(parameter, self._rank) != self._rank)
 
     def _drop(self, optimizer: Optimizer) -> None:
         """Delete states of other ranks' parameters: Adagrad creates all of them in its constructor."""
-        for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_anothers(key)]:
+        for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_remote(key)]:
             del optimizer.state[key]
 
     # -- a step
@@ -369,7 +369,7 @@ class Owners:
         mine = {}
         for number, state in saved["state"].items():
             whole = self._whole(state)  # on all ranks: a state that was read in shards is gathered
-            if number not in by_number or not self._is_anothers(by_number[number]):
+            if number not in by_number or not self._is_remote(by_number[number]):
                 mine[number] = whole
         self._own[id(optimizer)]["load_state_dict"]({**saved, "state": mine})
 

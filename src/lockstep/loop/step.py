@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.window import Share, Window, share_of, weighed_by_part
-from lockstep.engines.engine import BatchByHand, MicroBatch, WindowPlayer
+from lockstep.engines.engine import BatchByHand, MicroBatch, WindowRunner
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.checks import takes_idx
@@ -565,7 +565,7 @@ class Ahead(Step):
         MisconfigurationException: names the hook or the optimizer that the engine cannot serve.
     """
 
-    def __init__(self, session: Session, update: Update, play: WindowPlayer) -> None:
+    def __init__(self, session: Session, update: Update, play: WindowRunner) -> None:
         super().__init__(session, update)
         self._play = play
         self._parts = StepParts(session.results)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.engines.ddp.native_batch_norm import NOBODY
+from lockstep.engines.ddp.native_batch_norm import ZERO_COUNT
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from lockstep.ground import comm
 from tests.engines.ddp.batch_norm_kernels import NAMES, Traffic, installed, wide
@@ -119,7 +119,7 @@ def test_the_kernels_do_what_the_equations_say(dtype: torch.dtype, inner: tuple[
     eps, tolerance = 1e-3, {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 2e-2)
     x, gradient = (torch.randn(6, 3, *inner).to(dtype) for _ in range(2))
     scale, shift = (torch.randn(3).to(wide(x)) for _ in range(2))
-    counts = torch.tensor([NOBODY, 6, 9], dtype=wide(x))
+    counts = torch.tensor([ZERO_COUNT, 6, 9], dtype=wide(x))
     means, inverses = torch.randn(3, 3).to(wide(x)), torch.rand(3, 3).to(wide(x)) + 0.5
 
     def play(device: str, kernels: dict[str, Any]) -> list[Any]:

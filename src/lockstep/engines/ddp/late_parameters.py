@@ -35,7 +35,7 @@ class LateParameters:
         found: full name of the first added parameter; None if no parameter was added.
         buffer, norm: the same for buffers, except torch's pruning masks, and for BatchNorm layers.
         changed: True if submodules were added.
-        noticed: True if anything was added; the code that handles additions resets it to False.
+        has_additions: True if anything was added; the code that handles additions resets it to False.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LateParameters:
         self.buffer: str | None = None
         self.norm: str | None = None
         self.changed = False
-        self.noticed = False
+        self.has_additions = False
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
         # weak references: the id of a deleted parameter may be reused by a late one
         known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
@@ -64,12 +64,12 @@ class LateParameters:
         self._names.update({part: name for name, part in module.named_modules()})
         self._known.update({parameter: name for name, parameter in module.named_parameters()})
         self.found = self.buffer = self.norm = None
-        self.noticed = False
+        self.has_additions = False
 
     def _add_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
         if part is None or module not in self._names:
             return
-        self.changed = self.noticed = True
+        self.changed = self.has_additions = True
         for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
             if submodule not in self._names:
                 self._names[submodule] = inner
@@ -86,7 +86,7 @@ class LateParameters:
     def _note(self, name: str) -> None:
         if name in self._ignored:
             return
-        self.noticed = True
+        self.has_additions = True
         if not self.found:
             self.found = name
 
@@ -114,7 +114,7 @@ def _install_hooks() -> Callable[[], object]:
         for late in list(_watching):
             # torch.nn.utils.prune has moved the parameter to NAME_orig before it registers NAME_mask
             if module in late._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
-                late.noticed = True
+                late.has_additions = True
                 late.buffer = late.buffer or f"{late._names[module]}.{name}".lstrip(".")
 
     def module_added(module: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -193,7 +193,7 @@ class LateRefusal:
             groups = optimizer.param_groups
             if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
                 changed = True
-        if changed or self._watch.noticed:
+        if changed or self._watch.has_additions:
             self._refuse()
         if changed:
             self.compare()
@@ -226,7 +226,7 @@ class LateRefusal:
         for kind, found in (("buffer", self._watch.buffer), ("normalization layer", self._watch.norm)):
             if found is not None:
                 refuse(self._rank, kind, found)
-        self._watch.noticed = False
+        self._watch.has_additions = False
 
     def _parameters(self) -> dict[str, Tensor]:
         own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.ground import comm
 
-NOBODY = 1e-30
+ZERO_COUNT = 1e-30
 """Replaces a rank's count of 0, because the kernel divides by a running sum of counts; as an integer it is 0."""
 
 
@@ -56,7 +56,7 @@ def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         mine = torch.ones(2 * channels + 1, dtype=wide, device=input.device)
         mine[:channels] = 0
-        mine[2 * channels :] = NOBODY
+        mine[2 * channels :] = ZERO_COUNT
     return comm.all_gather_tensor(mine, group)
 
 

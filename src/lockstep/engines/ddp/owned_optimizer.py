@@ -72,7 +72,7 @@ class OwnedOptimizers(Owners):
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
         """Hide other ranks' parameters from the update inside the block, then exchange the new values."""
         updated = self._with_gradient(optimizer)
-        with without_gradients(filter(self._is_anothers, updated)):
+        with without_gradients(filter(self._is_remote, updated)):
             yield
         self._exchange(updated)
 

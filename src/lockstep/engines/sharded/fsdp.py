@@ -467,11 +467,11 @@ class FSDPStrategy(ShardedStrategy):
 
     def load(self, state: EngineState) -> None:
         """Load this rank's shards from a state with full tensors, or with tensors that were read as shards."""
-        from lockstep.engines.sharded.fully_shard import cut_like
+        from lockstep.engines.sharded.fully_shard import shard_like
 
         if state.module is not None:
             own = self.module.state_dict()
-            parts = {name: cut_like(own.get(name), value) for name, value in state.module.items()}
+            parts = {name: shard_like(own.get(name), value) for name, value in state.module.items()}
             self.module.load_state_dict(parts, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
@@ -506,13 +506,13 @@ class ShardedGradients(Gradients["ShardedModule"]):
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
         """Restore gradients from `window_state`; load this rank's part of full gradients of sharded parameters."""
-        from lockstep.engines.sharded.fully_shard import cut_like
+        from lockstep.engines.sharded.fully_shard import shard_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters
         super().load_window_state({"gradients": {name: each for name, each in given.items() if name not in parts}})
         for name, gradient in given.items():
             if name in parts:
-                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
+                parts[name].grad = shard_like(parts[name], gradient.to(parts[name].dtype))
         self.holder.load_window_state(saved.get("sharded", {}))
 
 

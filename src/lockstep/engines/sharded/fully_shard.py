@@ -530,7 +530,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
     )
 
 
-def cut_like(own: object, value: Any) -> Any:
+def shard_like(own: object, value: Any) -> Any:
     """Shard ``value`` like ``own``, and return it as a DTensor; if the shapes differ, return ``value``.
 
     Collective if ``value`` is already sharded differently.
@@ -628,7 +628,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     state = dict(saved["state"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in state:
-            state[number] = {name: cut_like(parameter, value) for name, value in state[number].items()}
+            state[number] = {name: shard_like(parameter, value) for name, value in state[number].items()}
     optimizer.load_state_dict({**saved, "state": state})
 
 
