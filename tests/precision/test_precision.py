@@ -79,14 +79,6 @@ def test_double_precision_is_refused_where_the_device_has_none() -> None:
         make_precision("64-true", "mps")
 
 
-def test_16_mixed_runs_on_the_cpu() -> None:
-    precision = make_precision("16-mixed", "cpu")
-    assert precision.scaler is not None
-    assert precision.context is not None
-    with precision.context():
-        assert nn.Linear(3, 2)(torch.ones(1, 3)).dtype is torch.float16
-
-
 def test_16_mixed_has_a_scaler_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     # the scaler touches the device at the first loss only; without one torch switches it off with a warning
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
