@@ -24,7 +24,7 @@ from lockstep.ground import comm
 
 
 class SynchronizedNorms:
-    """The synchronized BatchNorm layers of a module during a fit.
+    """Synchronized BatchNorm layers of a module during a fit.
 
     Args:
         module: module of the fit, the same on all ranks.

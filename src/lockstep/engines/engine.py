@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def holds_parts(self) -> bool:
-        """True if no rank has the whole model: forwards communicate, or the engine runs windows over stages."""
+        """True if no rank has the full model, because forwards communicate or windows run over stages."""
         return self.runs_padding or self.window is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Strategies: the engine, the collectives and the checkpoint writer of a run, under Lightning's names."""
+"""Strategies, which combine a run's engine, collectives and checkpoint writer under Lightning's names."""
 
 from __future__ import annotations
 

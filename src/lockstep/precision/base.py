@@ -317,7 +317,7 @@ def _plain(optimizer: Any) -> Any:
 
 
 class Precision:
-    """Full precision, ``32-true``, and base class of the others.
+    """Full precision (``32-true``), and base class of all other precisions.
 
     A loop calls, in this order:
 

@@ -82,7 +82,7 @@ class DefaultDtype(AbstractContextManager[None]):
 
 
 class MixedPrecision(Precision):
-    """``bf16-mixed`` and ``16-mixed``: steps under ``torch.autocast``; the latter with a loss scale.
+    """``bf16-mixed`` and ``16-mixed``: steps run under ``torch.autocast``, the latter with a loss scale.
 
     On a CPU ``16-mixed`` is slow; it is for trying a script that is meant for GPUs.
 

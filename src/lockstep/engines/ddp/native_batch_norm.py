@@ -46,7 +46,7 @@ def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
         input: this rank's input, dense.
         count: number of elements of a channel that count.
         eps: added to variances.
-        group: the ranks.
+        group: process group of the ranks.
     """
     channels = input.shape[1]
     if count:

@@ -48,7 +48,7 @@ class OwnedOptimizers(Owners):
 
     Args:
         optimizers: optimizers that update each parameter independently, over the same parameters on all ranks.
-        group: the ranks.
+        group: process group of the ranks.
 
     Raises:
         ValueError: an optimizer does not update parameters independently; see `check_parameter_wise`.

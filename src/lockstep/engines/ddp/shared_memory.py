@@ -166,7 +166,7 @@ _FILLED, _SUMMED = 0, 1
 
 
 class SharedReduction(AllReduce):
-    """Transport for buckets of CPU tensors in shared memory of a host; see `open`.
+    """Transport that sums buckets of CPU tensors in memory shared by all ranks on one host; see `open`.
 
     Sparse gradients are reduced by the group.
     """
@@ -201,7 +201,7 @@ class SharedReduction(AllReduce):
         return None if semaphores is None else cls(group, semaphores)
 
     def buffers(self, sizes: list[Size]) -> list[Tensor] | None:  # type: ignore[override]
-        """Return zeroed buffers in shared memory; None on all ranks if there is too little, or a device is not the CPU.
+        """Return zeroed buffers in shared memory; None on all ranks if memory is short or a device is not the CPU.
 
         Buffers from earlier calls become private to this rank, and are released with their tensors.
         """
@@ -227,7 +227,7 @@ class SharedReduction(AllReduce):
         return own
 
     def _share(self, memory: mmap.mmap, index: int, length: int, dtype: torch.dtype, start: int, stride: int) -> _Share:
-        """Return this rank's share of bucket ``index``, which starts at the byte ``start`` of each copy."""
+        """Return this rank's share of bucket ``index``, which starts at byte ``start`` in each rank's copy."""
         size = dtype.itemsize
         if length * size <= SMALL:
             summer = index % self._world

@@ -142,7 +142,7 @@ class FSDPStrategy(ShardedStrategy):
         self._take_others(FSDPStrategy, others, NO_EFFECT)
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         if self._mode != "NO_SHARD":
-            refuse_without(FSDP, type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
+            refuse_without(FSDP, type(self).__name__, "use DDPStrategy(shard_optimizer=True)")
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
         self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:

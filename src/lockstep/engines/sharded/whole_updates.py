@@ -140,7 +140,7 @@ class _About:
     dtype: torch.dtype
 
     def placeholder(self) -> FlatPart:
-        """Return a placeholder without values."""
+        """Return a placeholder without values for the tensor."""
         return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
 
 
