@@ -202,7 +202,7 @@ def test_gradients_on_the_cpu_are_divided_by_a_scale_that_is_there(madeup: RankP
         parameter.grad = torch.full((3,), 8.0 * factor)
         scaler.unscale(optimizer)
         torch.accelerator.synchronize()
-        return parameter.grad.tolist(), scaler.leaves_out(optimizer)
+        return parameter.grad.tolist(), scaler.must_skip(optimizer)
 
     ((gradient, left_out),) = madeup(1).run(unscaled, group=False)
     assert gradient == [2.0 * factor] * 3

@@ -54,7 +54,7 @@ def test_calls_that_are_nearly_right(call: Any, said: str) -> None:
             r"callbacks=...\): expected a `Callback` of lockstep, got `builtin_function_or_method`",
         ),
         ({"logger": Recorder}, r"logger=.*Recorder.*CSVLogger\(folder\)"),
-        ({"strategy": SingleDeviceStrategy}, r"strategy=SingleDeviceStrategy\): this is a class"),
+        ({"strategy": SingleDeviceStrategy}, r"strategy=SingleDeviceStrategy\) is a class"),
     ],
 )
 def test_flags_that_are_nearly_right(flags: dict[str, Any], said: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.callbacks import Callback
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
-from tests.engines.called_layers import Bare, Forward, Submodule
+from tests.engines.called_layers import Forward, Submodule
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
@@ -46,10 +46,6 @@ class LookingForward(Looking, Forward):
     pass
 
 
-class LookingBare(Looking, Bare):
-    pass
-
-
 class ByHand(Submodule):
     """Manual optimization: calls behind a backward, with the weights of before and behind an update."""
 
@@ -70,10 +66,6 @@ class ByHand(Submodule):
             optimizer.step()
             self.look()
         self.log("loss", loss)
-
-
-class ByHandForward(ByHand, Forward):
-    pass
 
 
 class Swapping(Callback):
@@ -105,17 +97,13 @@ class Swapping(Callback):
 
 ENGINES: dict[str, Callable[[], Any]] = {
     "fsdp": FSDPStrategy,
-    "fsdp, grad op": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
     "fsdp, by layers": lambda: FSDPStrategy(auto_wrap_policy={torch.nn.Linear}),
-    "fsdp, computed again": lambda: FSDPStrategy(activation_checkpointing={torch.nn.Linear}),
     "model parallel 2 x 1": lambda: ModelParallelStrategy(2, 1),
 }
 KINDS = {
     "layer": (Looking, False),
     "module": (LookingForward, False),
-    "own parameter": (LookingBare, False),
     "by hand": (ByHand, False),
-    "by hand, module": (ByHandForward, False),
     "swapped": (Submodule, True),
 }
 EVERY_DAY = [("fsdp", "layer"), ("fsdp", "by hand"), ("model parallel 2 x 1", "swapped")]

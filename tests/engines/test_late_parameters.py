@@ -276,7 +276,7 @@ def test_what_comes_after_set_up_is_refused_by_name(ranks: RankPool, options: di
     """Each rank trained a parameter of its own, and nobody was told."""
     for rank, found in enumerate(ranks(2).run(refusals, options)):
         for how, said in found:
-            assert said.startswith(f"rank {rank}: {NAMED[how]} came after set-up"), how
+            assert said.startswith(f"rank {rank}: {NAMED[how]} was added after set-up"), how
         assert "in `__init__`, `configure_model` or `configure_optimizers`" in said
 
 
@@ -333,7 +333,7 @@ class GrowsInItsStep(Grows):
 
 
 def test_a_parameter_that_comes_within_a_training_step_is_refused_before_the_backward(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="parameter 'scale' came after set-up"):
+    with pytest.raises(RankFailure, match="parameter 'scale' was added after set-up"):
         ranks(2).run(lambda: fit(GrowsInItsStep, {}, []))
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep import LightningModule
 from lockstep.engines.engine import states_to_cpu, states_to_parameters
-from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.call import leave_device
@@ -21,38 +19,10 @@ from tests.loop.pieces import Slope, numbers, quiet
 GPU = torch.device("cuda", 0)
 
 
-class Steps(Slope):
-    def validation_step(self, batch: Tensor) -> None:
-        self.w * batch.sum()
-
-    test_step = predict_step = validation_step
-
-
-@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
-def test_each_call_ends_with_the_module_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, called = Steps(), []
-    monkeypatch.setattr(module, "cpu", lambda: called.append("cpu"))
-    trainer = quiet(max_steps=2, limit_val_batches=0 if name == "fit" else 1)
-    getattr(trainer, name)(module, numbers(2))
-    assert called == ["cpu"]
-
-
 def test_gradients_on_the_cpu_are_there_after_a_fit() -> None:
     module = Slope()
     quiet(max_steps=2).fit(module, numbers(2))
     assert module.w.grad is not None
-
-
-class OnGpu(LightningModule):
-    """Of fake tensors, which are not moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(3, device=GPU))
-        self.moved = False
-
-    def cpu(self) -> Any:
-        self.moved = True
 
 
 @pytest.fixture
@@ -63,24 +33,6 @@ def fake() -> Any:
 
 def session_of(strategy: Any, status: TrainerStatus = TrainerStatus.FINISHED, interruption: str | None = None) -> Any:
     return SimpleNamespace(strategy=strategy, state=SimpleNamespace(status=status), interruption=interruption)
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("kind", [SingleDeviceStrategy, FSDPStrategy])
-def test_nothing_of_a_fit_is_left_on_its_device(kind: type[Any]) -> None:
-    strategy, module = kind(), OnGpu()
-    optimizer = torch.optim.Adam(module.parameters())
-    step = torch.empty(())
-    optimizer.state[module.w] = {"step": step, "exp_avg": torch.empty(3, device=GPU)}
-    module.w.grad = torch.empty(3, device=GPU)
-    strategy.root_device, strategy.module, strategy.optimizers = GPU, module, [optimizer]
-    leave_device(session_of(strategy))
-    state = optimizer.state[module.w]
-    whole = kind is SingleDeviceStrategy  # parts are where the next call wants them
-    assert module.moved == whole
-    assert state["exp_avg"].device.type == ("cpu" if whole else "cuda")
-    assert state["step"] is step
-    assert module.w.grad is None
 
 
 @pytest.mark.usefixtures("fake")

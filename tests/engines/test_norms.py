@@ -224,12 +224,3 @@ def test_a_step_without_a_loss_is_an_error_and_not_a_wait(ranks: RankPool) -> No
     ):
         assert f"returned None on rank {rank}" in said
         assert "0.0 * loss" in said
-
-
-def lonely_fit() -> None:
-    fit(seeded(), 9, sync_batchnorm=True)
-
-
-def test_one_sample_for_all_ranks_together_cannot_be_normalized(ranks: RankPool) -> None:
-    with pytest.raises(Exception, match=r"all ranks together have 1[\s\S]*drop_last=True"):
-        ranks(2).run(lonely_fit, timeout=40)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lockstep import LightningModule
 from lockstep.testing import EquivalenceReport, check_equivalence
@@ -55,25 +54,7 @@ def test_ddp(ranks: RankPool, world: int, accumulate: int, clip: str, length: in
     assert report, report
 
 
-def spawn(world: int, accumulate: int, clip: str, length: int) -> EquivalenceReport:
-    try:
-        return check_equivalence(
-            Plain, rows(length), strategy="ddp_spawn", devices=world, accumulate=accumulate, **CLIPPING[clip]
-        )
-    finally:
-        if dist.is_initialized():  # one rank is this process, and a group stays for the next call
-            dist.destroy_process_group()
-
-
 # A fit in spawned processes, every day: tests/launch/test_notebook.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("clip", CLIPPING)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_ddp_spawn(world: int, accumulate: int, clip: str, length: int) -> None:
-    report = spawn(world, accumulate, clip, length)
-    assert report, report
 
 
 ONE_RANK = pytest.param(1, marks=pytest.mark.slow)

@@ -52,11 +52,11 @@ LATE_HOOKS = (
 )
 EVENTS = ("thaw", "freeze")
 LATE = {
-    "add parameter": "parameter 'extra0' came after set-up",
-    "replace head": "parameter 'head.weight' came after set-up",
-    "weight norm": "parameter 'first.parametrizations.weight.original0' came after set-up",
-    "add buffer": "buffer 'shift0' came after set-up",
-    "assign state": "parameter 'first.weight' came after set-up",
+    "add parameter": "parameter 'extra0' was added after set-up",
+    "replace head": "parameter 'head.weight' was added after set-up",
+    "weight norm": "parameter 'first.parametrizations.weight.original0' was added after set-up",
+    "add buffer": "buffer 'shift0' was added after set-up",
+    "assign state": "parameter 'first.weight' was added after set-up",
 }
 """Events that are refused on several ranks."""
 TRAITS = ("shared", "frozen", "unused", "norm", "checkpointed", "0-d", "hidden", "scaled gradients", "complex")

@@ -89,7 +89,7 @@ def test_what_programs_found_stays_mended(ranks: RankPool, fault: str) -> None:
 REFUSED = {
     "statistics of a part that a rank lacks": (
         replace(PLAIN, samples=8, batch_size=1, world=3, loader="two uneven loaders", traits=frozenset({"norm"})),
-        "rank 2 has no samples of loader 0",
+        "rank 2 has no samples from loader 0",
     ),
     **{
         kind: (replace(PLAIN, events=(Event(kind, hook, 1, late),)), said)

@@ -297,5 +297,5 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
         "or uninstall that package."
     )
     assert "'quiet:Never': AttributeError" in said["nothing"]
-    assert said["number"] == 'number: Trainer(strategy="number"): its entry point returns a int, not a Strategy.'
+    assert said["number"] == 'number: The entry point of Trainer(strategy="number") returned a int, not a Strategy.'
     assert lines[-1] == "DDPStrategy"

@@ -102,7 +102,7 @@ def test_a_feature_whose_part_is_not_there_is_refused_by_name_and_no_other(monke
     missing.cache_clear()
     try:
         says = r"FSDPStrategy needs torch\.nn\.Module\._of_another_release \(a test\), which torch "
-        with pytest.raises(MisconfigurationException, match=says + r"2.*or take DDPStrategy\(shard_optimizer=True\)"):
+        with pytest.raises(MisconfigurationException, match=says + r"2.*or use DDPStrategy\(shard_optimizer=True\)"):
             FSDPStrategy()
         with pytest.raises(MisconfigurationException, match="ModelParallelStrategy needs"):
             ModelParallelStrategy()

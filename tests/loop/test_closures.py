@@ -419,11 +419,9 @@ def on_rank_0_alone() -> None:
 
 
 def test_what_cannot_be_replaced_is_refused_by_name(ranks: RankPool) -> None:
-    with pytest.raises(
-        Exception, match=r"shard_optimizer=True\): the optimizers of `configure_optimizers` were replaced"
-    ):
+    with pytest.raises(Exception, match=r"optimizers were replaced during a fit, .*shard_optimizer=True\)"):
         ranks(2).run(sharded, timeout=40)
-    with pytest.raises(RankFailure, match=r"parameter 'net\.3\.weight' came after set-up"):
+    with pytest.raises(RankFailure, match=r"parameter 'net\.3\.weight' was added after set-up"):
         ranks(2).run(changed, WAYS[0], WHEN[0], False, True, timeout=40)
     with pytest.raises(
         RankFailure, match=r"What is trained is not the same on every rank: rank 0 has SGD of net\.0\.weight"

@@ -227,7 +227,7 @@ def test_what_cannot_be_asked_is_refused(given: Any, says: str) -> None:
 def test_layers_that_are_not_there_are_refused_by_name() -> None:
     with pytest.raises(MisconfigurationException, match="there is no layer of class 'Blok'"):
         quiet(compile={**EAGER, "blocks": ["Blok"]}).fit(Net(), loader())
-    with pytest.raises(MisconfigurationException, match="it chooses no layer of Net"):
+    with pytest.raises(MisconfigurationException, match="no layer of Net is selected"):
         quiet(compile={**EAGER, "blocks": [nn.Conv2d]}).fit(Net(), loader())
 
 

@@ -23,7 +23,7 @@ from tests.tools.pool import RankPool
 
 def test_without_torchao_it_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
-    with pytest.raises(MisconfigurationException, match="needs torchao, which is not installed: pip install torchao"):
+    with pytest.raises(MisconfigurationException, match=r"needs torchao, which is not installed.*pip install torchao"):
         make_precision("fp8-mixed")
 
 
@@ -31,7 +31,7 @@ def test_a_gpu_without_float8_is_refused_by_its_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     with pytest.raises(
-        MisconfigurationException, match=r"NVIDIA A100 has compute capability 8\.0, and float8 needs 8\.9"
+        MisconfigurationException, match=r"NVIDIA A100 has compute capability 8\.0, but float8 needs 8\.9"
     ):
         make_precision("fp8-mixed", "cuda")
     with pytest.raises(MisconfigurationException, match="on 'mps'"):
@@ -121,18 +121,6 @@ def test_converted_layers_are_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     module = Layers()
     make_precision("fp8-mixed", "cuda").convert_module(module)
     assert module.compiled() == [True, True, False]
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_model_that_is_compiled_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(formats, "has_triton", lambda: True)
-    module = Layers()
-    module.compile()
-    make_precision("fp8-mixed", "cuda").convert_module(module)
-    assert module.compiled() == [False, False, False]
-    assert not caplog.records
 
 
 @pytest.mark.gpu

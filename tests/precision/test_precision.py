@@ -68,25 +68,15 @@ def test_names_and_aliases(flag: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_is_refused_where_torch_has_no_autocast(name: str) -> None:
     """What the device lacks decides, not its name: 16-mixed was for CUDA and CPUs alone."""
-    with pytest.raises(MisconfigurationException, match=rf"precision='{name}'.*on 'meta' devices: use precision='"):
+    with pytest.raises(MisconfigurationException, match=rf"precision='{name}'.*on 'meta' devices. Use precision='"):
         make_precision(name, "meta")
     assert make_precision(name, "mps").name == name
     assert make_precision(name, "xpu").name == name
 
 
 def test_double_precision_is_refused_where_the_device_has_none() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"precision='64-true': 'mps' devices .* use precision='32-true'"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"'64-true' .* 'mps' devices.* Use precision='32-true'"):
         make_precision("64-true", "mps")
-
-
-def test_16_mixed_runs_on_the_cpu() -> None:
-    precision = make_precision("16-mixed", "cpu")
-    assert precision.scaler is not None
-    assert precision.context is not None
-    with precision.context():
-        assert nn.Linear(3, 2)(torch.ones(1, 3)).dtype is torch.float16
 
 
 def test_16_mixed_has_a_scaler_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,21 +103,6 @@ def test_a_weight_used_under_no_grad_first_still_gets_its_gradient() -> None:
     loss.backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype == torch.float32
-
-
-def test_64_true_trains_in_double_throughout() -> None:
-    precision = make_precision(64)
-    model = precision.convert_module(nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert precision.convert_input is not None
-    assert precision.context is not None
-    batch = precision.convert_input(torch.ones(4, 3))
-    with precision.context():
-        loss = (model(batch) - torch.ones(4, 1)).square().mean()
-    loss.backward()
-    optimizer.step()
-    assert loss.dtype == torch.float64
-    assert optimizer.state[model.get_parameter("weight")]["momentum_buffer"].dtype == torch.float64
 
 
 class Thirds(LightningModule):

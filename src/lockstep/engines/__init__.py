@@ -1,1 +1,1 @@
-"""The engines of a run: what strategies have in common lies here, and each engine in a folder of its own."""
+"""Strategies and their engines: the base classes, and a folder for each engine."""

@@ -1,4 +1,4 @@
-"""Synchronization of buffers and BatchNorm layers over the ranks, for windows and evaluations."""
+"""Synchronization of buffers and BatchNorm layers between ranks, in training and for evaluations."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from lockstep.ground import comm
 
 
 class SynchronizedNorms:
-    """The synchronized BatchNorm layers of a module during a fit.
+    """Synchronized BatchNorm layers of a module during a fit.
 
     Args:
         module: module of the fit, the same on all ranks.
-        convert: convert its plain BatchNorm layers; otherwise only layers that the user has synchronized count.
-        group: the layers' group of an earlier fit of this run, if there was one.
-        timeout: time that a layer waits for the other ranks.
-        replicas: a layer communicates with one rank of each replica, so that each sample counts once.
+        convert: also convert plain BatchNorm layers; otherwise only layers that the user has synchronized count.
+        group: the layers' process group from an earlier fit of this run; None: create one.
+        timeout: how long a layer waits for the other ranks.
+        replicas: mapping from ranks to replicas; layers communicate with one rank per replica, so that each sample
+            counts once.
 
     Attributes:
         layers: all synchronized layers.
-        group: process group of the layers, except those to which the user gave one.
+        group: process group of the layers, except of layers for which the user chose one.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class SynchronizedNorms:
         self._without_group = [layer for layer in self.layers if layer.sync_group is None]
         self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
         if self._without_group and group is None:
-            # A group of their own: a rank sends its buckets of gradients as they fill, before or after a layer's
+            # A separate group: a rank sends its buckets of gradients as they fill, before or after a layer's
             # message, and ranks may use different parameters. On one group those messages would be confused.
             group = column_group(replicas, timeout)
             comm.barrier(group)  # a rank that ends at once must still exist while another connects to it
@@ -64,10 +65,10 @@ class SynchronizedNorms:
             layer.sync_group = group
 
     @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let the layers communicate without the ``absent`` ranks, which get the running statistics afterwards.
+    def without_ranks(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Let the layers communicate without the ``absent`` ranks, which receive the running statistics afterwards.
 
-        Collective, also for those ranks.
+        Collective, also for the absent ranks.
         """
         groups = [layer.sync_group for layer in self.layers]
         present = self._without(absent, groups)
@@ -86,7 +87,7 @@ class SynchronizedNorms:
                 comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
 
     def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
-        """Return for each of the layers' groups (by its id) one without some ranks. Collective."""
+        """Return, for each of the layers' groups (by id), a group without the ``absent`` ranks. Collective."""
         if absent not in self._present:  # a group costs connections: it is made once for each set of absent ranks
             wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
             # all ranks make all groups, in one order, which `new_group` requires
@@ -99,17 +100,17 @@ class SynchronizedNorms:
         return self._present[absent]
 
     def set_zero_weight(self, zero_weight: bool) -> None:
-        """Leave this rank's samples out of the statistics, while a padding batch runs."""
+        """Exclude this rank's samples from the statistics if ``zero_weight``, as for a padding batch."""
         for layer in self.layers:
             layer.zero_weight = zero_weight
 
     def others_buffers(self, module: nn.Module) -> list[Tensor]:
-        """Return the buffers of ``module`` that no synchronized layer keeps equal on all ranks."""
+        """Return the buffers of ``module`` that are not in synchronized layers, and so may differ between ranks."""
         synchronized = {id(buffer) for layer in self.layers for buffer in layer.buffers()}
         return [buffer for buffer in module.buffers() if id(buffer) not in synchronized]
 
     def restore(self) -> None:
-        """Restore the layers' classes and groups."""
+        """Restore the layers' original classes and process groups."""
         self.set_zero_weight(False)
         for layer in self._without_group:
             layer.sync_group = None
@@ -121,14 +122,14 @@ class SynchronizedNorms:
 
 
 class WindowBuffers:
-    """A module's buffers, which each rank's forwards change by its own samples until the end of a window.
+    """Buffers that each rank updates from its own samples within a window, and that are then set to rank 0's.
 
     Args:
         module: module of the fit.
 
     Attributes:
-        differ: True if training forwards have changed them since the ranks had rank 0's.
-        due: True if a window has ended since then: the next training forward takes rank 0's.
+        differ: True if training forwards have changed the buffers since they were last set to rank 0's.
+        due: True if a window has ended since then, so that the next training forward starts with rank 0's buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -137,14 +138,14 @@ class WindowBuffers:
         self._own: dict[str, Tensor] | None = None  # this rank's, while rank 0's replace them within a window
 
     def align(self) -> None:
-        """Take rank 0's buffers, if they differ. Collective then."""
+        """Overwrite the buffers with rank 0's if they differ; collective in that case."""
         if self.differ:
             sync_buffers(self._module, None)
             self.differ = self.due = False
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let every rank have rank 0's buffers in the block. Within a window, restore its own then. Collective."""
+    def rank_0_values(self) -> Iterator[None]:
+        """Use rank 0's buffers on every rank inside the block; within a window, restore each rank's own. Collective."""
         if self.due or not self.differ:
             self.align()
             yield
@@ -161,7 +162,7 @@ class WindowBuffers:
                     _put(buffer, own[name])
 
     def window_state(self) -> dict[str, Tensor]:
-        """Return this rank's buffers by name; an empty dict between windows, where rank 0's are enough."""
+        """Return this rank's buffers by name; an empty dict between windows, when all ranks use rank 0's."""
         return {} if self.due or not self.differ else self._own or self._copies()
 
     def load_window_state(self, saved: dict[str, Tensor]) -> None:

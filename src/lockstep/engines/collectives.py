@@ -1,4 +1,4 @@
-"""Collectives of a run, also of one process, and the map of its ranks to replicas."""
+"""Collectives that also work in a run of one process, and the mapping from ranks to replicas of the model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lockstep.ground.tree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """The replica of each rank; the ranks of a replica draw the same batches.
+    """Mapping from ranks to replicas of the model; the ranks of one replica load the same batches.
 
-    Each rank is a replica of its own, unless several ranks share one copy of the model (parts of tensors, the stages of
-    a pipeline).
+    Each rank is a separate replica, unless several ranks share one copy of the model (tensor parallelism, pipeline
+    stages).
 
     Attributes:
         index: the replica of this rank.
@@ -43,36 +43,36 @@ class ReplicaMap:
 
     @classmethod
     def each(cls, world: World) -> ReplicaMap:
-        """Return the map in which each rank is a replica."""
+        """Return the mapping in which every rank is a separate replica."""
         return cls(world.rank, world.size, tuple(range(world.size)))
 
     @property
     def first_ranks(self) -> list[int]:
-        """The first rank of each replica; the others of a replica have the same values."""
+        """First rank of each replica; the other ranks of a replica have the same values."""
         return [self.of_rank.index(replica) for replica in range(self.count)]
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """The first ranks of all replicas, the second ones, and so on; all replicas have the same size."""
+        """Tuples of ranks with the same position in their replicas. All replicas must have the same size."""
         return list(zip(*self.rows, strict=True))
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """The ranks of each replica."""
+        """Ranks of each replica, by replica."""
         return [self.ranks([replica]) for replica in range(self.count)]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks of these replicas."""
+        """Return all ranks that belong to the given replicas."""
         if self.count == len(self.of_rank):
             return tuple(replicas)
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
     def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
-        """Return the ranks whose parts of a checkpoint a rank needs to continue, besides rank 0's.
+        """Return the saved ranks whose parts of a checkpoint this rank needs to resume, in addition to rank 0's.
 
         Args:
-            rank: rank of this run.
-            saved: the replica of each rank that saved.
+            rank: this rank.
+            saved: the replica of each rank in the run that saved the checkpoint.
             gradients: True if the parts contain gradients.
         """
         if tuple(saved) == self.of_rank:
@@ -83,7 +83,11 @@ class ReplicaMap:
         return sorted({0, *(list(saved).index(replica) for replica in mine)})
 
     def for_feed(self, members: comm.Group) -> Replicas:
-        """Return the replicas as loaders are divided by them; ``members`` are the ranks of this replica."""
+        """Return the replicas among which data loaders divide samples.
+
+        Args:
+            members: process group of the ranks in this replica.
+        """
         if self.count == len(self.of_rank):
             return Replicas(self.index, self.count)
         first = self.first_ranks
@@ -96,7 +100,7 @@ class ReplicaMap:
 
 
 def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
-    """Create a group of one rank of each replica, including this one; it sees each sample once. Collective."""
+    """Create a process group with one rank per replica, including this rank, so that samples count once. Collective."""
     if replicas.count == comm.world_size():
         everyone: comm.Group = dist.new_group(timeout=timeout)
         return everyone
@@ -104,7 +108,7 @@ def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
 
 
 def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Group:
-    """Create a group of the ranks of each part, and return this rank's. Collective: all ranks create all groups."""
+    """Create a process group for each part of the ranks, and return the one with this rank. Collective."""
     made: list[comm.Group] = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
     return next(group for ranks, group in zip(parts, made, strict=True) if comm.rank() in ranks)
 
@@ -125,15 +129,16 @@ class _Same:
 
 
 def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
-    """Gather the objects of all ranks, by rank, on one rank; the others get an empty list. Collective.
+    """Gather one object from each rank on rank ``to``, in the order of the ranks. Collective.
 
-    Tensors are sent one by one, so that the rank needs little more memory than for the result.
+    Other ranks return an empty list.
+    Tensors are sent one by one, so that the gathering rank needs little more memory than for the result.
 
     Args:
         to: the rank that gathers.
         obj: dicts, lists and tuples of tensors and picklable objects. Tensors of a device arrive on the CPU.
-        alike: do not send tensors that the gathering rank has itself, bit for bit: the result contains its own, each
-            at most once per rank. The caller must not change the result then.
+        alike: do not send tensors that the gathering rank already has with the same bits. The result then contains that
+            rank's own tensors, each at most once per sender, and the caller must not change it.
     """
     if comm.world_size() == 1:
         return [obj]
@@ -178,21 +183,21 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
 
 
 def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
-    """`gather_on` rank 0."""
+    """Gather one object from each rank on rank 0; see `gather_on`."""
     return gather_on(0, obj, alike)
 
 
 def _goes_alone(tensor: Tensor) -> bool:
-    """Return True if bytes, shape and dtype are all that a tensor consists of."""
+    """Return True if a tensor can be rebuilt from its bytes, shape and dtype alone."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return plain and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
 
 
 class _KnownTensors:
-    """The tensors of one rank, by their content. Collective.
+    """Index of one rank's tensors by content, on all ranks. The constructor is collective.
 
     Args:
-        rank: the rank.
+        rank: the rank whose tensors are indexed.
         tensors: tensors of this rank.
 
     Attributes:
@@ -207,7 +212,7 @@ class _KnownTensors:
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the index of an equal tensor, each at most once: two tensors of a rank must not become one."""
+        """Return the index of an equal tensor that was not returned before; None if there is none."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
@@ -219,12 +224,12 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 class Collectives:
-    """Collectives for loops and user code; without communication in a run of one process.
+    """Collectives for loops and user code. With one process, they return without communication.
 
     Attributes:
-        world: this process among the ranks.
+        world: rank and world size of this process.
         device: device of this rank's tensors.
-        absent: ranks without samples for the micro-batch, while user code runs that they do not run.
+        absent: ranks without samples for the current micro-batch, while other ranks run user code that these do not.
     """
 
     def __init__(self) -> None:
@@ -234,28 +239,28 @@ class Collectives:
         self.absent: tuple[int, ...] = ()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
-        """Refuse a collective of user code that ranks without samples cannot join.
+        """Raise if user code calls a collective that ranks without samples cannot join.
 
         Args:
             call: the call, for the message.
             group: the ranks of the collective; None: all.
 
         Raises:
-            MisconfigurationException: it would wait for a rank that does not run this code.
+            MisconfigurationException: the collective would wait for a rank that does not run this code.
         """
         missing = [rank for rank in self.absent if group is None or rank in comm.ranks_of(group)]
         if missing:
             which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
             raise MisconfigurationException(
                 f"{call} was called for a micro-batch for which {which} no samples (the data set does not divide "
-                "evenly). This code does not run there, and all would wait: call it in a hook that every rank runs "
-                "(`on_before_optimizer_step`, `on_train_epoch_end`), leave the last batch out "
-                "(DataLoader(drop_last=True)), or reduce the value by `self.log(..., sync_dist=True)`."
+                "evenly), so all ranks would wait. Call it in a hook that every rank runs "
+                "(`on_before_optimizer_step`, `on_train_epoch_end`), drop the last batch (DataLoader(drop_last=True)), "
+                "or reduce the value with `self.log(..., sync_dist=True)`."
             )
 
     @contextmanager
     def with_all_ranks(self) -> Iterator[None]:
-        """Allow collectives in the block, which ranks without samples join."""
+        """Allow collectives inside the block, because ranks without samples run it too."""
         before, self.absent = self.absent, ()
         try:
             yield
@@ -263,12 +268,12 @@ class Collectives:
             self.absent = before
 
     def make_agreement(self) -> ConsensusFlags:
-        """Create the ranks' shared flags: in shared memory on one host, by asynchronous messages across hosts."""
+        """Create flags that all ranks share: in shared memory on one host, by asynchronous messages across hosts."""
         return ConsensusFlags(alone=self.world.size == 1)
 
     @does("strategy.barrier")
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called `barrier`."""
         if self.world.size > 1:
             self.check_present("strategy.barrier()")
             comm.barrier()
@@ -291,11 +296,11 @@ class Collectives:
 
     @does("strategy.reduce")
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """Return the tensor reduced over all ranks, without changing the argument. On one process it is the argument.
+        """Return the tensor reduced over all ranks, without changing the argument. One process returns the argument.
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.
-            group: a process group, instead of all ranks.
+            group: process group to reduce over; None: all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
         if self.world.size == 1:
@@ -314,7 +319,7 @@ class Collectives:
         return bool(comm.all_reduce(self._sent(torch.tensor(int(decision))), "min" if all else "max"))
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Return a CPU vector of each rank, all of equal length: ``(world_size, n)``."""
+        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(self._sent(vector)).cpu()
 
     def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:
@@ -322,17 +327,17 @@ class Collectives:
         return comm.combined(self._sent(vector), combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
 
     def combined_there(self, row: Tensor, combine: comm.Combine) -> Tensor:
-        """Combine rows on this rank's device like `combined`, without waiting for the device."""
+        """Combine rows on this rank's device as `combined` does, without waiting for the device."""
         return comm.combined_there(row, combine)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """Return a CPU tensor on a device from which it can be sent: the CPU, or this rank's without a CPU backend."""
+        """Return a CPU tensor as it is if a backend can send it, otherwise moved to this rank's device."""
         return tensor if comm.backend_of(None, "cpu") else tensor.to(self.device)
 
     def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
-        """Return on every rank what ``make`` returns on rank 0 for small picklable objects of all ranks.
+        """Gather small picklable objects on rank 0, call ``make`` with their list, and broadcast its result.
 
-        ``make`` must not raise.
+        ``make`` runs only on rank 0 and must not raise.
         """
         if self.world.size == 1:
             return make([obj])
@@ -340,11 +345,11 @@ class Collectives:
         return comm.broadcast_object(make(found) if self.world.is_zero else None)
 
     def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
-        """Gather the objects of all ranks, by rank, on rank 0; the others get an empty list. See `gather_on`."""
+        """Gather one object from each rank on rank 0; other ranks return an empty list. See `gather_on`."""
         return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
 
     def gather_on_callers(self, obj: object) -> list[Any]:
-        """Gather the objects of all ranks on the first rank of each node, which returns to the calling process.
+        """Gather one object from each rank on each node's first rank, which returns to the calling process.
 
         Collective; see `gather_on`.
         """
@@ -355,5 +360,5 @@ class Collectives:
         return next(filter(None, found), [])
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """Return a small picklable object of each rank, by rank."""
+        """Gather a small picklable object from each rank into a list, in the order of the ranks."""
         return [obj] if self.world.size == 1 else comm.all_gather_object(obj)

@@ -1,4 +1,4 @@
-"""Replicas of a model: their buffers, layers that communicate, and local steps."""
+"""Differences between the ranks' replicas of a model: buffers, synchronized layers, and local steps."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class Diverged(Protocol):
-    """This rank's own weights, while those of other ranks differ."""
+    """This rank's own weights, while the ranks' weights differ."""
 
     @property
     def shown(self) -> bool:
-        """True while the mean replaces them."""
+        """True while the mean over all ranks replaces this rank's weights."""
 
     def show_mean(self) -> None:
-        """Replace them by the mean over all ranks. Collective."""
+        """Replace this rank's weights by the mean over all ranks. Collective."""
 
     def show_own(self) -> None:
-        """Restore them."""
+        """Restore this rank's own weights."""
 
 
 class LocalSteps(Protocol):
-    """Steps of a fit with gradients that only some of the ranks average; between them weights differ."""
+    """Optimizer steps with gradients averaged over only some ranks, so that weights differ between averages."""
 
     @property
     def differ(self) -> bool:
@@ -41,33 +41,36 @@ class LocalSteps(Protocol):
 
     @property
     def apart(self) -> Diverged:
-        """The weights of this rank."""
+        """This rank's own weights."""
 
     def averaged_ranks(self) -> Sequence[int]:
         """Return the ranks, including this one, over which gradients are averaged in the next round."""
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and the number of these ranks.
+
+        Collective.
+        """
 
 
-class InParts(Protocol):
-    """A model with a part on each rank during a fit."""
+class Partitioned(Protocol):
+    """A model that is partitioned over the ranks during a fit."""
 
     def gather(self) -> None:
-        """Make it whole on each rank. Collective."""
+        """Gather the complete model on each rank. Collective."""
 
 
 class ModelCopies:
-    """Differences between the ranks' replicas of a model, and the means to make them equal again.
+    """Tracks differences between the ranks' replicas of a model, and makes the replicas equal again.
 
-    Does nothing if there are none. An engine calls :meth:`watch_buffers` after it has placed the module,
+    Does nothing if there are no differences. An engine calls :meth:`watch_buffers` after it has placed the module,
     :meth:`synchronize_norms` at the start of training, and `forward_begins` and `backward_ends` while training. It sets
     :attr:`local_steps` and :attr:`parts`.
 
     Attributes:
-        buffers: buffers that each rank changes until a window ends; None: there are none, or they are not synchronized.
-        norms: layers that communicate; None: there are none.
-        local_steps: local steps of this fit; None: there are none.
+        buffers: buffers that each rank changes until a window ends; None: no buffers, or they are not synchronized.
+        norms: synchronized BatchNorm layers; None: there are none.
+        local_steps: local steps of this fit; None: the ranks' weights never differ.
         parts: gathers the model at the end of training; None: each rank has all of it.
     """
 
@@ -75,7 +78,7 @@ class ModelCopies:
         self.buffers: WindowBuffers | None = None
         self.norms: SynchronizedNorms | None = None
         self.local_steps: LocalSteps | None = None
-        self.parts: InParts | None = None
+        self.parts: Partitioned | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class ModelCopies:
     # -- called by an engine
 
     def watch_buffers(self, module: nn.Module, synchronize: bool) -> None:
-        """Let windows start with rank 0's buffers, if ``synchronize`` is True and the module has any."""
+        """Start each window with rank 0's buffers, if ``synchronize`` is True and the module has buffers."""
         self.buffers = None
         if synchronize and any(True for _ in module.buffers()):
             from lockstep.engines.buffers import WindowBuffers  # replicas alone need it
@@ -93,7 +96,7 @@ class ModelCopies:
             self.buffers = WindowBuffers(module)
 
     def synchronize_norms(self, module: nn.Module, convert: bool, timeout: timedelta, replicas: ReplicaMap) -> None:
-        """Connect synchronized BatchNorm layers for the length of a fit; ``convert`` adds the plain ones. Collective.
+        """Connect synchronized BatchNorm layers for one fit; with ``convert``, also plain BatchNorm layers. Collective.
 
         The arguments are those of `SynchronizedNorms`.
         """
@@ -111,14 +114,14 @@ class ModelCopies:
             self.buffers = self.buffers if self.own_buffers(module) else None
 
     def forward_begins(self) -> None:
-        """Take rank 0's buffers before a training forward, if it is the first of its window. Collective then."""
+        """Set buffers to rank 0's before the first training forward of a window. Collective in that case."""
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()
             self.buffers.differ = not self.have_diverged
 
     def backward_ends(self, reduced: bool) -> None:
-        """Mark buffers as due after a backward that was reduced."""
+        """Mark buffers as due for synchronization if the backward was reduced, which ends a window."""
         if self.buffers is not None:
             self.buffers.due = reduced and not self.have_diverged
 
@@ -132,22 +135,22 @@ class ModelCopies:
 
     @property
     def have_diverged(self) -> bool:
-        """True if weights differ between ranks now."""
+        """True if the ranks' weights differ now."""
         return self.local_steps is not None and self.local_steps.differ
 
     def own_buffers(self, module: nn.Module) -> list[Tensor]:
-        """Return the buffers that a forward changes by this rank's samples alone, without synchronized layers'."""
+        """Return the buffers that a forward computes from this rank's samples alone: those of unsynchronized layers."""
         return list(module.buffers()) if self.norms is None else self.norms.others_buffers(module)
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Let every rank have the model of a checkpoint in the block, and its own afterwards. Collective.
+        """Give every rank the same model as a checkpoint would have inside the block, and restore its own afterwards.
 
-        That is the model with rank 0's buffers; under local steps it is the mean over the ranks.
+        The shared model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """
         local = self.local_steps
         if local is None or not local.differ or local.apart.shown:
-            with nullcontext() if self.buffers is None else self.buffers.shown():
+            with nullcontext() if self.buffers is None else self.buffers.rank_0_values():
                 yield
             return
         local.apart.show_mean()
@@ -157,7 +160,7 @@ class ModelCopies:
             local.apart.show_own()
 
     def end_training(self) -> None:
-        """Leave every rank with the model of a checkpoint; no step follows in this fit. Collective.
+        """Give every rank the final model, as a checkpoint has it; no step follows in this fit. Collective.
 
         Each rank's own weights under local steps can still be saved.
         """
@@ -169,7 +172,7 @@ class ModelCopies:
             self.parts.gather()
 
     def window_state(self) -> dict[str, Tensor]:
-        """Return copies of this rank's own buffers within a window, for a checkpoint."""
+        """Return copies of this rank's buffers for a checkpoint; empty between windows."""
         own = {} if self.buffers is None or self.have_diverged else self.buffers.window_state()
         copied: dict[str, Tensor] = snapshot(own)
         return copied

@@ -1,4 +1,4 @@
-"""Base class of engines, which run, reduce, update and save a model: one process on one device."""
+"""Base class of all engines; on its own it trains in one process on one device."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
-LEFT_IN_PARTS = {
-    FSDP: ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
+PARTITIONED_BY = {
+    FSDP: ('a fit with strategy="fsdp" or its own `configure_model`', 'strategy="fsdp" or ModelParallelStrategy(...)'),
     DEEPSPEED: ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
-    PIPELINE: ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
+    PIPELINE: ('a fit with strategy="balanced" that failed', "that fit's last checkpoint as `ckpt_path`"),
 }
-"""Name of an engine that leaves a module in parts -> (causes of that, ways to continue with it)."""
+"""Engine that leaves a module partitioned -> (calls that leave it so, ways to continue training that module)."""
 
 
 @dataclass
 class EngineState:
-    """An engine's part of a checkpoint; a field without content is None.
+    """Model, optimizer and engine states that an engine contributes to a checkpoint; a field without content is None.
 
     Attributes:
-        module: the module's state dict: whole, or this rank's part if the engine saves shards.
-        optimizers: the states of the optimizers. In a call of :meth:`Engine.load`, optimizers with None keep theirs.
+        module: the module's state dict with full tensors, or this rank's part of it if the engine saves shards.
+        optimizers: the states of the optimizers. In :meth:`Engine.load`, an optimizer with None keeps its states.
         own: state of the engine that is the same on all ranks and determines the bits of later steps (the bucket plan).
-        by_rank: state of each single rank, by rank: on rank 0, and in a call of :meth:`Engine.load` on all ranks.
+        by_rank: a state for each rank, in the order of the ranks: filled on rank 0, and on all ranks in
+            :meth:`Engine.load`.
     """
 
     module: dict[str, Any] | None = None
@@ -50,14 +51,14 @@ class EngineState:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of a window, for an engine that runs whole windows.
+    """One micro-batch of an accumulation window, for an engine that runs complete windows.
 
     Attributes:
         args: arguments of the step method.
         enter: called before the step method, so that its logging counts for this micro-batch. An engine that runs the
             step several times, each time on a part of the samples, passes the size of the part.
-        loss: called with the step's output, and the size of the part again; returns the root of the backward, which is
-            the loss times its share of the window. None: the micro-batch is skipped.
+        loss: called with the step's output, and the size of the part again; returns the tensor on which to call
+            ``backward``: the loss times its share of the window. None: skip the micro-batch.
         empty: True if this rank has no samples for it, but other ranks have; ``args`` is then empty.
     """
 
@@ -68,7 +69,7 @@ class MicroBatch:
 
 
 class BatchByHand(NamedTuple):
-    """A batch of manual optimization, in which users may call ``loss.backward()`` instead of ``manual_backward``.
+    """Current batch in manual optimization, where users may call ``loss.backward()`` instead of ``manual_backward``.
 
     Attributes:
         number: index of the batch in its epoch.
@@ -79,7 +80,7 @@ class BatchByHand(NamedTuple):
     share: float
 
 
-class WindowPlayer(Protocol):
+class WindowRunner(Protocol):
     """A function that runs all forwards and backwards of a window in the order that suits the engine.
 
     Args:
@@ -97,10 +98,10 @@ Holder = TypeVar("Holder", covariant=True)
 
 
 class Gradients(Generic[Holder]):
-    """Access to the gradients between the last backward of a window and its step.
+    """Access to the gradients between a window's last backward and the optimizer step.
 
-    Here they are whole, in ``.grad`` of each parameter. An engine that stores them in another way provides a subclass
-    as ``strategy.gradients``.
+    In this class gradients are unsharded, in ``.grad`` of each parameter. An engine that stores them differently
+    provides a subclass as ``strategy.gradients``.
 
     Args:
         engine: the engine that trains the parameters.
@@ -112,9 +113,9 @@ class Gradients(Generic[Holder]):
         self.holder = holder
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's memory of all gradients, including those that wait for a reduction.
+        """Return all gradient tensors in this rank's memory, including gradients that are not reduced yet.
 
-        Changes in place take effect.
+        In-place changes of the returned tensors change the gradients.
 
         Args:
             stepped: return only the gradients with which the optimizers step.
@@ -126,21 +127,21 @@ class Gradients(Generic[Holder]):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Let ``.grad`` of each parameter be its whole gradient in the block, also if ranks have parts. Collective."""
+        """Gather sharded gradients, so that each parameter's ``.grad`` is unsharded inside the block. Collective."""
         yield
 
     def window_state(self) -> dict[str, Any]:
-        """Return copies of the gradients of an unfinished window, for a checkpoint: ``"gradients"`` by name.
+        """Return copies of an unfinished window's gradients, for a checkpoint. Collective.
 
-        Collective.
+        The result is ``{"gradients": {parameter name: tensor on the CPU}}``.
         """
         named = self.engine.named_parameters()
         return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`, or, as ``"gradients"``, whole ones of all parameters. Collective.
+        """Restore gradients from `window_state`, or full gradients of all parameters from ``"gradients"``. Collective.
 
-        If other ranks or another engine have saved, those are the mean over the replicas.
+        Full gradients come from a run with other ranks or another engine; they are the mean over its replicas.
         """
         parameters = self.engine.named_parameters()
         for name, gradient in saved.get("gradients", {}).items():
@@ -151,7 +152,7 @@ class Gradients(Generic[Holder]):
 
 
 class Engine:
-    """An engine for one process on one device; others override its methods.
+    """Engine for one process on one device, and base class of all others.
 
     The loops call :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window :meth:`run` and
     :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` → :meth:`save` at any boundary →
@@ -160,7 +161,7 @@ class Engine:
     Attributes:
         root_device: device of the module and its batches.
         precision: precision of the run.
-        module: module of the current call.
+        module: module of the current fit or evaluation.
         optimizers, lr_scheduler_configs: those of the fit.
         sync_gradients: True if the next backward reduces over the ranks; the loops set it before each forward.
         drops_gradients: True while a padding batch runs: the gradients of its backward are dropped.
@@ -182,7 +183,7 @@ class Engine:
     """
 
     launcher: str | None = None
-    window: WindowPlayer | None = None
+    window: WindowRunner | None = None
     drives_all_devices: bool = False
     runs_padding: bool = False
     cuts_parameters: bool = False
@@ -208,22 +209,22 @@ class Engine:
         self._recomputation = Recomputation(type(self).__name__)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, without those that use a process group or belong to the running call.
+        """Return the attributes to copy or pickle, without those that belong to this process or to the running call.
 
         Raises:
-            NotImplementedError: the model is in parts, which only this object can gather.
+            NotImplementedError: the model is partitioned, and only this object can gather it.
         """
         if self.module is not None and self.holds_parts:
             raise NotImplementedError(
-                f"{type(self).__name__} cannot be copied or pickled once a call has set it up, nor can its Trainer and "
-                "its loops: the model is in parts, which only this process can gather. Copy before the first call, or "
-                "save the model by trainer.save_checkpoint(path)."
+                f"{type(self).__name__}, its Trainer and its loops cannot be copied or pickled after the first call of "
+                "the Trainer, because the model is partitioned and only this process can gather it. Copy before the "
+                "first call, or save the model with trainer.save_checkpoint(path)."
             )
         return kept(self, "_own_backward")
 
     @property
     def holds_parts(self) -> bool:
-        """True if no rank has the whole model: forwards communicate, or the engine runs windows over stages."""
+        """True if no rank has the full model, because forwards communicate or windows run over stages."""
         return self.runs_padding or self.window is not None
 
     @property
@@ -238,11 +239,11 @@ class Engine:
     # -- set up
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Move the module to its device and precision.
+        """Move the module to this rank's device and convert it to the run's precision.
 
         Args:
-            module: the module of the call.
-            own_backward: the module's override of ``backward``; None without one.
+            module: the module to train or evaluate.
+            own_backward: the module's override of ``backward``; None if it has none.
         """
         self._refuse_parts(module)
         converted: Any = self.precision.convert_module(module)
@@ -251,15 +252,15 @@ class Engine:
         self._begin_recomputation()
 
     def _refuse_parts(self, module: LightningModule, accepted: str = "") -> None:
-        """Refuse a module with lazy layers, or one that another engine than the ``accepted`` one has left in parts."""
+        """Raise if the module has lazy layers, or if an engine other than ``accepted`` has left it partitioned."""
         engine = cut_by(module) or accepted
         if self.launcher is not None or self.drives_all_devices:  # otherwise the first step sets the layers' shapes
             refuse_lazy(module, type(self).__name__)
         if engine != accepted:
-            (cause, way), name = LEFT_IN_PARTS[engine], type(module).__name__
+            (cause, way), name = PARTITIONED_BY[engine], type(module).__name__
             raise MisconfigurationException(
-                f"{name} is in shards: {cause} left it so, and {type(self).__name__} needs it whole. Save a checkpoint "
-                f"and load it into a new module, or continue with {way}."
+                f"{name} is still partitioned after {cause}, but {type(self).__name__} needs full parameters. Save a "
+                f"checkpoint and load it into a new module, or continue with {way}."
             )
 
     def _recompute(
@@ -268,7 +269,7 @@ class Engine:
         activation_checkpointing_policy: Policy | None,
         activation_checkpointing_save: Save,
     ) -> None:
-        """Check and store a strategy's arguments of these names."""
+        """Check and store a strategy's ``activation_checkpointing*`` arguments."""
         given = (activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         try:
             self._recomputation = Recomputation(type(self).__name__, *given)
@@ -276,48 +277,48 @@ class Engine:
             raise MisconfigurationException(f"{error}.") from None
 
     def _begin_recomputation(self) -> None:
-        """Recompute the layers that the strategy's arguments select, and those in torch's wrappers."""
+        """Start recomputing activations of the layers that the arguments select, and of layers in torch's wrappers."""
         try:
             self._recomputation.begin(self.module)
         except ValueError as error:
             raise MisconfigurationException(f"{error}.") from None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Store the results of ``configure_optimizers``; training starts after this."""
+        """Store the optimizers and schedulers from ``configure_optimizers``, before training starts."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
         for optimizer in optimizers:
             states_to_parameters(optimizer)
 
     def teardown(self) -> None:
-        """End the call. Ranks stay connected, and the optimizers can still be saved."""
+        """Clean up at the end of a fit or evaluation. Ranks stay connected, and optimizers can still be saved."""
         self._recomputation.end()
 
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call one of the user's step methods in the run's precision; loops call them only through this method."""
+        """Call a step method of the user's module in the run's precision; loops call step methods only by `run`."""
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run the backward of one micro-batch; with ``sync_gradients`` it also reduces the gradients."""
+        """Run the backward of one micro-batch, and reduce the gradients if ``sync_gradients`` is True."""
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def skip(self, absent: bool = False) -> None:
-        """Take part in the reduction of a micro-batch that has no loss on this rank.
+        """Join the gradient reduction for a micro-batch that has no loss on this rank.
 
         Args:
-            absent: True if this rank has no samples for it and ran no forward; False if ``training_step`` returned no
-                loss.
+            absent: True if this rank has no samples for the micro-batch and ran no forward; False if
+                ``training_step`` returned no loss.
         """
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value.
+        """Clip the reduced gradients of an optimizer's parameters, by their 2-norm or by value.
 
         Returns:
             The norm before clipping; None if none was computed.
@@ -348,21 +349,21 @@ class Engine:
     # -- parameters and states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Return the module's parameters by name, and those that only the optimizers have (of a plain list)."""
+        """Return all parameters by name: the module's, and those that only optimizers have (from a plain list)."""
         others: dict[str, Any] = {**beside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield name, value and gradient of each parameter, whole, also if ranks have parts. Collective."""
+        """Yield (name, value, gradient) for each parameter, with sharded tensors gathered. Collective."""
         for name, parameter in self.named_parameters().items():
             yield name, parameter.detach(), parameter.grad
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Return the engine's part of a checkpoint. Collective, unless ``alone``.
+        """Return the model, optimizer and engine states for a checkpoint. Collective, unless ``alone``.
 
         Args:
-            alone: communicate with no other rank; parts that need the others are None.
-            weights_only: save the module alone.
+            alone: do not communicate with other ranks; fields that need them are None.
+            weights_only: save only the module.
         """
         if weights_only:
             return EngineState(self.module.state_dict())
@@ -370,12 +371,12 @@ class Engine:
         return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
 
     def _other_parameters(self) -> dict[str, Any]:
-        """Return the values of parameters that the module does not have, and so its state dict does not."""
+        """Return the values of parameters that optimizers have but the module, and so its state dict, has not."""
         others = beside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 
     def load(self, state: EngineState) -> None:
-        """Load the parts that a saved state has, before the first window."""
+        """Load the fields of a saved state that are not None, before the first window."""
         if state.module is not None:
             self.module.load_state_dict(state.module, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
@@ -392,13 +393,13 @@ class Engine:
 
 
 def states_to_cpu(optimizer: Optimizer) -> None:
-    """Move the states to the CPU, except for single numbers: optimizers choose the device of a step count."""
+    """Move an optimizer's states to the CPU, except for scalars: optimizers choose the device of a step count."""
     cpu = torch.device("cpu")
     _map_states(optimizer, lambda _, value: value.to(cpu) if value.dim() else value)
 
 
 def states_to_parameters(optimizer: Optimizer) -> None:
-    """Move states that an earlier fit has left on the CPU to the devices of their parameters."""
+    """Move an optimizer's states from the CPU, where an earlier fit left them, to the devices of their parameters."""
 
     def bring(parameter: Tensor, value: Tensor) -> Tensor:
         stays = not value.dim() or value.device.type != "cpu"

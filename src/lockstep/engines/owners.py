@@ -1,4 +1,4 @@
-"""Owners of parameters: a rank updates only the parameters that it owns. Optimizers that allow this division."""
+"""Assignment of parameters to owner ranks, which alone update them, and checks which optimizers allow this."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Torch's optimizers that update each element independently: a part of a parameter is enough for them."""
+"""Torch's optimizers that update each element independently, so that they can update a shard of a parameter."""
 
 WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
-"""Torch's optimizers that update each parameter independently, and need the whole of it."""
+"""Torch's optimizers that update each parameter independently, but need the full parameter."""
 
 WHOLE_ELSEWHERE = ("transformers.optimization.Adafactor",)
-"""Optimizers of other packages that do so."""
+"""Qualified names of optimizers in other packages that need full parameters."""
 
 TOGETHER = {
     "LBFGS": "its line search works on all parameters together",
     "SparseAdam": "its gradients are sparse",
 }
-"""Torch's other optimizers, and the reason why one parameter is not enough for them."""
+"""Torch's other optimizers -> the reason why they cannot update parameters independently."""
 
 NOT_ELEMENTWISE = (*TOGETHER, *(kind.__name__ for kind in WHOLE))
 """Names of optimizers that mix the elements of a parameter, or several parameters."""
 
 NAME = "lockstep.parameter_wise"
-"""Name of the decorator, for messages."""
+"""Name of the decorator in messages."""
 
 DECLARED = "_lockstep_needs_whole"
-"""Attribute of a declared class: True if it needs whole parameters. An attribute survives pickling."""
+"""Attribute that the decorator adds to a class: True if the class needs full parameters. Survives pickling."""
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -69,16 +69,16 @@ def parameter_wise(*, whole: bool = False) -> Callable[[Kind], Kind]: ...
 
 
 def parameter_wise(kind: Kind | None = None, *, whole: bool = False) -> Kind | Callable[[Kind], Kind]:
-    """Declare, as a decorator, that an optimizer class updates each parameter independently: ranks may divide its work.
+    """Declare that an optimizer class updates each parameter independently, so that ranks may divide its work.
 
-    Its update of a parameter must depend on nothing but that parameter's value, gradient, state and group, and it must
-    skip parameters without a gradient. A norm over all gradients, a line search, or two steps on one batch (LAMB
-    of some libraries, Prodigy, LBFGS, SAM) do not qualify.
+    For use as a decorator. The update of a parameter must depend on nothing but that parameter's value, gradient, state
+    and group, and the optimizer must skip parameters without a gradient. A norm over all gradients, a line search, or
+    two steps on one batch (LAMB of some libraries, Prodigy, LBFGS, SAM) do not qualify.
 
     Args:
-        kind: the class.
-        whole: True if its update mixes the elements of a parameter (a product of matrices, a norm of rows). If ranks
-            have parts of parameters, one of them then gathers the whole; otherwise each rank updates its part.
+        kind: the optimizer class.
+        whole: True if the update mixes the elements of a parameter (a product of matrices, a norm of rows). If
+            parameters are sharded, one rank then gathers each; otherwise each rank updates its shard.
 
     Example::
 
@@ -100,7 +100,7 @@ def _declare(whole: bool, kind: Kind) -> Kind:
 
 
 def _declared(kind: type) -> bool | None:
-    """Return the declared value of a class whose update is that of the declared one; otherwise None."""
+    """Return the class's declared ``whole``; None if it is not declared, or overrides the declared class's update."""
     for base in kind.__mro__:
         if DECLARED in vars(base):
             value: bool = vars(base)[DECLARED]
@@ -112,7 +112,7 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
     """Check that every optimizer updates each parameter independently, so that ranks may divide its work.
 
     Raises:
-        ValueError: an optimizer does not; names its class, the reason and the way out.
+        ValueError: an optimizer does not; names its class, the reason and an alternative.
     """
     for optimizer in with_parameters(optimizers):
         kind = type(optimizer)
@@ -120,18 +120,18 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
         if not isinstance(optimizer, Optimizer) or not is_known:
             reason = TOGETHER.get(kind.__name__, "it is not known to update each parameter independently")
             raise ValueError(
-                f"the states of {kind.__name__} cannot be sharded: {reason}; leave shard_optimizer out. If the "
+                f"the states of {kind.__name__} cannot be sharded, because {reason}. Omit shard_optimizer; or, if the "
                 f"optimizer updates each parameter independently of the others, decorate its class with `@{NAME}`"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                f"the states of {kind.__name__}(differentiable=True) cannot be sharded: a graph cannot include "
-                "the update of another rank; leave shard_optimizer out"
+                f"the states of {kind.__name__}(differentiable=True) cannot be sharded, because a graph cannot "
+                "include another rank's update. Omit shard_optimizer"
             )
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is known to need the whole of each parameter, and nothing else."""
+    """Return True if an optimizer is known to need full parameters, but to update each one independently."""
     kind = type(optimizer)
     declared = _declared(kind)
     return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
@@ -143,7 +143,7 @@ def _is_whole_elsewhere(kind: type) -> bool:
 
 
 def _updates_as(kind: type, bases: Iterable[type]) -> bool:
-    """Return True if the class is one of ``bases``, or a subclass that does not change the update."""
+    """Return True if ``kind`` is one of ``bases``, or a subclass that does not override the update."""
     for base in bases:
         if issubclass(kind, base):
             return all(_function(kind, name) is _function(base, name) for name in ("step", "_init_group"))
@@ -160,7 +160,7 @@ def _function(kind: type, name: str) -> Any:
 
 
 def with_parameters(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that have parameters; combined ones as their parts."""
+    """Return the optimizers that have parameters, with combined optimizers replaced by their parts."""
     every = [part for optimizer in optimizers for part in parts_of(optimizer)]
     return [optimizer for optimizer in every if next(parameters_of(optimizer), None) is not None]
 
@@ -171,11 +171,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """Return an owner for each parameter: the largest is assigned first, each to the rank with the least load.
+    """Return an owner rank for each parameter, assigned largest first, each to the rank with the least load.
 
     Args:
-        sizes: sizes of the parameters.
-        load: load of each rank so far, to which the sizes are added in place.
+        sizes: sizes of the parameters, in any unit.
+        load: load of each rank so far; the sizes are added in place.
 
     >>> owners_of([2, 9, 4, 4, 1], [0, 0])
     [0, 0, 1, 1, 1]
@@ -189,7 +189,7 @@ def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
 
 @contextmanager
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hide the gradients of these parameters in the block: optimizers skip parameters without one."""
+    """Set ``.grad`` of ``parameters`` to None inside the block, so that optimizers skip them."""
     hidden = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in hidden:
         parameter.grad = None
@@ -202,14 +202,14 @@ def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -> Iterator[None]:
-    """Run only the update of a ``step`` that is called in the block within ``context``.
+    """Enter ``context`` only around the update of an optimizer ``step`` that is called inside the block.
 
     Hooks of ``register_step_pre_hook``, also those of all optimizers, run before ``context`` is entered; post-hooks run
     after it is left.
 
     Args:
         optimizer: the optimizer.
-        context: entered once.
+        context: entered once, even if steps nest.
     """
     entered = ExitStack()
     depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
@@ -241,14 +241,14 @@ def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -
 
 
 class Owners:
-    """Optimizers whose ranks each update the parameters that they own; a subclass exchanges the values.
+    """Base class that makes each rank update only the parameters that it owns; a subclass exchanges the values.
 
-    Their ``step``, ``state_dict`` and ``load_state_dict`` become this object's. The owners follow from the order of the
-    parameters, so all ranks compute the same ones without a message.
+    The optimizers' ``step``, ``state_dict`` and ``load_state_dict`` are replaced by this object's.
+    The owners follow from the order of the parameters, so all ranks compute the same ones without a message.
 
     Args:
         optimizers: optimizers over the same parameters on all ranks.
-        group: the ranks.
+        group: process group of the ranks.
     """
 
     METHODS = ("step", "state_dict", "load_state_dict")
@@ -304,22 +304,22 @@ class Owners:
         for parameter in new:
             self._owners[parameter] = places[parameter.data_ptr()]
 
-    def _is_anothers(self, parameter: Tensor) -> bool:
+    def _is_remote(self, parameter: Tensor) -> bool:
         return bool(self._owners.get(parameter, self._rank) != self._rank)
 
     def _drop(self, optimizer: Optimizer) -> None:
         """Delete states of other ranks' parameters: Adagrad creates all of them in its constructor."""
-        for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_anothers(key)]:
+        for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_remote(key)]:
             del optimizer.state[key]
 
     # -- a step
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
-        """Update this rank's parameters, and receive the new values of the others. Collective.
+        """Update this rank's parameters, and receive the other parameters' new values. Collective.
 
         Returns:
-            The result of ``closure``, which runs once, before the hooks of the step; without one, that of the
-            optimizer's step.
+            The result of ``closure``, which runs once, before the hooks of the step; without a closure, the result
+            of the optimizer's step.
         """
         loss = None
         if closure is not None:
@@ -330,11 +330,11 @@ class Owners:
         return result if closure is None else loss
 
     def _updating(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return the context of the optimizer's update: it shows only this rank's parameters, then exchanges values."""
+        """Return a context for the update that hides other ranks' parameters, and exchanges the new values on exit."""
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters that have a gradient now; those that have no owner get one."""
+        """Return the parameters that have a gradient now, after assigning an owner to any without one."""
         found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if any(parameter not in self._owners for parameter in found):
             self._assign(found)
@@ -344,7 +344,7 @@ class Owners:
     # -- states
 
     def part_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's part of the ordinary state dict, with all groups."""
+        """Return the optimizer's state dict with all parameter groups, but only the states on this rank."""
         for parameter in [p for p, state in optimizer.state.items() if not state]:
             del optimizer.state[parameter]  # read by other code: the defaultdict then creates an empty one
         own = self._own.get(id(optimizer))
@@ -352,13 +352,13 @@ class Owners:
         return saved
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's ordinary state dict on all ranks, on the CPU. Collective."""
+        """Return the optimizer's complete state dict on every rank, with tensors on the CPU. Collective."""
         part = self.part_of(optimizer)
         host = tree_map(lambda tensor: tensor.detach().cpu(), part["state"], Tensor)
         return union([{**part, "state": state} for state in comm.all_gather_object(host, self._group)])
 
     def load_state_dict(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load this rank's part of an ordinary state dict, from any run, with owners or without.
+        """Load this rank's part of a complete state dict, from a run with or without owners.
 
         Raises:
             ValueError: the parameter groups differ in number or length.
@@ -369,17 +369,17 @@ class Owners:
         mine = {}
         for number, state in saved["state"].items():
             whole = self._whole(state)  # on all ranks: a state that was read in shards is gathered
-            if number not in by_number or not self._is_anothers(by_number[number]):
+            if number not in by_number or not self._is_remote(by_number[number]):
                 mine[number] = whole
         self._own[id(optimizer)]["load_state_dict"]({**saved, "state": mine})
 
     def _whole(self, state: Any) -> Any:
-        """Return a parameter's state as its owner keeps it. Collective."""
+        """Return a parameter's state with full tensors, as the owner stores it. Collective."""
         return state
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the state dicts of all ranks from `Owners.part_of`; the groups are the first rank's. Without any: empty."""
+    """Merge the results of `Owners.part_of` from all ranks into one state dict, with the first rank's groups."""
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

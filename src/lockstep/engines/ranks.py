@@ -1,4 +1,4 @@
-"""Base of the strategies with one process per rank, which create a process group, and checks of their arguments."""
+"""Base class of the strategies with one process per rank, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 HALF_AN_HOUR = timedelta(minutes=30)
 
 MAX_NORM = (
-    "{strategy} on {replicas} replicas: the {kind} {name!r} has max_norm={max_norm}. Its forward scales the rows that "
-    "it looks up, in the weight itself, and each rank looks up rows of its own: the ranks would no longer have one "
-    "model. Take max_norm=None and scale what the layer returns, `x = x * (max_norm / x.norm(dim=-1, "
-    "keepdim=True)).clamp(max=1.0)`, or train on one device."
+    "{strategy} on {replicas} replicas cannot train the {kind} {name!r} with max_norm={max_norm}: its forward rescales "
+    "the weight's rows that it looks up, and the ranks' weights would differ, since each looks up different rows. Use "
+    "max_norm=None and rescale the layer's output, `x = x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1.0)`, "
+    "or train on one device."
 )
 
 CONNECTED = 1024
-"""Number of ranks from which CPU tensors are sent by the devices' backend: gloo connects each pair of ranks."""
+"""World size from which the device's backend also sends CPU tensors, because gloo connects each pair of ranks."""
 
 BOUND = ("nccl", "xccl")
-"""Backends that get the device of a rank when the group is created."""
+"""Backends that need to know the rank's device when the process group is created."""
 
 
 class RankedStrategy(Strategy):
-    """One process per device, in a process group.
+    """Base class of the strategies with one process per device, in a process group.
 
     Args:
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
@@ -88,22 +88,22 @@ class RankedStrategy(Strategy):
         name = type(self).__name__
         if start_method not in ("popen", "spawn", "fork"):
             raise MisconfigurationException(
-                f'{name}(start_method={start_method!r}): choose "popen" (this script once per rank), '
-                '"spawn" (the call, in fresh processes) or "fork" (the call, in copies of this process).'
+                f'{name}(start_method={start_method!r}) is not known. Use "popen" (start this script once per rank), '
+                '"spawn" (run the call in fresh processes) or "fork" (run the call in copies of this process).'
             )
-        # there only a cluster may be given by name
+        # only a cluster may be given by name
         for argument, plugin in (("checkpoint_io", checkpoint_io), ("precision_plugin", precision_plugin)):
             if isinstance(plugin, str):
-                other = "of a CheckpointIO class." if argument == "checkpoint_io" else "or use Trainer(precision=...)."
-                raise MisconfigurationException(f"{name}({argument}={plugin!r:.100}): give an object {other}")
+                use = "a CheckpointIO object" if argument == "checkpoint_io" else "Trainer(precision=...)"
+                raise MisconfigurationException(f"{name}({argument}={plugin!r:.100}) must not be a string: use {use}.")
         given = (cluster_environment, checkpoint_io, precision_plugin)
         self.plugins = [plugin for plugin in given if plugin is not None]
         self.launcher = "script" if start_method == "popen" else start_method
         self._backend = _checked_backend(name, process_group_backend)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise MisconfigurationException(
-                f"{name}(timeout={timeout!r:.100}): give a datetime.timedelta above 0, such as timedelta(minutes=5); "
-                "None is half an hour."
+                f"{name}(timeout={timeout!r:.100}) is not a positive duration. Pass a datetime.timedelta, such as "
+                "timedelta(minutes=5), or None for 30 minutes."
             )
         self._timeout = HALF_AN_HOUR if timeout is None else timeout
         self._nccl: NcclVariables | None = None
@@ -114,16 +114,16 @@ class RankedStrategy(Strategy):
             self._nccl = Variables(nccl)
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision; refuse a backend that cannot work before anything is started."""
+        """Store rank, device and precision. Raise if the backend cannot work, before anything is started."""
         super().connect(world, device, precision)
         backend = self.process_group_backend
         if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
             _check_nccl(device.type)
         if world.size > 1 and device.type != "cpu" and not carries(backend, device.type):
             raise MisconfigurationException(
-                f"{world.size} ranks on {device.type!r} devices: the process group backend {backend!r} does not "
-                f"support their tensors: use devices=1, or {type(self).__name__}(process_group_backend=...) with the "
-                "backend of the device's package."
+                f"The process group backend {backend!r} does not support tensors on {device.type!r} devices, which "
+                f"this run of {world.size} ranks uses. Use devices=1, or pass {type(self).__name__}"
+                "(process_group_backend=...) with the backend from the device's package."
             )
         if world.size > 1:
             self._check_reach(backend)
@@ -148,17 +148,16 @@ class RankedStrategy(Strategy):
         install_trace()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
-                f"There is a process group of {dist.get_world_size()} ranks already, and this run has {world.size}: "
-                "give the Trainer matching `devices` and `num_nodes`, or let lockstep create the group. If an earlier "
-                "call of this script created it, on other devices: a script has one number of ranks; use "
-                'strategy="ddp_spawn", whose ranks end with the call, or two scripts.'
+                f"A process group of {dist.get_world_size()} ranks already exists, but this run has {world.size} "
+                "ranks. Pass matching `devices` and `num_nodes` to the Trainer, or let lockstep create the group. To "
+                'use several numbers of ranks in one script, use strategy="ddp_spawn", whose ranks end after each call.'
             )
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)
             self.members = group_among(self.replicas.rows, self._timeout)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Store the optimizers; refuse layers whose forward changes weights on its rank alone."""
+        """Store the optimizers. Raise if a layer's forward changes weights on its rank only (``max_norm``)."""
         for name, layer in self.module.named_modules() if self.replicas.count > 1 else ():
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
                 about = {"kind": type(layer).__name__, "name": name, "max_norm": layer.max_norm}
@@ -168,9 +167,9 @@ class RankedStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """The user's backend; by default gloo for CPU tensors, and torch's own for the devices.
+        """Backend that the user chose; by default gloo for CPU tensors, and torch's default for the device.
 
-        From `CONNECTED` ranks on the device's backend sends all messages, unless there are parameters on the CPU.
+        With `CONNECTED` or more ranks, the device's backend sends all messages, unless parameters are on the CPU.
         """
         if self._backend is None and self.drives_all_devices:
             return "gloo"  # one process sends nothing, and NCCL would require a GPU
@@ -184,26 +183,26 @@ class RankedStrategy(Strategy):
         return f"cpu:gloo,{kind}:{own}" if connects and dist.is_gloo_available() else own
 
     def _check_reach(self, backends: str) -> None:
-        """Refuse gloo if this strategy needs operations that it lacks for tensors of a CUDA device.
+        """Raise if this strategy would use operations on CUDA tensors that gloo does not implement.
 
         Args:
             backends: backends of a process group, as torch writes them.
 
         Raises:
-            MisconfigurationException: gloo lacks them; the process would be killed by SIGSEGV.
+            MisconfigurationException: gloo does not implement them; the process would be killed by SIGSEGV.
         """
         kind = self.root_device.type
         reaches = kind == "cpu" or self.keeps_parameters_on_cpu or _own(backends, kind) != "gloo"
         # such strategies send parts of parameters or activations, besides all-reduces and broadcasts of whole tensors
         if self.holds_parts and not self.drives_all_devices and not reaches:
             raise MisconfigurationException(
-                f"{type(self).__name__} with the process group backend {backends!r}: gloo has only all-reduce and "
-                f"broadcast for tensors of {kind!r} devices: leave process_group_backend out, or create the group by "
-                f'torch.distributed.init_process_group("cpu:gloo,{kind}:nccl").'
+                f"{type(self).__name__} cannot use the process group backend {backends!r}: gloo implements only "
+                f"all-reduce and broadcast for tensors on {kind!r} devices. Omit process_group_backend, or create the "
+                f'group with torch.distributed.init_process_group("cpu:gloo,{kind}:nccl").'
             )
 
     def _check_group(self) -> None:
-        """Check a process group that the user's code has created.
+        """Check a process group that the user's code created.
 
         Raises:
             MisconfigurationException: it does not support tensors that this strategy sends.
@@ -214,11 +213,11 @@ class RankedStrategy(Strategy):
         wanted = backends if kind in carried else self.process_group_backend
         if "cpu" not in carried and "gloo" not in wanted:
             wanted = f"cpu:gloo,{wanted}"
-        way_out = f'create it by torch.distributed.init_process_group("{wanted}"), or let lockstep create it.'
+        way_out = f'Create it with torch.distributed.init_process_group("{wanted}"), or let lockstep create it.'
         if kind not in carried and self.world.size > 1:
             raise MisconfigurationException(
-                f"The existing process group ({backends}) does not support tensors of {kind!r} devices, on which this "
-                f"run is: {way_out}"
+                f"The existing process group ({backends}) does not support tensors on {kind!r} devices, which this run "
+                f"uses. {way_out}"
             )
         if self.world.size > 1:
             self._check_reach(backends)
@@ -226,12 +225,12 @@ class RankedStrategy(Strategy):
             return
         if self.keeps_parameters_on_cpu:
             raise MisconfigurationException(
-                f"{type(self).__name__}: parameters are on the CPU, and the existing process group ({backends}) does "
-                f"not support CPU tensors: {way_out}"
+                f"{type(self).__name__} has parameters on the CPU, but the existing process group ({backends}) does "
+                f"not support CPU tensors. {way_out}"
             )
         rank_zero_info(
-            f"The existing process group ({backends}) does not support CPU tensors: small messages are sent by the "
-            f"device, which waits for each of them: {way_out}"
+            f"The existing process group ({backends}) does not support CPU tensors. The device sends small messages "
+            f"instead, which is slower, since it waits for each of them. {way_out}"
         )
 
     @does("joining the other ranks")
@@ -267,7 +266,7 @@ class RankedStrategy(Strategy):
 
 
 def _own(backend: str, kind: str) -> str:
-    """Return the backend for a type of device from a process group's backends as torch writes them."""
+    """Return the backend for one type of device from torch's notation for several (``"cpu:gloo,cuda:nccl"``)."""
     return dict(entry.split(":") for entry in backend.split(",")).get(kind, "") if ":" in backend else backend
 
 
@@ -291,32 +290,32 @@ def _leave_group() -> None:
 
 
 def _has_queue() -> bool:
-    """Return True if a backend of the ranks' group queues its collectives on a device."""
+    """Return True if the process group queues collectives on a device instead of running them immediately."""
     return any(entry.rpartition(":")[2] != "gloo" for entry in dist.get_backend_config().split(","))
 
 
 # -- arguments of other libraries ------------------------------------------------------------------------------
 
 
-_DEVICES = "each rank has the device that the Trainer gives it; choose them by Trainer(accelerator=..., devices=...)"
+_DEVICES = "the Trainer assigns a device to each rank; choose devices with Trainer(accelerator=..., devices=...)"
 _GROUP = (
-    "the group of a run is all its ranks, which share data and checkpoints; for gradients over a smaller group write a "
-    "loop with lockstep.DistributedDataParallel"
+    "the process group contains all ranks of the run; to average gradients over a smaller group, write a loop with "
+    "lockstep.DistributedDataParallel"
 )
 _OVERLAP = (
     "an optimizer inside the backward would see gradients before they are clipped and unscaled; use "
-    "shard_optimizer=True to spread its work, or a hand-written loop"
+    "shard_optimizer=True to divide its work, or write a loop"
 )
 REFUSED = {
     "accelerator": _DEVICES,
     "parallel_devices": _DEVICES,
     "device_ids": _DEVICES,
     "output_device": _DEVICES,
-    "dim": "nothing is scattered: each rank draws its own batches",
+    "dim": "each rank loads its own batches, so nothing is scattered",
     "process_group": _GROUP,
     "device_mesh": _GROUP,
-    "offload_optimizer": 'the states stay on the device of their parameters; use strategy="fsdp_cpu_offload"',
-    "mixed_precision": "choose the precision by Trainer(precision=...)",
+    "offload_optimizer": 'optimizer states stay on the device of their parameters; use strategy="fsdp_cpu_offload"',
+    "mixed_precision": "choose the precision with Trainer(precision=...)",
     "delay_all_reduce_named_params": _OVERLAP,
     "param_to_hook_all_reduce": _OVERLAP,
 }
@@ -325,7 +324,7 @@ REFUSED = {
 NO_EFFECT = dict.fromkeys(
     ("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy", "lazy_bucket_allocation")
 )
-"""Arguments of DDP without effect: unused parameters are always found, and a bucket's gradients copied together."""
+"""DDP arguments without effect: unused parameters are always found, and a bucket's gradients copied together."""
 
 _UNSET = ("broadcast_buffers", "forward_sync_buffers")
 _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer": (False, None)}
@@ -334,7 +333,7 @@ _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer":
 def check_others(
     strategy: str, others: Mapping[str, Any], known: Iterable[str], no_effect: Mapping[str, str | None]
 ) -> None:
-    """Check the arguments that a strategy's constructor does not name.
+    """Check the extra keyword arguments (``**others``) of a strategy's constructor.
 
     Args:
         strategy: name of the class.
@@ -343,7 +342,7 @@ def check_others(
         no_effect: names of arguments without effect -> the reason, which is logged, or None.
 
     Raises:
-        MisconfigurationException: an argument is unsupported, with the way out, or unknown.
+        MisconfigurationException: an argument is unknown, or is not supported; names an alternative.
     """
     for name, value in others.items():
         start = f"{strategy}({name}={value!r:.100})"
@@ -355,14 +354,14 @@ def check_others(
         if name in REFUSED:
             if value in _AS_ALWAYS.get(name, (None,)):
                 continue
-            raise MisconfigurationException(f"{start}: {REFUSED[name]}.")
+            raise MisconfigurationException(f"{start} is not supported: {REFUSED[name]}.")
         near = difflib.get_close_matches(name, [*known, *no_effect], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise MisconfigurationException(f"{start}: there is no such argument.{hint}")
+        raise MisconfigurationException(f"{start}: {strategy} has no argument {name!r}.{hint}")
 
 
 def checked_cap(name: str, value: float | None, default: float) -> float:
-    """Return a size in MiB; None becomes the default.
+    """Return a bucket size in MiB; ``default`` if ``value`` is None.
 
     Raises:
         MisconfigurationException: the value is not a number above 0.
@@ -370,23 +369,25 @@ def checked_cap(name: str, value: float | None, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise MisconfigurationException(f"DDPStrategy({name}={value!r}): give a size in MiB above 0.")
+        raise MisconfigurationException(f"DDPStrategy({name}={value!r}) must be a size in MiB above 0.")
     return float(value)
 
 
 def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> list[float]:
-    """Return a list of sizes in MiB; None becomes an empty list, and in the list the default.
+    """Return a list of bucket sizes in MiB, empty if ``caps`` is None; a size of None becomes ``default``.
 
     Raises:
         MisconfigurationException: a value is not a number above 0.
     """
     if caps is not None and (isinstance(caps, str) or not isinstance(caps, Sequence)):
-        raise MisconfigurationException(f"DDPStrategy({name}={caps!r:.100}): give a list of sizes in MiB, [1, 25].")
+        raise MisconfigurationException(
+            f"DDPStrategy({name}={caps!r:.100}) must be a list of sizes in MiB above 0, such as [1, 25]."
+        )
     return [checked_cap(name, cap, default) for cap in caps or ()]
 
 
 def check_switches(**switches: object) -> None:
-    """Refuse values other than True and False: a string such as "False" would count as True.
+    """Raise unless all values are True or False: a string such as "False" would count as True.
 
     Raises:
         MisconfigurationException: names the argument.
@@ -395,7 +396,7 @@ def check_switches(**switches: object) -> None:
         if value is None and name in _UNSET:
             continue
         if isinstance(value, str) or value not in (False, True):
-            raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}): give True or False.")
+            raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}) must be True or False.")
 
 
 def _checked_backend(strategy: str, backend: str | None) -> str | None:
@@ -414,6 +415,7 @@ def _checked_backend(strategy: str, backend: str | None) -> str | None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise MisconfigurationException(
-                f"{strategy}(process_group_backend={backend!r:.100}): torch has {', '.join(known)}.{hint}"
+                f"{strategy}(process_group_backend={backend!r:.100}) is not known to torch. Use one of "
+                f"{', '.join(known)}.{hint}"
             )
     return names

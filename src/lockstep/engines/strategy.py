@@ -1,4 +1,4 @@
-"""Strategies: the engine, the collectives and the checkpoint writer of a run, under Lightning's names."""
+"""Strategies, which combine a run's engine, collectives and checkpoint writer under Lightning's names."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from lockstep.precision.base import Precision, multiply
 
 SYNCHRONIZED = "With synchronized BatchNorm (sync_batchnorm=True) all ranks run its layers together"
 GAP = (
-    "{together}, and rank {rank} has no samples of loader {loader} in a micro-batch for which other ranks have some: "
-    "give loaders of one step equal numbers of samples and batch sizes, or drop_last=True, or use "
+    "{together}, but rank {rank} has no samples from loader {loader} for a micro-batch in which other ranks have some. "
+    "Use loaders with equal numbers of samples and equal batch sizes, DataLoader(drop_last=True), or "
     'CombinedLoader(mode="min_size").'
 )
 NO_LOSS = (
-    "`training_step` returned None on rank {rank}. {together}, forwards and backwards, so the others would wait for "
-    "this rank. Return a loss on each rank, such as `0.0 * loss`."
+    "`training_step` returned None on rank {rank}. {together}, so the other ranks would wait for this rank's "
+    "backward. Return a loss on every rank, such as `0.0 * loss`."
 )
 
 
 class Strategy(Engine):
-    """Devices, ranks and files of a run: base of all strategies, for one process.
+    """Base class of all strategies, which manage a run's devices, ranks and checkpoint files; for one process.
 
     A user's strategy overrides the methods of `lockstep.engines.engine.Engine`; one with several ranks derives from
-    `lockstep.engines.ranks.RankedStrategy`. The methods here fit engines with whole parameters on each rank.
-    `docs/architecture.md` lists what others override.
+    `lockstep.engines.ranks.RankedStrategy`. The methods here fit engines with full parameters on each rank.
+    `docs/architecture.md` lists the methods that subclasses override.
 
     Attributes:
         collectives: communication between the ranks.
         checkpoints: writer of files.
         gradients: access to the gradients after a backward.
-        copies: the ranks' replicas of the model, apart from parameters.
+        copies: differences between the ranks' replicas of the model, such as buffers.
         replicas: the replica of each rank.
-        engine: its name in messages; "": that of the class.
+        engine: name of the engine in messages; "": the name of the class.
         peers: process group of one rank of each replica, including this one; None: all ranks.
         members: process group of the ranks of this replica; None: this rank alone.
         undoes_steps: True if restoring weights, buffers and optimizer states undoes steps, also on several ranks.
         devices: devices of this node, by local rank.
         rounds: number of reductions over all ranks so far.
         sync_batchnorm: let BatchNorm use the statistics of all ranks in training; the Trainer sets it.
-        planned: the saved plan from which it was made, and its file.
-        plugins: cluster, CheckpointIO and precision among its arguments, which the Trainer uses as its own.
+        planned: the saved plan from which the strategy was created, and its file.
+        plugins: cluster, CheckpointIO and precision among the strategy's arguments; the Trainer uses them.
         instead: strategy that the Trainer uses instead of this one; None: this one.
-        traffic: number of reductions of gradients in this fit so far, and the bytes that this rank passed to them.
+        traffic: number of gradient reductions in this fit so far, and the bytes that this rank passed to them.
         waits_in: methods (owner, name) in which this rank waits for others outside of torch's collectives.
     """
 
@@ -92,7 +92,7 @@ class Strategy(Engine):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision of this process; start and allocate nothing yet."""
+        """Store this process's rank, device and precision, without starting or allocating anything."""
         self._root_device, self.precision, self.context = device, precision, precision.context
         self.collectives.world = world
         self.collectives.device = self.root_device
@@ -100,18 +100,18 @@ class Strategy(Engine):
 
     @property
     def own_devices(self) -> list[torch.device]:
-        """The devices that this rank uses."""
+        """Devices that this rank uses."""
         return self.devices if self.drives_all_devices else [self.root_device]
 
     def setup_environment(self) -> None:
-        """Join the other ranks; collectives work afterwards."""
+        """Connect this rank to the others; collectives work afterwards."""
         make_current(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Run the module's ``configure_model`` in the block, then fill parameters on the meta device. Collective."""
+        """Context for the module's ``configure_model``; fills parameters on the meta device afterwards. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
         # an engine with `init_device` meta fills parameters itself
@@ -119,7 +119,7 @@ class Strategy(Engine):
             fill_whole(module, self.root_device)
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and CPU value of each buffer in a checkpoint. Collective."""
+        """Yield (name, value on the CPU) for each buffer that checkpoints contain. Collective."""
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         with state_dicts_without(self.module, parameters.__contains__):
             saved = self.save(weights_only=True).module or {}
@@ -128,44 +128,44 @@ class Strategy(Engine):
         ).items()
 
     def change_optimizers(self) -> None:
-        """Check the optimizers that replace the former ones during a fit."""
+        """Check optimizers that have replaced the previous ones during a fit."""
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse additions to module and optimizers that would not be trained the same way on all ranks. Collective.
+        """Raise if parameters were added to the module or optimizers that ranks would train differently. Collective.
 
         Args:
-            replaced: True if other optimizers replace the former ones; False after the first hooks of an epoch, also
+            replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
                 after a resume.
         """
 
     # -- micro-batches for which ranks have no samples
 
     def _together(self) -> str:
-        """Return the start of a message about layers that all ranks run together; "" if there are none."""
+        """Return the start of a message about layers that all ranks run together; "" if no layer communicates."""
         if self.runs_padding:
             return f"Under {self.engine or type(self).__name__} ranks run each layer together"
         return SYNCHRONIZED if self.copies.norms is not None else ""
 
     def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse a micro-batch for which a rank has samples of some loaders only, if other ranks would wait."""
+        """Raise if a rank has samples from only some loaders for a micro-batch, and other ranks would wait for it."""
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 
     def skip_loss(self) -> None:
-        """Continue without a loss of ``training_step``; refuse it if other ranks would wait in their backwards."""
+        """Skip a ``training_step`` that returned no loss. Raise if other ranks would wait for this rank's backward."""
         if self._together():
             raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))
         self.skip()
 
     @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Run a micro-batch for which the ``absent`` ranks have no samples: layers communicate without them.
+    def without_ranks(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Let layers communicate without the ``absent`` ranks, which have no samples for a micro-batch.
 
-        Collective, also for these ranks, which join in the synchronization of buffers before a training forward.
+        Collective, also for the absent ranks, which join the synchronization of buffers before a training forward.
         """
         norms = None if self.runs_padding else self.copies.norms
-        with nullcontext() if norms is None else norms.leaving_out(absent):
+        with nullcontext() if norms is None else norms.without_ranks(absent):
             if self.world.rank in absent and torch.is_grad_enabled():
                 # no forward does it there, or only after the loop has copied the buffers that it restores
                 self.copies.forward_begins()
@@ -173,10 +173,10 @@ class Strategy(Engine):
 
     @contextmanager
     def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Drop gradients and statistics of a step on a padding batch in the block.
+        """Ignore gradients and BatchNorm statistics from a padding batch that runs inside the block.
 
         Yields:
-            The module's buffers that a forward changes by this rank's samples alone.
+            The module's buffers that a forward computes from this rank's samples alone.
         """
         norms, self.drops_gradients = self.copies.norms, True
         if norms is not None:
@@ -191,13 +191,13 @@ class Strategy(Engine):
     # -- before users' hooks
 
     def steps_end(self) -> None:
-        """Prepare the module for hooks that may read it, after a forward or the steps of an evaluation."""
+        """Prepare the module for users' hooks that may read it, after a training forward or an evaluation's steps."""
 
     # -- gradients
 
     @contextmanager
     def synchronize(self, sync: bool) -> Iterator[None]:
-        """Switch the reduction of backwards on or off in the block."""
+        """Turn the gradient reduction in backwards on or off inside the block."""
         before, self.sync_gradients = self.sync_gradients, sync
         try:
             yield
@@ -209,12 +209,12 @@ class Strategy(Engine):
         parameter.requires_grad = needed
 
     def whole_gradients(self) -> AbstractContextManager[None]:
-        """Let ``.grad`` of each parameter be its whole gradient in the block, also if ranks have parts. Collective."""
+        """Gather sharded gradients, so that each parameter's ``.grad`` is unsharded inside the block. Collective."""
         self.check_present("strategy.whole_gradients()")
         return self.gradients.whole()
 
     def window_state(self) -> dict[str, Any]:
-        """Return this rank's state of an unfinished window, for a checkpoint: gradients and buffers. Collective."""
+        """Return this rank's gradients and buffers within an unfinished window, for a checkpoint. Collective."""
         return {**self.gradients.window_state(), "buffers": self.copies.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
@@ -223,7 +223,10 @@ class Strategy(Engine):
         self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
-        """Divide the window's gradients by the weights that all ranks' training steps returned; return the factor."""
+        """Divide the window's gradients by the sum of the weights from all ranks' training steps; return the factor.
+
+        The factor is ranks / sum, since gradients are already averaged over the ranks.
+        """
         device, dtype = self.root_device, widest(self.root_device)
         if isinstance(weight, Tensor) and weight.device == device:
             own = weight.detach().to(dtype)  # stays on the device, without a wait
@@ -248,7 +251,7 @@ class Strategy(Engine):
     # -- memory
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the tensors in this rank's memory, by kind as in `lockstep.memory.meter.KINDS`, at any time."""
+        """Return the model's tensors in this rank's memory, grouped by the kinds in `lockstep.memory.meter.KINDS`."""
         parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
         return {
             "parameters": parameters,
@@ -261,12 +264,12 @@ class Strategy(Engine):
 
     @property
     def world(self) -> World:
-        """This process among the ranks."""
+        """Rank, local rank and node of this process, and their numbers in the run."""
         return self.collectives.world
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """The ranks without samples for the micro-batch, while user code runs that they do not run."""
+        """Ranks without samples for the current micro-batch, while other ranks run user code that these do not."""
         return self.collectives.absent
 
     @absent.setter
@@ -280,7 +283,7 @@ class Strategy(Engine):
 
     @property
     def has_met(self) -> bool:
-        """True after this rank has joined the others; before that a signal ends it at once."""
+        """True if this rank is connected to the others. Before that, a signal ends the process immediately."""
         return self.world_size == 1 or dist.is_initialized()
 
     @property
@@ -290,17 +293,17 @@ class Strategy(Engine):
 
     @property
     def global_rank(self) -> int:
-        """This rank."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """Rank of this process within its node."""
         return self.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This node."""
+        """Index of this process's node."""
         return self.world.node_rank
 
     @property
@@ -310,7 +313,7 @@ class Strategy(Engine):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The run's precision, by Lightning's name; the same as ``trainer.precision_plugin``."""
+        """Precision of the run, as in ``trainer.precision_plugin``."""
         return self.precision
 
     @property
@@ -324,7 +327,7 @@ class Strategy(Engine):
         return self.module
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Accumulate each rank's own gradients in the block; the next backward outside of it reduces them."""
+        """Accumulate gradients without reduction inside the block; the next backward after it reduces them."""
         return self.synchronize(False)
 
     # -- Lightning's names: of the collectives, each overridable
@@ -334,15 +337,15 @@ class Strategy(Engine):
         return self.collectives.make_agreement()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
-        """Refuse a collective of user code that ranks without samples cannot join."""
+        """Raise if user code calls a collective that ranks without samples cannot join."""
         self.collectives.check_present(call, group)
 
     def with_all_ranks(self) -> AbstractContextManager[None]:
-        """Allow collectives in the block, which ranks without samples join."""
+        """Allow collectives inside the block, because ranks without samples run it too."""
         return self.collectives.with_all_ranks()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called `barrier`."""
         self.collectives.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> Any:
@@ -362,18 +365,18 @@ class Strategy(Engine):
         return self.collectives.decide(decision, all)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Return a CPU vector of each rank, all of equal length: ``(world_size, n)``."""
+        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``."""
         return self.collectives.gather_stacked(vector)
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """Return a small picklable object of each rank, by rank."""
+        """Gather a small picklable object from each rank into a list, in the order of the ranks."""
         return self.collectives.gather_objects(obj)
 
     # -- Lightning's names: of checkpoints
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The object that writes, reads and removes checkpoints; set it before a call of the Trainer."""
+        """Object that writes, reads and removes checkpoints; assign it before calling a method of the Trainer."""
         return self.checkpoints.io
 
     @checkpoint_io.setter
@@ -389,26 +392,26 @@ class Strategy(Engine):
         alone: bool = False,
         sharded: bool = False,
     ) -> None:
-        """Write a checkpoint: on rank 0, on one rank ``alone``, or (``sharded``) each rank's part."""
+        """Write a checkpoint on rank 0, on the calling rank only (``alone``), or each rank's part (``sharded``)."""
         if self.world.is_zero or alone or sharded:
             self.checkpoints.save(checkpoint, filepath, storage_options, sharded=sharded)
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, on every rank, to the CPU."""
+        """Read a checkpoint to the CPU on every rank."""
         return self.checkpoints.load(filepath, weights_only)
 
     def remove_checkpoint(self, filepath: Path) -> None:
-        """Delete a checkpoint, on rank 0."""
+        """Delete a checkpoint; only rank 0 does so."""
         if self.world.is_zero:
             self.checkpoints.remove(filepath)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's own state, on which the bits of later steps depend (the bucket plan)."""
+        """Return the engine's own state (the bucket plan), without which later steps may differ in their last bits."""
         return self.save().own or {}
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device.
+    """Strategy that trains in one process on one device.
 
     Args:
         device: device of the run, such as "cpu" or "cuda:0"; None: chosen by the Trainer's flags.
@@ -417,9 +420,9 @@ class SingleDeviceStrategy(Strategy):
         precision_plugin: precision of the run.
         activation_checkpointing: recompute activations in the backward instead of keeping them: True (in the
             repeated blocks), or classes of layers.
-        activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
-            torch, or a policy function of ``torch.utils.checkpoint``.
+        activation_checkpointing_policy: classes or a policy function that select the layers to recompute.
+        activation_checkpointing_save: activations of these layers to keep instead of recomputing them: "matmuls", torch
+            operators, or a policy function of ``torch.utils.checkpoint``.
 
     Raises:
         MisconfigurationException: arguments contradict each other; or, at the start of a call, the Trainer's flags
@@ -441,20 +444,20 @@ class SingleDeviceStrategy(Strategy):
         super().__init__()
         if offload_optimizer:
             raise MisconfigurationException(
-                f"SingleDeviceStrategy({offload_optimizer=}): the states stay on the device of their parameters; use "
-                'strategy="fsdp_cpu_offload".'
+                f"SingleDeviceStrategy({offload_optimizer=}) is not supported: optimizer states stay on the device of "
+                'their parameters. Use strategy="fsdp_cpu_offload".'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._device = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision; refuse a device other than the strategy's."""
+        """Store rank, device and precision. Raise if the strategy was created for another device."""
         own = self._device
         if own is not None and (own.type != device.type or own.index not in (None, device.index or 0)):
             place = f", devices=[{own.index}]" if own.index else ""
             raise MisconfigurationException(
-                f"SingleDeviceStrategy(device={str(own)!r}): the Trainer's flags choose {str(device)!r}: give "
-                f"Trainer(accelerator={own.type!r}{place}), or leave the strategy's device out."
+                f"SingleDeviceStrategy(device={str(own)!r}) contradicts the Trainer's flags, which choose "
+                f"{str(device)!r}. Pass Trainer(accelerator={own.type!r}{place}), or omit the strategy's device."
             )
         super().connect(world, device, precision)

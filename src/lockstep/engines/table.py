@@ -38,7 +38,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names of strategies that spawn ranks if there is no script to start; "ddp" has "ddp_notebook" for that."""
 
-_XLA = 'it is for torch_xla; with torch_tpu TPUs are devices of torch: use accelerator="tpu", strategy="auto"'
+_XLA = 'it needs torch_xla; torch_tpu makes TPUs devices of torch: use accelerator="tpu", strategy="auto"'
 _SLICED = (
     "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which divides optimizers' work and states"
 )
@@ -63,17 +63,17 @@ REFUSED = {
 
 
 def is_plan(strategy: object) -> bool:
-    """Return True if ``Trainer(strategy=...)`` names the file of a plan."""
+    """Return True if ``strategy`` is the path of a saved plan (a .yaml file)."""
     return isinstance(strategy, str) and strategy.lower().endswith((".yaml", ".yml"))
 
 
 def is_strategy(name: str) -> bool:
-    """Return True if the core, an extension or another distribution has a strategy of this name."""
+    """Return True if lockstep, an extension or another installed package provides a strategy of this name."""
     return name in NAMES or (name not in REFUSED and name != "auto" and extensions.is_known("strategies", name))
 
 
 def class_of(name: str) -> type[Strategy]:
-    """Return the class for a name, and import its file; ``import lockstep`` imports no engine."""
+    """Import and return the strategy class for a name. (``import lockstep`` imports no engine.)"""
     found: type[Strategy]
     if name in NAMES:
         file, _, kind = NAMES[name][0].rpartition(".")
@@ -95,7 +95,7 @@ def drives_all_devices(strategy: str | Strategy) -> bool:
 
 
 def make_strategy(strategy: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
-    """Return the strategy for a name or an object.
+    """Return the strategy object for ``Trainer(strategy=...)``.
 
     Args:
         strategy: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), the file of
@@ -104,8 +104,8 @@ def make_strategy(strategy: str | Strategy, world_size: int, interactive: bool =
         interactive: True if there is no script that could be started once for each rank.
 
     Raises:
-        MisconfigurationException: the name is unknown or refused, or the strategy is for one rank and there are
-            several.
+        MisconfigurationException: the name is unknown or not supported, or the strategy supports one rank and the run
+            has several.
     """
     if isinstance(strategy, str) and is_plan(strategy):
         by_plan: Strategy = extensions.load("services", "saved plans").strategy_by(strategy, world_size, interactive)
@@ -119,8 +119,8 @@ def make_strategy(strategy: str | Strategy, world_size: int, interactive: bool =
     if world_size > 1 and made.launcher is None:
         name = f'"{strategy}"' if isinstance(strategy, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(
-            f"Trainer(strategy={name}) is for one rank, and devices and num_nodes make {world_size}: use devices=1, or "
-            'strategy="ddp".'
+            f"Trainer(strategy={name}) supports one rank, but devices and num_nodes request {world_size}. Use "
+            'devices=1 or strategy="ddp".'
         )
     return made
 
@@ -137,18 +137,18 @@ def _named(strategy: object, spawns: bool) -> Strategy:
         made = class_of(strategy)(**arguments)
         if not isinstance(made, Strategy):
             raise MisconfigurationException(
-                f'Trainer(strategy="{strategy}"): its entry point returns a {type(made).__name__}, not a Strategy.'
+                f'The entry point of Trainer(strategy="{strategy}") returned a {type(made).__name__}, not a Strategy.'
             )
         return made
     if isinstance(strategy, str) and strategy in REFUSED:
-        raise MisconfigurationException(f'Trainer(strategy="{strategy}"): {REFUSED[strategy]}.')
+        raise MisconfigurationException(f'Trainer(strategy="{strategy}") is not supported: {REFUSED[strategy]}.')
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise MisconfigurationException(
-            f"Trainer(strategy={strategy.__name__}): this is a class; give an instance, {strategy.__name__}()."
+            f"Trainer(strategy={strategy.__name__}) is a class, but must be an object: use {strategy.__name__}()."
         )
     near = difflib.get_close_matches(str(strategy), [*NAMES, *extensions.strategies()], n=1)
     hint = f' Did you mean "{near[0]}"?' if near else ""
     raise MisconfigurationException(
-        f'Trainer(strategy={strategy!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '
-        f"object of lockstep's.{hint}"
+        f'Trainer(strategy={strategy!r:.100}) is not a known strategy. Use "auto", "single_device", "ddp", '
+        f'"ddp_spawn", or an object of a lockstep Strategy class.{hint}'
     )

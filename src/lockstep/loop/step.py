@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.window import Share, Window, share_of, weighed_by_part
-from lockstep.engines.engine import BatchByHand, MicroBatch, WindowPlayer
+from lockstep.engines.engine import BatchByHand, MicroBatch, WindowRunner
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.checks import takes_idx
@@ -438,7 +438,7 @@ class Automatic(Step):
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
         """Run forward and backward of a micro-batch if some ranks have no samples for it."""
         strategy = self._strategy
-        with strategy.leaving_out(micro_batch.absent):
+        with strategy.without_ranks(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
                 return self._without_batch(micro_batch)
             if micro_batch.weight:
@@ -566,7 +566,7 @@ class Ahead(Step):
         MisconfigurationException: the engine does not support a hook or the optimizer.
     """
 
-    def __init__(self, session: Session, update: Update, play: WindowPlayer) -> None:
+    def __init__(self, session: Session, update: Update, play: WindowRunner) -> None:
         super().__init__(session, update)
         self._play = play
         self._parts = StepParts(session.results)

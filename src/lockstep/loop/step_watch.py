@@ -75,15 +75,15 @@ class StepWatch:
         scaler.divide(strategy.gradients.local())
         self._may_differ = self._may_differ or not strategy.sync_gradients
         for optimizer in strategy.optimizers:
-            scaler.look(optimizer)
+            scaler.check(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Decide whether an optimizer may step, in manual optimization with complete gradients. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
-        if not scaler.knows(optimizer):  # gradients of `loss.backward()`, which were not scaled
-            scaler.look(optimizer)
+        if not scaler.is_checked(optimizer):  # gradients of `loss.backward()`, which were not scaled
+            scaler.check(optimizer)
         if self._may_differ and self._strategy.world_size > 1:
             scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self._strategy.root_device)
 
@@ -154,7 +154,7 @@ class StepWatch:
         assert scaler is not None
         if self._counts:
             self.settle(owner)
-        if scaler.leaves_out(owner):
+        if scaler.must_skip(owner):
             for group in owner.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -1,1 +1,1 @@
-"""Memory of a step: what is recomputed, and how much is used."""
+"""Memory of a training step: activation checkpointing, and a report of memory use."""

@@ -1,4 +1,4 @@
-"""Blocks of a model: its repeated layers, or those that a policy selects."""
+"""Selection of a model's blocks: its repeated layers, or layers that a policy selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Policy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 def find_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated blocks of a model: siblings of one class that consist of layers.
+    """Return a model's outermost repeated blocks, which are sibling layers of the same class that contain layers.
 
     Example:
         >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
@@ -40,7 +40,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
     Args:
         policy: classes, or a function.
         root: the model.
-        alone: refuse layers that share a parameter with layers outside of them.
+        alone: raise if a selected layer shares a parameter with layers outside of it.
 
     Raises:
         ValueError: the policy selects no layer, or one that shares a parameter with layers outside of it.
@@ -54,19 +54,22 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
         found = _by_function(policy, root)[0]
     if not found:
         names = sorted({type(module).__name__ for module in root.modules() if module is not root})
-        raise ValueError(f"it chooses no layer of {type(root).__name__}, which is made of {', '.join(names)}")
+        raise ValueError(f"no layer of {type(root).__name__} is selected; its layers are of {', '.join(names)}")
     for block in found if alone else ():
         shared = _shared(root, block)
         if shared is not None:
             raise ValueError(
-                f"it chooses {type(block).__name__}, whose parameter {shared[0]!r} is also {shared[1]!r} outside of "
-                "it: choose a layer that holds both, or neither"
+                f"the selected layer {type(block).__name__} shares its parameter {shared[0]!r} with {shared[1]!r} "
+                "outside of the layer. Select a layer that contains both, or neither"
             )
     return found
 
 
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
-    """Call a policy as torch's first FSDP does: whether to descend into a layer, then whether its rest is a group."""
+    """Return the layers that a policy function selects, and the number of elements in no selected layer.
+
+    The policy is called as in torch's first FSDP: should it descend into a layer, and should the rest be a group?
+    """
     found: list[nn.Module] = []
     ungrouped = sum(parameter.numel() for parameter in module.parameters())
     for child in module.children():
@@ -86,7 +89,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a parameter inside and outside of a block, if there is a shared one."""
+    """Return both names of a parameter that a block shares with layers outside of it; None if none is shared."""
     inside = {id(layer) for layer in block.modules()}
     own = {id(p): name for name, p in block.named_parameters()}
     for prefix, layer in root.named_modules():

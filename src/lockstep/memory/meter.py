@@ -1,4 +1,4 @@
-"""Memory use of a rank in bytes, by kind, and activations that forwards keep for their backwards, by layer.
+"""Memory use of a rank in bytes by kind, and of activations saved for backwards by layer.
 
     activations = Activations(model)
     with activations.counting():
@@ -38,16 +38,16 @@ KINDS = {
     "gathered": "gathered parameters",
     "activations": "activations",
 }
-"""Attribute of `MemoryUse` -> label of the kind of memory."""
+"""Attribute of `MemoryUse` -> label for this kind of memory in the printed table."""
 
 SHOWN = 5
-"""Number of layers in the printed table."""
+"""Maximum number of layers in the printed table."""
 
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
 def readable(count: float) -> str:
-    """Return a number of bytes with a unit.
+    """Format a number of bytes with a unit.
 
     Example:
         >>> readable(1536), readable(3 * 2**30)
@@ -61,7 +61,7 @@ def readable(count: float) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that store a tensor's values: a DTensor's local part, a sparse tensor's indices and values."""
+    """Return the tensors that store a tensor's data: a DTensor's local part, a sparse tensor's indices and values."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -69,7 +69,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    """Return a number that identifies a tensor's storage, and its size in bytes."""
+    """Return a number that identifies a tensor's storage, and the storage's size in bytes."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
@@ -78,11 +78,11 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 
 def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of each kind, and the bytes of all kinds on other devices than ``device``.
+    """Return the bytes of each kind of memory, and the bytes of all kinds on types of devices other than ``device``.
 
     Args:
-        held: tensors by kind; a tensor may occur several times. A storage counts for the first kind that has it. A
-            gradient in a bucket counts as a gradient, and the rest of the bucket as a bucket.
+        held: tensors by kind; a tensor may occur several times. A storage counts for the first kind in which it
+            occurs. A gradient in a bucket counts as a gradient, and the rest of the bucket as a bucket.
         device: type of the run's device.
     """
     found: dict[str, int] = dict.fromkeys(held, 0)
@@ -113,20 +113,20 @@ def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[di
 
 
 class Activations:
-    """Bytes that forwards keep for their backwards, by layer, counted during `counting`; no cost afterwards.
+    """Counter of the bytes that forwards save for their backwards, by layer, inside `counting`.
 
     A storage counts once, for the layer that saved it first. Parameters, buffers, and memory that was released before
     the peak do not count.
 
     Args:
         module: the module with the layers.
-        gathered: returns parameters that are gathered now, which are counted separately.
+        gathered: function that returns the parameters gathered now, which are counted separately.
 
     Attributes:
         layers: bytes by layer at the peak, largest first.
         gathered: bytes of gathered parameters at the peak.
         names: names of the layers, by their ids.
-        samples: number of samples of the counted micro-batch, if the caller has set it.
+        samples: number of samples in the counted micro-batch, if the caller has set it.
     """
 
     def __init__(self, module: nn.Module, gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -143,15 +143,15 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """Bytes of all layers at the peak."""
+        """Bytes of activations of all layers at the peak."""
         return sum(self.layers.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count saved activations in the block."""
+        """Count the activations that forwards inside the block save."""
         lacking = missing(MEMORY)
         if lacking:
-            warn_once(f"trainer.memory() counts no activations: torch {torch.__version__} has no {lacking[0].name}.")
+            warn_once(f"trainer.memory() omits activations: torch {torch.__version__} has no {lacking[0].name}.")
             yield
             return
         hooks = [
@@ -167,21 +167,21 @@ class Activations:
             for tensor in tensors_in(kept, 6):
                 self._note(tensor)
 
-        STATE.kept = note_all  # selective checkpointing saves tensors without these hooks
+        STATE.count = note_all  # selective checkpointing saves tensors without these hooks
         try:
             with graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             graph.disable_saved_tensors_hooks = own
-            STATE.kept = None
+            STATE.count = None
             for hook in hooks:
                 hook.remove()
             self._running.clear()
-            self.look()
+            self.record_peak()
 
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
-        """Remove these hooks in the block of torch's function."""
+        """Disable saved-tensor hooks like torch's function, after removing the hooks of this object."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         mine = top is not None and top[0] == self._pack
         if mine:
@@ -194,11 +194,11 @@ class Activations:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def end(self) -> None:
-        """Drop the records of the step."""
+        """Drop the records about storages at the end of a step."""
         self._kept.clear()
 
-    def look(self) -> None:
-        """Record the memory that is saved now as the peak, if it exceeds the former one."""
+    def record_peak(self) -> None:
+        """Record the bytes that are saved now as the peak, if they exceed the previous peak."""
         self._grows = False
         # autograd saves parameters too, which are counted as parameters
         gathered = dict(_key(part) for tensor in self._gathered() for part in parts_of(tensor))
@@ -244,13 +244,13 @@ class Activations:
 
     def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
         if self._grows:  # at the start of a backward, which releases activations from now on
-            self.look()
+            self.record_peak()
         tensor, version = packed
         if _version(tensor) != version:  # torch makes this check only without hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} "
-                "instead. Trainer(detect_anomaly=True) names the operation that needs it."
+                "instead. Find the operation that needs it with Trainer(detect_anomaly=True)."
             )
         return tensor
 
@@ -268,12 +268,12 @@ class MemoryUse:
 
     Attributes:
         rank: the rank.
-        device: type of its device.
+        device: type of the rank's device.
         parameters, gradients, optimizer_states, buffers: the model's states; this rank's shards if they are sharded.
         buckets: the reducer's buckets, without the gradients in them.
         hook_state: state of a communication hook (PowerSGD's matrices).
         gathered: parameters that FSDP has gathered at the end of the forward.
-        activations: activations that the forward of a micro-batch keeps for the backward; 0 if they were not counted.
+        activations: activations that the forward of a micro-batch saves for the backward; 0 if they were not counted.
         layers: activations by layer, largest first; "" is the training step itself.
         offloaded: bytes of all kinds on the CPU, if the device is not the CPU.
     """
@@ -300,7 +300,7 @@ class MemoryUse:
         device: str = "cpu",
         activations: Activations | None = None,
     ) -> MemoryUse:
-        """Count tensors by kind, as in `KINDS`, and activations."""
+        """Return the memory use of tensors by kind, as in `KINDS`, and of counted activations."""
         found, offloaded = bytes_by_kind({kind: list(held.get(kind, ())) for kind in KINDS}, device)
         layers = () if activations is None else tuple(activations.layers.items())
         if activations is not None:

@@ -1,12 +1,12 @@
-"""Activation checkpointing: the backward recomputes the activations of some layers, which are not kept.
+"""Activation checkpointing: the backward recomputes activations of some layers instead of storing them.
 
     recompute(model)                      # its repeated blocks
     recompute(model, {Block})             # layers of a class
     recompute(model, save="matmuls")      # in those blocks, keep the outputs of matrix products
 
-The mechanism is ``torch.utils.checkpoint`` without re-entrance. A second forward has no side effects: buffers have
-the values of the first one and are restored afterwards (BatchNorm's statistics); nothing is logged; tensors without a
-dtype get that of the first forward; nothing is appended to a cache of keys and values. Names of parameters and keys of
+The mechanism is ``torch.utils.checkpoint`` without re-entrance. The second forward has no side effects. It reads the
+buffers of the first forward, and its changes to buffers are dropped (BatchNorm's statistics). It logs nothing, uses the
+first forward's default dtype, and appends nothing to a cache of keys and values. Names of parameters and keys of
 a state dict do not change.
 """
 
@@ -30,30 +30,30 @@ from lockstep.memory.blocks import Policy as Policy
 from lockstep.memory.blocks import blocks_by, find_blocks
 
 Layers: TypeAlias = Literal[True] | type[nn.Module] | Policy
-"""The repeated blocks of a model (True), layers of one class or several, or a policy function of torch's first FSDP."""
+"""A model's repeated blocks (True), layers of one or several classes, or a policy function of torch's first FSDP."""
 
 Save: TypeAlias = Literal["matmuls"] | Sequence[Any] | Callable[..., Any] | None
-"""Operators with outputs that are kept nevertheless, or a policy function ``(ctx, op, *args, **kwargs)``."""
+"""Operators whose outputs are stored instead of recomputed, or a policy ``(ctx, op, *args, **kwargs)``."""
 
 Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 NO_BLOCKS = (
-    "activation_checkpointing=True: {name} has no repeated blocks (siblings of one class that consist of layers), so "
-    "nothing is recomputed: name the classes of the layers, activation_checkpointing={{Block}}."
+    "activation_checkpointing=True has no effect: {name} has no repeated blocks (sibling layers of the same class that "
+    "contain layers). Pass the classes of the layers to recompute, activation_checkpointing={{Block}}."
 )
 
 
 SMALL = 2**16
-"""Number of elements up to which a buffer counts as changed: torch's batch norm changes buffers without a version."""
+"""Number of elements up to which a buffer is always copied, since batch norm changes buffers without a version."""
 
 
 class _State(threading.local):
     recomputing = False
-    kept: Callable[[object], None] | None = None  # gets the tensors that recomputed layers keep, to count them
+    count: Callable[[object], None] | None = None  # gets the tensors that recomputed layers keep, to count them
 
 
 STATE = _State()
-"""State of this thread: True while it recomputes activations. The backward of a GPU runs in a thread of its own."""
+"""State of this thread, such as whether it recomputes activations. Each GPU's backward has a separate thread."""
 
 
 def is_recomputing() -> bool:
@@ -63,7 +63,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Log nothing in the block, whose code runs a second time later."""
+    """Disable logging inside the block, whose code also runs a second time."""
     before, STATE.recomputing = STATE.recomputing, True
     try:
         yield
@@ -72,7 +72,7 @@ def running_again() -> Iterator[None]:
 
 
 def matmuls() -> list[Any]:
-    """Return the operators with the most expensive outputs: matrix products, convolutions and attention."""
+    """Return the most expensive operators: matrix products, convolutions and attention."""
     aten = torch.ops.aten
     packets = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
     attention = (
@@ -86,15 +86,16 @@ def matmuls() -> list[Any]:
 
 
 def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Callable[[], None]:
-    """Recompute activations of some layers of ``module`` in the backward; works in any loop.
+    """Recompute activations of some layers in the backward instead of storing them, in any loop.
 
-    Gradients have the same bits as without it, also with dropout. It costs a second forward of these layers.
+    Gradients have the same bits as without recomputation, also with dropout. The cost is a second forward of these
+    layers.
 
     Args:
         module: the module; the layers' ``forward`` is replaced.
         layers: the layers, which may contain each other.
-        save: operators with outputs that are kept nevertheless: "matmuls", a list (``torch.ops.aten.mm.default``), or a
-            policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        save: operators whose outputs are stored: "matmuls", a list (``torch.ops.aten.mm.default``), or a policy
+            function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Returns:
         A function that restores the layers.
@@ -116,27 +117,27 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
             warn_once(NO_BLOCKS.format(name=type(module).__name__))
     else:
         chosen = blocks_by({layers} if isinstance(layers, type) else layers, module, alone=False)
-    # a layer that is recomputed already would be computed a third time
-    changed = [layer for layer in chosen if not isinstance(vars(layer).get("forward"), Again)]
+    # a layer that is recomputed already would run a third time
+    changed = [layer for layer in chosen if not isinstance(vars(layer).get("forward"), Recomputed)]
     for layer in changed:
-        vars(layer)["forward"] = Again(layer, contexts)
+        vars(layer)["forward"] = Recomputed(layer, contexts)
 
     def end() -> None:
         for layer in changed:
             again = vars(layer).pop("forward", None)
-            if isinstance(again, Again) and again.own is not None:
+            if isinstance(again, Recomputed) and again.own is not None:
                 vars(layer)["forward"] = again.own
 
     return end
 
 
 def _saving(save: Save) -> Contexts | None:
-    """Return the function that makes the contexts of the two forwards, if some outputs are kept."""
+    """Return a function that creates the contexts for both forwards if some outputs are stored; otherwise None."""
     if save is None:
         return None
     if isinstance(save, str):
         if save != "matmuls":
-            raise ValueError(f'activation_checkpointing_save={save!r}: the only name is "matmuls"')
+            raise ValueError(f'activation_checkpointing_save={save!r} is not known; the only name is "matmuls"')
         save = matmuls()
     # checked now: torch would refuse it only in the first forward
     try:
@@ -147,13 +148,13 @@ def _saving(save: Save) -> Contexts | None:
     return partial(create_selective_checkpoint_contexts, chosen)
 
 
-class Again:
-    """Replacement for a layer's ``forward``. It is an attribute of the layer, so that it is copied with it.
+class Recomputed:
+    """Replacement for a layer's ``forward`` that recomputes it in the backward; stored in the layer's attributes.
 
     Attributes:
         layer: the layer.
-        contexts: makes the contexts in which some outputs are kept; None: none are.
-        own: a ``forward`` that was an attribute of the layer before.
+        contexts: creates the contexts in which some outputs are stored; None: none are.
+        own: a ``forward`` that was in the layer's attributes before.
     """
 
     def __init__(self, layer: nn.Module, contexts: Contexts | None = None) -> None:
@@ -165,11 +166,11 @@ class Again:
         return inspect.signature(self._forward())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return computed_again(self._forward(), self.layer, self.contexts, args, kwargs)
+        return call_recomputed(self._forward(), self.layer, self.contexts, args, kwargs)
 
-    def of(self, layer: nn.Module) -> Again:
+    def of(self, layer: nn.Module) -> Recomputed:
         """Return the replacement for a replica of the layer."""
-        made = Again.__new__(Again)
+        made = Recomputed.__new__(Recomputed)
         made.layer, made.contexts, made.own = layer, self.contexts, self.own
         return made
 
@@ -177,7 +178,7 @@ class Again:
         return self.own or partial(type(self.layer).forward, self.layer)
 
 
-def computed_again(
+def call_recomputed(
     forward: Callable[..., Any],
     layer: nn.Module,
     contexts: Contexts | None,
@@ -185,12 +186,12 @@ def computed_again(
     kwargs: dict[str, Any],
     **options: Any,
 ) -> Any:
-    """Call ``forward`` so that a backward calls it again instead of keeping its activations.
+    """Call ``forward`` such that a backward calls it again instead of storing its activations.
 
     Args:
         forward: the layer's function.
         layer: the layer, whose buffers may change.
-        contexts: makes the contexts of the two calls; None: nothing is kept.
+        contexts: creates the contexts of both calls; None: no outputs are stored.
         args, kwargs: arguments of ``forward``.
         **options: further arguments of ``torch.utils.checkpoint.checkpoint``.
     """
@@ -217,24 +218,24 @@ def computed_again(
 
     def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if contexts is None:
-            return nullcontext(), _SecondTime(buffers, dtype, nullcontext())
+            return nullcontext(), _SecondForward(buffers, dtype, nullcontext())
         first, second = (_Uncached(each) for each in contexts())
         kept.append(getattr(first.inner, "storage", None))
-        return first, _SecondTime(buffers, dtype, second)
+        return first, _SecondForward(buffers, dtype, second)
 
     try:
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=both, **options)
     finally:
         buffers.forget_unchanged()
-        if STATE.kept is not None:
-            STATE.kept(kept)
+        if STATE.count is not None:
+            STATE.count(kept)
 
 
 # -- caches of keys and values -------------------------------------------------------------------------------
 
 
 def _is_cache(value: object) -> bool:
-    """Return True for a cache of transformers, to which each call of a layer appends its keys and values."""
+    """Return True for a key-value cache of transformers, to which each call of a layer appends."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
@@ -246,7 +247,7 @@ def _filled_or_none(cache: Any) -> _FilledCache | None:
 
 
 class _FilledCache:
-    """Placeholder for a cache that a layer reads, with its content before the first call.
+    """Placeholder argument for a key-value cache, with the cache's content before the first call.
 
     The first call appends to the caller's own cache.
     """
@@ -255,13 +256,13 @@ class _FilledCache:
         self._before, self._own = _copied(cache, []), cache
 
     def copy(self) -> Any:
-        """Return the caller's cache at the first call, and at each further one a copy of its former content."""
+        """Return the caller's cache at the first call, and a copy of its original content at each further call."""
         own, self._own = self._own, None
         return _copied(self._before, []) if own is None else own
 
 
 def _copied(value: Any, tensors: list[Tensor]) -> Any:
-    """Copy a cache and the lists, dicts and layers in it, but not their tensors, which are collected."""
+    """Copy a cache and the lists, dicts and layers in it, but not their tensors, which are added to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
     if isinstance(value, list):
@@ -279,7 +280,7 @@ def _copied(value: Any, tensors: list[Tensor]) -> Any:
 
 
 class _Uncached:
-    """A context without autocast's cache: operators are identified by their order, and the cache skips some."""
+    """Context that disables autocast's cache, since both forwards must run the same operators in the same order."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self.inner = inner
@@ -294,8 +295,8 @@ class _Uncached:
         self.inner.__exit__(*exception)
 
 
-class _SecondTime:
-    """Context of a second forward. Several backwards through one graph enter it several times."""
+class _SecondForward:
+    """Context for the second forward, entered once by each backward through the graph."""
 
     def __init__(self, buffers: _Buffers, dtype: torch.dtype, inner: AbstractContextManager[Any]) -> None:
         self._buffers, self._dtype, self._inner = buffers, dtype, inner
@@ -305,7 +306,7 @@ class _SecondTime:
         self._outer, self._default = STATE.recomputing, torch.get_default_dtype()
         STATE.recomputing = True
         torch.set_default_dtype(self._dtype)
-        self._stack.enter_context(self._buffers.as_before())
+        self._stack.enter_context(self._buffers.original_values())
         self._stack.enter_context(self._inner)
 
     def __exit__(self, *exception: Any) -> None:
@@ -315,7 +316,7 @@ class _SecondTime:
 
 
 class _Buffers:
-    """Copies of the buffers that a layer's forward changes; a second forward must read the former values."""
+    """Copies of the buffers that a layer's forward changes, since the second forward must read the original values."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._kept = [
@@ -327,7 +328,7 @@ class _Buffers:
         ]
 
     def forget_unchanged(self) -> None:
-        """Drop the copies of buffers that the first forward has not changed, except for small ones."""
+        """Drop the copies of buffers that the first forward has not changed, except of small buffers."""
         self._kept = [
             (buffers, name, buffer, version, value)
             for buffers, name, buffer, version, value in self._kept
@@ -335,8 +336,8 @@ class _Buffers:
         ]
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Give the layer the former values in the block; changes to them are dropped."""
+    def original_values(self) -> Iterator[None]:
+        """Use the original values as the layer's buffers inside the block, and drop changes to them."""
         copies: dict[int, Tensor] = {}
         after = [(buffers, name, buffers.get(name)) for buffers, name, *_ in self._kept]
         # other tensors instead of other values: the first forward may have saved the buffers for its backward
@@ -361,13 +362,13 @@ class _InWrapper:
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options = {name: value for name, value in self.own.keywords.items() if name != "use_reentrant"}
         contexts = options.pop("context_fn", None)
-        return computed_again(layer, layer, contexts, args, kwargs, **options)
+        return call_recomputed(layer, layer, contexts, args, kwargs, **options)
 
 
 def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
     """Recompute layers in torch's ``CheckpointWrapper`` as `recompute` does, without side effects.
 
-    Re-entrant ones, and those with a function of the user's, stay as they are.
+    Re-entrant wrappers, and wrappers with a user's checkpoint function, are not changed.
 
     Returns:
         A function that restores the wrappers.
@@ -393,10 +394,10 @@ def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
 
 
 class Recomputation:
-    """The arguments of a strategy for activation checkpointing, and the changes to a module.
+    """A strategy's arguments for activation checkpointing, and the changes to the module that they need.
 
     Args:
-        strategy: name of the class, for errors.
+        strategy: name of the strategy class, for error messages.
         layers: ``activation_checkpointing``: True, a class or several.
         policy: ``activation_checkpointing_policy``: classes or a policy function.
         save: ``activation_checkpointing_save``.
@@ -419,20 +420,20 @@ class Recomputation:
         if policy is not None and layers:
             raise ValueError(
                 f"{strategy}(activation_checkpointing={layers!r:.80}, activation_checkpointing_policy={policy!r:.80}): "
-                "both choose the recomputed layers: give one of them"
+                "both select the layers to recompute, so use only one of them"
             )
         if save is not None and self._layers is None:
             raise ValueError(
-                f"{strategy}(activation_checkpointing_save={save!r:.100}): no layers are recomputed: choose them by "
-                "activation_checkpointing=True or classes"
+                f"{strategy}(activation_checkpointing_save={save!r:.100}) has no effect, because no layers are "
+                "selected. Select them with activation_checkpointing=True or classes"
             )
         chosen: Any = self._layers
         kinds = list(chosen) if isinstance(chosen, Collection) else [chosen]
         are_classes = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
         if not (chosen is None or chosen is True or callable(chosen) or are_classes):
             raise ValueError(
-                f"{strategy}({self._argument}={self._layers!r:.100}): give True, classes of layers, or a function as "
-                "activation_checkpointing_policy"
+                f"{strategy}({self._argument}={self._layers!r:.100}) must be True or classes of layers, or a function "
+                "as activation_checkpointing_policy"
             )
         try:
             _saving(save)
@@ -448,7 +449,7 @@ class Recomputation:
         return self._layers is not None
 
     def begin(self, module: nn.Module) -> None:
-        """Replace the forwards of the module's layers, also of those in torch's wrappers."""
+        """Replace the forwards of the selected layers, and of layers in torch's wrappers."""
         self.end()
         self._ends.append(adopt_wrappers(module))
         if self._layers is not None:
@@ -459,6 +460,6 @@ class Recomputation:
                 raise ValueError(f"{self._strategy}({value}): {error}") from None
 
     def end(self) -> None:
-        """Restore the layers."""
+        """Restore the layers' original forwards."""
         while self._ends:
             self._ends.pop()()

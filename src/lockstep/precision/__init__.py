@@ -1,1 +1,1 @@
-"""Number formats of a run, one class per precision."""
+"""Classes for the values of ``Trainer(precision=...)``."""

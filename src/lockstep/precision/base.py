@@ -1,4 +1,4 @@
-"""Base class of precisions, and the loss scale for float16."""
+"""Base class of precisions, and the loss scaler for float16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.ground.torch_support import SCALER, refuse_without
 
 
 class LossScaler:
-    """An adaptive loss scale: halved when gradients overflow, doubled after a number of steps without an overflow.
+    """Adaptive loss scale, which is halved when gradients overflow and doubled after many steps without an overflow.
 
     The calls in a window::
 
@@ -25,8 +25,8 @@ class LossScaler:
         scaler.step(optimizer)         # skipped if a gradient overflowed
         scaler.update()                # once, after all optimizers that stepped
 
-    Ranks that average their gradients skip the same steps without a message: an overflow on one rank is in the sum of
-    all.
+    Ranks that average their gradients skip the same steps without communication, because an overflow on one rank is in
+    the sum over all.
 
     The arithmetic is that of torch's ``torch.amp.GradScaler`` (Micikevicius et al., "Mixed Precision Training",
     2018).
@@ -36,11 +36,11 @@ class LossScaler:
         options: further arguments of ``GradScaler``, such as ``init_scale`` and ``growth_interval``.
     """
 
-    MOST_LEFT_OUT = 100
-    """Number of consecutive skipped steps that ends the run; the scale has then fallen by 30 orders of magnitude."""
+    MOST_SKIPPED = 100
+    """Number of consecutive skipped steps after which the run ends; the scale is then 30 orders of magnitude lower."""
 
     asked_by = "precision='16-mixed'"
-    """The Trainer's flag that requests it, for messages."""
+    """Trainer argument that enables this scaler, for messages."""
 
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
         refuse_without(SCALER, SCALER, "take precision='bf16-mixed'")
@@ -49,22 +49,22 @@ class LossScaler:
         self.unscale_gradients: Callable[[torch.amp.GradScaler, Optimizer], None] | None = None
         self.left_out = False  # True if the last step was skipped
         self.steps = False  # True inside `step`, where the optimizer steps with the scaler's permission
-        self._left_out_in_a_row = 0
+        self._skipped_in_a_row = 0
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss for ``backward``."""
         return self._grad_scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale, and record whether all are finite.
+        """Divide the gradients of the optimizer's parameters by the scale, and record if all are finite.
 
-        Does nothing the second time, until `update` or `forget`.
+        Further calls before `update` or `forget` do nothing.
         """
         self.left_out = False
         optimizer = _plain(optimizer)
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         first = next(gradients, None)
-        if first is None or self.knows(optimizer):
+        if first is None or self.is_checked(optimizer):
             return
         scaler, scale = self._grad_scaler, self._grad_scaler._scale
         # An engine may keep gradients on the CPU. torch copies a device's scale there without waiting for it: gradients
@@ -83,11 +83,11 @@ class LossScaler:
     unscale_ = unscale  # torch's name, for users of `trainer.scaler`
 
     def share_overflow(self, optimizer: Optimizer, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Let ranks with different gradients skip the same step; between `unscale` and `step`. Collective.
+        """Make ranks with different gradients skip the same steps; for a call between `unscale` and `step`. Collective.
 
         Args:
-            optimizer: the optimizer, whose gradients were unscaled on the ranks that have any.
-            largest: returns the maximum of a number over the ranks.
+            optimizer: the optimizer; its gradients were unscaled on ranks that have any.
+            largest: function that returns the maximum of a scalar tensor over the ranks.
             device: device of this rank.
         """
         found = self._found(optimizer)
@@ -97,7 +97,7 @@ class LossScaler:
             overflow.copy_(largest(overflow))
 
     def step(self, optimizer: Optimizer, **options: Any) -> Any:
-        """Call ``optimizer.step(**options)``, unless a gradient is not finite. Waits for the device.
+        """Call ``optimizer.step(**options)`` if all gradients are finite. Waits for the device.
 
         Returns:
             The optimizer's result; None if the step was skipped.
@@ -106,9 +106,9 @@ class LossScaler:
             MisconfigurationException: the optimizer calls a closure more than once per step.
         """
         self.refuse(optimizer)
-        if not self.knows(optimizer):
+        if not self.is_checked(optimizer):
             self.unscale(optimizer)
-        if self.leaves_out(optimizer):
+        if self.must_skip(optimizer):
             return None
         self.steps = True
         try:
@@ -117,43 +117,43 @@ class LossScaler:
             self.steps = False
 
     def refuse(self, *optimizers: Optimizer) -> None:
-        """Refuse optimizers with a line search.
+        """Raise if an optimizer has a line search.
 
         Raises:
-            MisconfigurationException: there is one; names the way out.
+            MisconfigurationException: an optimizer is LBFGS; names an alternative.
         """
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise MisconfigurationException(
-                "precision='16-mixed' with LBFGS: its line search compares losses, which a loss scale changes; use "
-                "precision='bf16-mixed' or '32-true'"
+                "precision='16-mixed' does not support LBFGS, whose line search compares losses, because the loss "
+                "scale changes. Use precision='bf16-mixed' or '32-true'"
             )
 
-    def leaves_out(self, optimizer: Optimizer) -> bool:
+    def must_skip(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device.
 
         Raises:
-            MisconfigurationException: it was the last of `MOST_LEFT_OUT` skipped steps in a row.
+            MisconfigurationException: `MOST_SKIPPED` steps in a row were skipped.
         """
         self.left_out = any(bool(overflow) for overflow in self._found(optimizer).values())
-        self._left_out_in_a_row = self._left_out_in_a_row + 1 if self.left_out else 0
-        if self._left_out_in_a_row >= self.MOST_LEFT_OUT:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.left_out else 0
+        if self._skipped_in_a_row >= self.MOST_SKIPPED:
             raise MisconfigurationException(self._too_many())
         return self.left_out
 
     def _too_many(self) -> str:
         """Return the message that ends a run after too many skipped steps."""
         return (
-            f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were skipped, since gradients were NaN or "
-            f"infinite, also with smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
-            "are not finite: Trainer(detect_anomaly=True) names the operation; precision='bf16-mixed' has the "
-            "range of float32."
+            f"precision='16-mixed': the last {self.MOST_SKIPPED} steps were skipped, because gradients were NaN or "
+            f"infinite even with smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
+            "are not finite. Find the operation with Trainer(detect_anomaly=True), or use precision='bf16-mixed', "
+            "which has the range of float32."
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Adapt the scale to the overflows of gradients since the last call.
+        """Lower the scale if gradients have overflowed since the last call; otherwise count towards raising it.
 
         Args:
-            optimizer: the optimizer that has stepped; records about others count in a later call. None: all.
+            optimizer: use only the records about this optimizer, and keep others for a later call. None: use all.
         """
         states = self._grad_scaler._per_optimizer_states
         others = {key: states.pop(key) for key in [*states] if optimizer is not None and key != id(_plain(optimizer))}
@@ -175,8 +175,8 @@ class LossScaler:
         assert scale is not None
         multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
 
-    def look(self, optimizer: Optimizer) -> None:
-        """Record whether the optimizer's unscaled gradients are finite."""
+    def check(self, optimizer: Optimizer) -> None:
+        """Record if the optimizer's unscaled gradients are finite."""
         self.forget(optimizer)
         grad_scaler = self._grad_scaler
         if grad_scaler._scale is None:
@@ -193,12 +193,12 @@ class LossScaler:
         finally:
             grad_scaler._scale = scale
 
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Return True if it is recorded whether the optimizer's gradients are finite."""
+    def is_checked(self, optimizer: Optimizer) -> bool:
+        """Return True if `check` or `unscale` has checked the optimizer's gradients."""
         return bool(self._found(optimizer))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Drop the record about the optimizer's gradients, before new ones are computed."""
+        """Drop the record about the optimizer's gradients, before new gradients are computed."""
         self._grad_scaler._per_optimizer_states.pop(id(_plain(optimizer)), None)
 
     def _found(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -207,7 +207,7 @@ class LossScaler:
         return found
 
     def get_scale(self) -> float:
-        """Return the scale. Waits for the device."""
+        """Return the current scale. Waits for the device."""
         return self._grad_scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,10 +220,10 @@ class LossScaler:
 
 
 class _GradientCheck(torch.amp.GradScaler):
-    """A ``GradScaler`` with a scale of one, which only searches gradients for non-finite values."""
+    """``GradScaler`` with a scale of one, used only to search gradients for non-finite values."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Search the gradients, without dividing them."""
+        """Search the gradients for non-finite values, without dividing them."""
         device = next(p.grad.device for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         one, none_found = torch.ones((), device=device), torch.zeros((), device=device)
         # torch's kernel multiplies by one, which changes no number; float16 gradients are allowed here
@@ -232,13 +232,13 @@ class _GradientCheck(torch.amp.GradScaler):
 
 
 class UpdateGuard(LossScaler):
-    """A scaler that skips updates with non-finite gradients, without scaling anything.
+    """Scaler that skips updates with non-finite gradients, without scaling the loss.
 
-    It waits for the device once per step.
+    Each step waits for the device once.
 
     Args:
         device_type: type of the gradients' device.
-        asked_by: the Trainer's flag that requests it, for messages.
+        asked_by: Trainer argument that enables this scaler, for messages.
         on_found: called on all ranks before an update is skipped; it may raise.
     """
 
@@ -250,23 +250,23 @@ class UpdateGuard(LossScaler):
         self._grad_scaler = _GradientCheck(device_type)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss as it is."""
+        """Return the loss unchanged."""
         return loss
 
     def multiply(self, gradients: Iterable[Tensor]) -> None:
-        """Leave gradients as they are."""
+        """Do nothing, because gradients are not scaled."""
 
     def divide(self, gradients: Iterable[Tensor]) -> None:
-        """Leave gradients as they are."""
+        """Do nothing, because gradients are not scaled."""
 
-    def look(self, optimizer: Optimizer) -> None:
-        """Record whether the gradients are finite."""
+    def check(self, optimizer: Optimizer) -> None:
+        """Record if the optimizer's gradients are finite."""
         self.forget(optimizer)
         self.unscale(optimizer)
 
-    def leaves_out(self, optimizer: Optimizer) -> bool:
+    def must_skip(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device."""
-        left_out = super().leaves_out(optimizer)
+        left_out = super().must_skip(optimizer)
         if left_out:
             self._on_found()
         self.all_left_out += left_out
@@ -274,8 +274,8 @@ class UpdateGuard(LossScaler):
 
     def _too_many(self) -> str:
         return (
-            f"{self.asked_by}: the last {self.MOST_LEFT_OUT} updates were skipped, since gradients were not finite. "
-            "The model does not recover: resume from an earlier checkpoint, with other data or a lower learning rate."
+            f"{self.asked_by}: the last {self.MOST_SKIPPED} updates were skipped, because gradients were not "
+            "finite. Resume from an earlier checkpoint, with different data or a lower learning rate."
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
@@ -286,11 +286,11 @@ class UpdateGuard(LossScaler):
             self.forget(optimizer)
 
     def get_scale(self) -> float:
-        """Return one."""
+        """Return 1, because nothing is scaled."""
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: it has no state."""
+        """Return an empty dict, because the scaler has no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ class UpdateGuard(LossScaler):
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients in place, by one kernel for all of a device and dtype if the factor is a tensor."""
+    """Multiply gradients in place, with one kernel per device and dtype if the factor is a tensor."""
     if not isinstance(factor, Tensor):
         torch._foreach_mul_(list(gradients) or [torch.empty(0)], factor)  # torch refuses an empty list
         return
@@ -312,12 +312,12 @@ def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return the optimizer in a wrapper of ``self.optimizers()``, which passes ``isinstance(..., Optimizer)`` too."""
+    """Return the torch optimizer inside a wrapper from ``self.optimizers()``."""
     return optimizer if issubclass(type(optimizer), Optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
 class Precision:
-    """Full precision, ``32-true``, and base class of the others.
+    """Full precision (``32-true``), and base class of all other precisions.
 
     A loop calls, in this order:
 
@@ -328,26 +328,26 @@ class Precision:
     4. the methods of `scaler`, in the order of `LossScaler`.
     5. `state_dict` for a checkpoint, and `load_state_dict`.
 
-    An attribute that is None means "nothing to do": a loop decides once, at setup, without a cost in each step.
+    An attribute that is None means "nothing to do". A loop checks this once, at setup, not in each step.
     """
 
     name: str = "32-true"
-    """The name in ``Trainer(precision=...)``."""
+    """Name of the precision in ``Trainer(precision=...)``."""
 
     convert_input: Callable[[Any], Any] | None = None
-    """Function that returns a batch in this precision."""
+    """Function that converts a batch to this precision."""
 
     context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Function that returns the context of one step."""
+    """Function that returns the context manager for a step method, such as ``torch.autocast``."""
 
     init_context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Function that returns the context in which ``configure_model`` creates layers."""
+    """Function that returns the context manager for ``configure_model``, in which layers are created."""
 
     autocast_dtype: torch.dtype | None = None
     """Dtype in which linear layers and convolutions compute, if `context` is ``torch.autocast``."""
 
     scaler: LossScaler | None = None
-    """Loss scale, which keeps small gradients of 16-bit floats from vanishing."""
+    """Loss scaler, which prevents small float16 gradients from becoming zero."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type

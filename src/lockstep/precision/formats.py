@@ -1,4 +1,4 @@
-"""Number formats of a run, and the table of the values of ``Trainer(precision=...)``."""
+"""Precisions: their classes, and the values that ``Trainer(precision=...)`` accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
 
 FLOAT8 = (8, 9)
-"""The lowest compute capability with float8 multiplication."""
+"""Lowest CUDA compute capability that supports float8 matrix products."""
 
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -47,8 +47,8 @@ class TruePrecision(Precision):
         self.dtype = DTYPES[name]
         if self.dtype == torch.float64 and not has_float64(device_type):
             raise MisconfigurationException(
-                f"precision={name!r}: {device_type!r} devices do not compute in float64: use precision='32-true', or "
-                "accelerator='cpu'"
+                f"precision={name!r} is not supported on {device_type!r} devices, which do not compute in float64. Use "
+                "precision='32-true', or accelerator='cpu'"
             )
         self._complex = torch.complex128 if name == "64-true" else None
         self.convert_input = partial(tree_map, self._convert, leaf_types=Tensor)
@@ -68,7 +68,7 @@ class TruePrecision(Precision):
 
 
 class DefaultDtype(AbstractContextManager[None]):
-    """Context in which tensors that are created without a dtype have this one (``torch.set_default_dtype``)."""
+    """Context that sets the dtype of tensors created without a dtype (``torch.set_default_dtype``)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -82,7 +82,7 @@ class DefaultDtype(AbstractContextManager[None]):
 
 
 class MixedPrecision(Precision):
-    """``bf16-mixed`` and ``16-mixed``: steps under ``torch.autocast``; the latter with a loss scale.
+    """``bf16-mixed`` and ``16-mixed``: steps run under ``torch.autocast``, the latter with a loss scale.
 
     On a CPU ``16-mixed`` is slow; it is for trying a script that is meant for GPUs.
 
@@ -101,8 +101,8 @@ class MixedPrecision(Precision):
         if not has_autocast(device_type, self.autocast_dtype):
             others = ("bf16-mixed", "16-mixed", "32-true")
             raise MisconfigurationException(
-                f"precision={name!r}: torch has no autocast to {str(self.autocast_dtype).removeprefix('torch.')} on "
-                f"{device_type!r} devices: use precision={' or '.join(repr(each) for each in others if each != name)}"
+                f"precision={name!r} is not supported: torch has no autocast to {self.autocast_dtype} on "
+                f"{device_type!r} devices. Use precision={' or '.join(repr(each) for each in others if each != name)}"
             )
         if name == "16-mixed":
             self.scaler = LossScaler(device_type)
@@ -114,8 +114,8 @@ class MixedPrecision(Precision):
 class Float8Precision(MixedPrecision):
     """``fp8-mixed``: like ``bf16-mixed``, but linear layers multiply in float8, with their own scales (torchao).
 
-    This applies to layers whose sizes are multiples of 16. On a GPU each of them is compiled. On a CPU float8 is
-    emulated, for trying a script that is meant for GPUs. To pass arguments, give an object:
+    Only layers whose sizes are multiples of 16 use float8. On a GPU each of these layers is compiled. On a
+    CPU float8 is emulated, for trying a script that is meant for GPUs. To pass arguments, use an object:
     ``Trainer(plugins=[Float8Precision(scaling="rowwise")])``.
 
     Args:
@@ -143,18 +143,18 @@ class Float8Precision(MixedPrecision):
         self.name, self.scaling, self.compiles = name, scaling, compiles
         if device_type not in ("cuda", "cpu"):
             raise MisconfigurationException(
-                f"precision={name!r} on {device_type!r}: float8 is for CUDA devices, and on the CPU emulated; use "
-                "precision='bf16-mixed'"
+                f"precision={name!r} is not supported on {device_type!r} devices, only on CUDA devices and, emulated, "
+                "on the CPU. Use precision='bf16-mixed'"
             )
         if device_type == "cuda" and torch.cuda.get_device_capability() < FLOAT8:
             have = ".".join(map(str, torch.cuda.get_device_capability()))
             raise MisconfigurationException(
-                f"precision={name!r}: {torch.cuda.get_device_name()} has compute capability {have}, and float8 needs "
-                "8.9 (Ada, Hopper and later); use precision='bf16-mixed'"
+                f"precision={name!r}: {torch.cuda.get_device_name()} has compute capability {have}, but float8 needs "
+                "8.9 (Ada, Hopper and later). Use precision='bf16-mixed'"
             )
         if find_spec("torchao") is None:
             raise MisconfigurationException(
-                f"precision={name!r} needs torchao, which is not installed: pip install torchao; or use "
+                f"precision={name!r} needs torchao, which is not installed. Run `pip install torchao`, or use "
                 "precision='bf16-mixed'"
             )
 
@@ -190,10 +190,10 @@ PRECISIONS: dict[str, Callable[[str, str], Precision]] = {
     "16-true": TruePrecision,
     "fp8-mixed": Float8Precision,
 }
-"""Name -> function of (name, device type) that returns the precision."""
+"""Name -> function that creates the precision from (name, device type)."""
 
 ALIASES = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-"""Shorter names; numbers count as strings."""
+"""Short names of precisions -> full names; numbers count as strings."""
 
 
 def precision_name(flag: str | int | None) -> str:
@@ -210,13 +210,13 @@ def precision_name(flag: str | int | None) -> str:
     name = ALIASES.get(name, name)
     if name not in PRECISIONS or isinstance(flag, bool):
         raise MisconfigurationException(
-            f"precision={flag!r} is not known: use one of {', '.join(map(repr, PRECISIONS))}"
+            f"precision={flag!r} is not known. Use one of {', '.join(map(repr, PRECISIONS))}"
         )
     return name
 
 
 def make_precision(flag: str | int | None, device_type: str = "cpu") -> Precision:
-    """Return the precision of a flag for a type of device.
+    """Create the precision for a ``Trainer(precision=...)`` value and a type of device.
 
     Args:
         flag: a name in `PRECISIONS`, a short one in `ALIASES`, or None.

@@ -1,4 +1,4 @@
-"""The strategies, by the names that users import."""
+"""Strategies, under the names that users import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.extensions.balancing.pipeline.strategy import BalancedStrategy as BalancedStrategy
     from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 
-# Imported when they are asked for, as all names of a face.
+# imported when their names are first used
 _FILES = {
     "DDPStrategy": ".engines.ddp.strategy",
     "FSDPStrategy": ".engines.sharded.fsdp",

@@ -1,4 +1,4 @@
-"""Moving nested data, by the name that users import it from."""
+"""Functions that move nested data between devices; Lightning's import path."""
 
 from lockstep.ground.transfer import move_data_to_device
 

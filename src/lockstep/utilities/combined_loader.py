@@ -1,4 +1,4 @@
-"""Several loaders as one, by the name that users import it from."""
+"""CombinedLoader, which iterates over several loaders; Lightning's import path."""
 
 from lockstep.data.combined import CombinedLoader
 

@@ -1,4 +1,4 @@
-"""Exceptions, by the names that users import."""
+"""Exceptions that lockstep raises; Lightning's import path."""
 
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError, RankFailed
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, by the name that users import it from."""
+"""Norms of gradients; Lightning's import path."""
 
 from lockstep.ground.parameters import grad_norm
 

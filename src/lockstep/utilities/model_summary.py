@@ -1,4 +1,4 @@
-"""The table of a model's layers, by the names that users import."""
+"""Summaries of a model's layers and parameters; Lightning's import path."""
 
 from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, parse_batch_shape, summarize
 from lockstep.callbacks.layer_table import readable_count as get_human_readable_count

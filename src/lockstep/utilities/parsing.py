@@ -1,4 +1,4 @@
-"""Hyperparameters as a dict, by the name that users import it from."""
+"""AttributeDict, a dict for hyperparameters; Lightning's import path."""
 
 from lockstep.ground.hyperparameters import AttributeDict
 

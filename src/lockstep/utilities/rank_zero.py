@@ -1,4 +1,4 @@
-"""Messages and functions of rank 0 only, by the names that users import."""
+"""Messages and functions that run on rank 0 only; Lightning's import path."""
 
 from lockstep.ground.rank import (
     rank_prefixed_message,

@@ -1,4 +1,4 @@
-"""Seeds and random states, by the names that users import."""
+"""Functions for seeds and random states; Lightning's import path."""
 
 from lockstep.ground.seed import isolate_rng, seed_everything
 

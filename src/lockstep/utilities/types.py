@@ -1,4 +1,4 @@
-"""Type aliases, by the names that users import."""
+"""Type aliases; Lightning's import path."""
 
 from lockstep.ground.types import (
     EVAL_DATALOADERS,

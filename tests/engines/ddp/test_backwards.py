@@ -97,7 +97,7 @@ def _late_nesting() -> str:
     for bucket in reducer.buckets:
         if bucket.work is not None:
             reducer._transport.wait(bucket)
-    with pytest.raises(RuntimeError, match="start again from a checkpoint"):
+    with pytest.raises(RuntimeError, match="Restart from a checkpoint"):
         reducer.prepare()
     return str(raised.value)
 

@@ -106,27 +106,3 @@ def test_gradients_beside_the_buckets_are_copied_together_both_ways() -> None:
     reducer = reducer_of(False, False)
     found, buckets = launches(reducer), len(reducer.plan())
     assert found == {"_foreach_copy_": 2 * buckets, "mul_": buckets, "fill_": buckets}
-
-
-def test_a_sparse_gradient_of_a_function_is_taken_in() -> None:
-    """No layer says that it is sparse."""
-
-    class Rows(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: Tensor) -> Tensor:
-            return weight[:1].clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return torch.sparse_coo_tensor(torch.tensor([[0]]), grad, (3, 2), check_invariants=False)
-
-    weight, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
-    reducer = Reducer([("weight", weight), ("other", other)], transport=Scales(None))
-    reducer.divisor = 2
-    reducer.prepare()
-    (Rows.apply(weight) * other).sum().backward()
-    reducer.finish()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
-    assert other.grad is not None
-    assert other.grad.tolist() == [0.5, 0.5]

@@ -57,24 +57,6 @@ def test_what_is_unfrozen_gets_an_owner(ranks: RankPool) -> None:
     assert sum(count for _, count, _ in found) == 4
 
 
-# -- states --------------------------------------------------------------------------------------------------
-
-
-def _refused_state() -> bool:
-    net = nn.Linear(4, 40)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    OwnedOptimizers([optimizer])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({"state": {}, "param_groups": []})
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
-    return True
-
-
-def test_a_state_of_another_model_is_refused(ranks: RankPool) -> None:
-    assert ranks(2).run(_refused_state) == [True, True]
-
-
 # -- owners, and who has none --------------------------------------------------------------------------------
 
 
@@ -96,8 +78,8 @@ def _uneven() -> list[str]:
 
 def test_a_parameter_that_is_too_large_to_be_shared_out_is_told(ranks: RankPool) -> None:
     ((said,), _) = ranks(2).run(_uneven)
-    assert "a rank keeps 90% of the optimizer states (50% in an even division)" in said
-    assert 'strategy="fsdp" cuts parameters' in said
+    assert "one rank stores 90% of the optimizer states instead of 50%" in said
+    assert 'use strategy="fsdp"' in said
 
 
 class _Same(torch.optim.Adam):
@@ -117,9 +99,9 @@ class _Other(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be sharded: its line search"),
-        (torch.optim.SparseAdam, "SparseAdam cannot be sharded: its gradients are sparse"),
-        (_Other, "_Other cannot be sharded: it is not known .*`@lockstep.parameter_wise`"),
+        (torch.optim.LBFGS, "LBFGS cannot be sharded, because its line search"),
+        (torch.optim.SparseAdam, "SparseAdam cannot be sharded, because its gradients are sparse"),
+        (_Other, "_Other cannot be sharded, because it is not known .*`@lockstep.parameter_wise`"),
         (lambda p: torch.optim.Adam(p, differentiable=True), r"Adam\(differentiable=True\)"),
         (lambda p: torch.optim.SGD(p, torch.tensor(0.1), differentiable=True), r"SGD\(differentiable=True\)"),
     ],
@@ -143,15 +125,12 @@ def test_a_subclass_with_the_same_update_and_a_declared_one_are_taken() -> None:
 
 
 class _Noted(torch.optim.SGD):
-    """Notes its update, or fails in it; calls the step of its base, whose hooks run once more."""
+    """Notes its update; calls the step of its base, whose hooks run once more."""
 
     told: list[str]
-    fails = False
 
     def step(self, closure: Any = None) -> Any:
         self.told.append("update")
-        if self.fails:
-            raise KeyError("update")
         return super().step(closure)
 
 
@@ -182,12 +161,3 @@ def test_hooks_run_outside_and_the_update_inside() -> None:
     told.clear()
     optimizer.step()
     assert told == ["before", "update", "before", "after", "after"]
-
-
-def test_an_update_that_raises_leaves_nothing_behind() -> None:
-    optimizer = _noted()
-    optimizer.fails = True
-    with pytest.raises(KeyError), update_within(optimizer, _inside(optimizer.told)):
-        optimizer.step()
-    assert optimizer.told == ["before", "in", "update", "out"]
-    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (1, 1)

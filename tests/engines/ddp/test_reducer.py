@@ -250,27 +250,6 @@ def test_buckets_travel_while_backward_runs(ranks: RankPool) -> None:
             assert found[3 * step + 1] == total
 
 
-def _no_parameter_in_the_loss() -> tuple[list[Tensor], bool]:
-    net = _net()
-    reducer = Reducer(net.named_parameters())
-    for step in range(2):
-        net.zero_grad()
-        reducer.prepare()
-        if dist.get_rank() == 0:
-            _loss(net, step, 0).backward()
-        reducer.finish()
-    return [p.grad for p in net.body.parameters() if p.grad is not None], net.never.weight.grad is None
-
-
-def test_a_rank_without_a_loss_holds_up_nobody(ranks: RankPool) -> None:
-    alone = _net()
-    (_loss(alone, 1, 0) / 2).backward()
-    for grads, unused in ranks(2).run(_no_parameter_in_the_loss):
-        assert unused
-        for grad, right in zip(grads, alone.body.parameters(), strict=True):
-            assert torch.equal(grad, right.grad)  # type: ignore[arg-type]
-
-
 def _infinite_share() -> list[Tensor]:
     """Rank 1 runs on a borrowed sample with an infinite gradient; what it accumulated before counts."""
     parameter, borrowed = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))

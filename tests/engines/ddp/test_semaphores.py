@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -24,20 +25,6 @@ def _alone() -> Semaphores:
     return opened
 
 
-def test_they_count() -> None:
-    semaphores = _alone()
-    first, second = semaphores[0], semaphores[1]
-    assert not semaphores.take(first)
-    for _ in range(3):
-        semaphores.add(first)
-    assert [semaphores.take(first) for _ in range(4)] == [True, True, True, False]
-    assert not semaphores.take(second)
-    semaphores.add(second)
-    assert semaphores.wait(second, 10)
-    semaphores.close()
-    semaphores.close()
-
-
 def test_a_wait_sleeps_so_long_and_uses_no_processor() -> None:
     semaphores = _alone()
     begun, used = time.monotonic(), time.process_time()
@@ -47,22 +34,19 @@ def test_a_wait_sleeps_so_long_and_uses_no_processor() -> None:
     semaphores.close()
 
 
-def test_a_signal_ends_a_wait_that_its_handler_raises_in() -> None:
-    class Rung(Exception):
-        pass
-
-    def ring(number: int, frame: object) -> None:
-        raise Rung
-
-    semaphores = _alone()
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(Rung):
-            semaphores.wait(semaphores[0], 20)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    semaphores.close()
+def _forked(run: Callable[[int, int], None]) -> tuple[int, int, int]:
+    """A child that calls ``run`` with descriptors to write and read; its id, and our ends of the two."""
+    (told, tell), (go, let_go) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(let_go)
+        try:
+            run(tell, go)
+        finally:
+            os._exit(0)
+    os.close(tell)
+    os.close(go)
+    return child, told, let_go
 
 
 def _messages(count: int) -> int:
@@ -98,17 +82,14 @@ def test_a_process_that_ended_is_gone_even_if_nobody_has_reaped_it() -> None:
     """A process's id stays until its parent asks for it, and is another's in another container."""
     pages = common_pages(None, 3 * BYTES)
     assert pages is not None
-    told, tell = os.pipe()
-    go, let_go = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            held = Semaphores(pages, 1, 3)
-            os.write(tell, b"x")
-            os.read(go, 1)
-            held.add(held[0])
-        finally:
-            os._exit(0)
+
+    def other(tell: int, go: int) -> None:
+        mine = Semaphores(pages, 1, 3)
+        os.write(tell, b"x")
+        os.read(go, 1)
+        mine.add(mine[0])
+
+    child, told, let_go = _forked(other)
     semaphores = Semaphores(pages, 0, 3)
     os.read(told, 1)
     assert not semaphores.is_gone(1)
@@ -120,31 +101,28 @@ def test_a_process_that_ended_is_gone_even_if_nobody_has_reaped_it() -> None:
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is a zombie now, and stays one
     assert semaphores.is_gone(1)
     os.waitpid(child, 0)
-    for descriptor in (told, tell, go, let_go):
-        os.close(descriptor)
+    os.close(told)
+    os.close(let_go)
     semaphores.close()
 
 
 def test_a_forked_child_does_not_stand_in_for_its_parent() -> None:
     """Loader workers live a little longer than the rank that they belong to, and close what they inherit."""
     semaphores = _alone()
-    told, tell = os.pipe()
-    go, let_go = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def worker(tell: int, go: int) -> None:
+        for _ in range(2):
             os.write(tell, b"y" if semaphores.is_gone(0) else b"n")
             os.read(go, 1)
-            os.write(tell, b"y" if semaphores.is_gone(0) else b"n")
-        finally:
-            os._exit(0)
+
+    child, told, let_go = _forked(worker)
     assert os.read(told, 1) == b"n"
     semaphores.close()
     os.write(let_go, b"x")
     assert os.read(told, 1) == b"y"
+    os.close(told)
+    os.close(let_go)  # which ends its last wait
     os.waitpid(child, 0)
-    for descriptor in (told, tell, go, let_go):
-        os.close(descriptor)
 
 
 def test_nothing_is_left_open() -> None:

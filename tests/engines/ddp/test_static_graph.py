@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.ddp.bucket import Bucket
-from lockstep.engines.ddp.reducer import Reducer, lock_of
+from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.transport import AllReduce
 from tests.engines.ddp.rounds import assert_close
 from tests.tools.pool import RankPool
@@ -235,48 +234,6 @@ def test_a_parameter_frozen_after_its_recorded_gradient_breaks_the_promise(ranks
         assert re.search("parameter 'a.(weight|bias)' (got|had) no gradient", str(error)), error
 
 
-def _held(views: bool, on: list[int]) -> tuple[Any, Any]:
-    """Which parameters have gradients after each round, and their values, on this rank and on one process.
-
-    Parameter ``held`` has a gradient before the first backward, on the ranks ``on``, and gets none from any.
-    """
-    found = []
-    for ranks, reduced in (([dist.get_rank()], True), ([0, 1], False)):
-        torch.manual_seed(0)
-        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("used", "held")}).double()
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-        options = {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": views, "static_graph": True}
-        reducer = Reducer(net.named_parameters(), **options) if reduced else None  # type: ignore[arg-type]
-        for rank in ranks:
-            if rank in on:
-                (net["held"](_batch(9, rank, 0)).square().sum() / (1 if reduced else WORLD)).backward()
-        net["held"].requires_grad_(False)
-        had = []
-        for step in range(4):
-            if reducer is not None:
-                reducer.prepare()
-            parts = [net["used"](_batch(step, rank, 0)).square().sum() for rank in ranks]
-            (torch.stack(parts).sum() / (1 if reduced else WORLD)).backward()
-            if reducer is not None:
-                reducer.finish()
-            had.append([parameter.grad is not None for parameter in net.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((had, [parameter.detach().clone() for parameter in net.parameters()]))
-    return tuple(found)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("on", [[0, 1], [1]])
-@pytest.mark.parametrize("views", [True, False])
-def test_a_held_gradient_is_reduced_once_and_not_recorded(ranks: RankPool, views: bool, on: list[int]) -> None:
-    """A parameter frozen within a window got a gradient of zeros in each later round, and was stepped: it decayed."""
-    for (had, values), (right, expected) in ranks(WORLD).run(_held, views, on):
-        assert had == right
-        assert had[0][2:] == [True, True]
-        for value, reference in zip(values, expected, strict=True):
-            torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-15)
-
-
 # -- hooks of a module on several devices, which autograd calls from several threads at once -----------------
 
 
@@ -324,7 +281,3 @@ def test_threads_of_several_devices_send_buckets_in_order(static: bool) -> None:
     reducer.finish()
     assert carrier.sent == [0, 1, 2]
     reducer.detach()
-
-
-def test_one_device_has_nothing_to_wait_for() -> None:
-    assert isinstance(lock_of([torch.ones(1), torch.ones(2)]), nullcontext)

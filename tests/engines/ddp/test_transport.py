@@ -35,20 +35,6 @@ def test_each_rank_hears_who_used_what(ranks: RankPool) -> None:
     assert ranks(3).run(_heard, used, [True] * 3) == [([[1, 1], [0]], True)] * 3
 
 
-def _heard_of_this_backward(arrived: list[list[str]], willing: bool) -> list[list[bool]]:
-    rank = dist.get_rank()
-    buckets: Any = [Used(1, 1), Used(rank)]
-    parts, _ = UsedParameters(buckets, willing, None, arrived[rank]).wait()
-    return [[mark == UsedParameters.ARRIVED for mark in part or ()] for part in parts]
-
-
-def test_each_rank_hears_what_came_in_this_backward(ranks: RankPool) -> None:
-    """A held gradient counts as used, and later backwards are not held to it."""
-    arrived = [["2.0"], ["1.0"]]
-    assert ranks(2).run(_heard_of_this_backward, arrived, True) == [[[True, False], [True]]] * 2
-    assert ranks(2).run(_heard_of_this_backward, arrived, False) == [[[False, False], [False]]] * 2
-
-
 def test_who_used_everything_does_not_look() -> None:
     """Looking is waiting: a GPU would come to an end with its backward in every round of a communication hook."""
     everything: Any = UsedParameters([Used(1, 1), Used(1)], False, None)  # type: ignore[list-item]

@@ -48,13 +48,6 @@ def test_a_state_that_another_strategy_has_saved_does_not_undo_it() -> None:
     assert optimizer.state_dict()["param_groups"] == saved["param_groups"]  # nor is it in what is saved
 
 
-def test_an_optimizer_without_such_functions_is_left_alone() -> None:
-    mine = parameters(None, "mesh")
-    optimizer = torch.optim.SparseAdam(mine)
-    update_one_by_one(optimizer, mine)
-    assert "foreach" not in optimizer.param_groups[0]
-
-
 def test_parameters_on_the_cpu_are_left_alone() -> None:
     """Where torch takes no such functions by itself."""
     mine = [nn.Parameter(torch.ones(2)) for _ in range(2)]

@@ -59,5 +59,5 @@ class CopiedLate(Blocks):
 
 def test_a_copy_of_shards_is_refused_with_the_ways_out(ranks: RankPool) -> None:
     (found,) = ranks(1).run(refusal, CopiedLate, "fsdp", rows(4)(2))
-    assert found.startswith("copy.deepcopy of CopiedLate: it is in shards (fully_shard)")
+    assert found.startswith("copy.deepcopy cannot copy CopiedLate, because it is sharded")
     assert "lockstep.callbacks.WeightAveraging" in found

@@ -118,7 +118,7 @@ def test_without_shards_the_start_is_the_same() -> None:
     assert found is not None
     assert isinstance(found, DDPStrategy)
     assert found.launcher == "fork"
-    with pytest.raises(MisconfigurationException, match=r"FSDPStrategy\(start_method='thread'\): choose"):
+    with pytest.raises(MisconfigurationException, match=r"FSDPStrategy\(start_method='thread'\) is not known"):
         FSDPStrategy(start_method="thread")
 
 

@@ -207,23 +207,6 @@ def is_norm(part: nn.Module) -> bool:
     return isinstance(part, nn.LayerNorm)
 
 
-def changes(repeats: int) -> list[Tensor]:
-    """Of the weights, in one vector: on one process in float32 and in bf16-mixed, and under FSDP."""
-    make = partial(Stack, LAYERS["encoder"], repeats)
-    torch.manual_seed(0)
-    before = torch.cat([parameter.flatten() for parameter in make().parameters()])
-    strategies: list[Any] = ["auto", "auto", FSDPStrategy(auto_wrap_policy={nn.Sequential})]
-    runs = [trained(make, *each)[0] for each in zip(strategies, ("32-true", "bf16-mixed", "bf16-mixed"), strict=True)]
-    return [torch.cat([value.flatten().cpu() for value in weights.values()]) - before for weights in runs]
-
-
-def test_a_weight_that_is_used_several_times_costs_no_more_than_autocast_does(ranks: RankPool) -> None:
-    """Its gradients are summed in bfloat16, and on one process in float32."""
-    ((whole, alone, found),) = ranks(1).run(changes, 4, group=False)
-    assert 0 < (found - alone).norm() < 0.01 * whole.norm()
-    assert (found - whole).norm() < 1.5 * (alone - whole).norm()
-
-
 def accumulated(shards: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     data: Any = torch.randn(24, 5, WIDTH, generator=torch.Generator().manual_seed(1))

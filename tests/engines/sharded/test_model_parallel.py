@@ -556,11 +556,11 @@ class TooSmall(Wide):
 @pytest.mark.parametrize(
     ("module", "data", "tensor", "said"),
     [
-        (Wide, 2, 2, "the run has 2 ranks"),
-        (Wide, "two", 1, "give a number of ranks above 0"),
+        (Wide, 2, 2, "does not fit the run's 2 ranks"),
+        (Wide, "two", 1, "must be a number of ranks above 0"),
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
-        (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
-        (TooSmall, 1, 2, "cuts 'head.weight' along dimension 0, which has size 1, for 2 ranks"),
+        (SplitsNothing, 1, 2, "still has all of SplitsNothing"),
+        (TooSmall, 1, 2, "splits 'head.weight' along dimension 0, which has size 1, over 2 ranks"),
         (ResetsNothing, 1, 2, "`reset_parameters` of Forgets does not initialize 'weight'"),
     ],
 )

@@ -94,5 +94,5 @@ def by_rank() -> None:
 
 def test_values_that_depend_on_the_rank_are_refused(ranks: RankPool) -> None:
     """Each rank would keep a slice of other values."""
-    with pytest.raises(RankFailure, match="has other values on this rank"):
+    with pytest.raises(RankFailure, match="creates different values on this rank"):
         ranks(2).run(by_rank)

@@ -242,7 +242,7 @@ def test_arguments_that_cannot_be_are_named(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{stage: 2")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"stage": 4}, r"stage=4.*choose 1 .* 2 .* 3 "),
-        ({"stge": 2}, r"stge=2.*no such argument. Did you mean stage\?"),
+        ({"stge": 2}, r"stge=2.*has no argument .*Did you mean stage\?"),
         ({"config": str(tmp_path / "none.json")}, r"none.json.*cannot be read"),
         ({"config": str(tmp_path / "no.json")}, r"no.json.*is not JSON"),
         ({"config": [1]}, "give a dict"),
@@ -356,8 +356,8 @@ class Wide(Plain):
 
 REFUSED = [
     (Clips, "overrides `configure_gradient_clipping`"),
-    (LineSearch, "DeepSpeedStrategy with LBFGS"),
-    (Matrices, "DeepSpeedStrategy with Muon: it needs whole matrices, and DeepSpeed lays parameters end to end"),
+    (LineSearch, "DeepSpeedStrategy does not support LBFGS"),
+    (Matrices, "DeepSpeedStrategy does not support Muon, which needs full matrices: DeepSpeed splits"),
     (Combines, "Combines.configure_optimizers returned a CombinedOptimizer"),
     (Manual, "automatic_optimization=False"),
     (Wide, "is torch.float64"),

@@ -163,7 +163,7 @@ def left_in_parts() -> list[str]:
 def test_a_module_that_stage_3_has_left_in_parts_is_not_given_to_another_engine(ranks: RankPool) -> None:
     for said in ranks(2).run(left_in_parts, timeout=100):
         for text, name in zip(said, ("DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy"), strict=True):
-            assert f"Deep is in shards: a fit with DeepSpeed's stage 3 left it so, and {name} needs it whole" in text
+            assert f"Deep is still partitioned after a fit with DeepSpeed's stage 3, but {name} needs full" in text
             assert 'continue with strategy="deepspeed_stage_3"' in text
 
 

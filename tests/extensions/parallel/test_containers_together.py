@@ -129,9 +129,9 @@ def _checked(fault: str) -> str:
         ("", ""),
         (
             "skipped",
-            "rank 0 starts a backward, rank 1 starts a forward. No backward has reached the outputs of the last ",
+            "rank 0 starts a backward, rank 1 starts a forward. On rank 1 no backward has reached the outputs ",
         ),
-        ("altered", "rank 1 had another gradient of parameter '2.bias'"),
+        ("altered", "rank 1 had a gradient of parameter '2.bias'"),
         ("raised", "rank 0 did not reduce the gradient of parameter '"),
     ],
 )

@@ -206,7 +206,7 @@ def test_hooks_that_cannot_work_are_named(ranks: RankPool) -> None:
         assert f"rank {rank}: the communication hook" in said[2]
         assert "must return a torch.futures.Future" in said[2]
         assert f"rank {rank}: the future of the communication hook" in said[3]
-        assert "there is a hook already" in said[4]
+        assert "only one hook can be registered" in said[4]
         assert "before the first backward" in said[6]
         assert said[7] == "True"
 

@@ -1,1 +1,1 @@
-"""Data parallel training over ranks: buckets, the reducer and its transports, the strategy."""
+"""Data parallel training: the strategy, and the reducer that averages gradients in buckets."""

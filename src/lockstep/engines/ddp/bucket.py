@@ -1,4 +1,4 @@
-"""Buckets: plans of the gradients that are sent together (pure functions), and the buckets of a plan."""
+"""Buckets of gradients that are reduced together, and the plans that assign parameters to buckets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Plan = list[list[str]]
 
 
 ALIGNMENT = 16
-"""Alignment of gradients in a buffer, in bytes, for vectorized kernels."""
+"""Alignment of each gradient in a buffer, in bytes; vectorized kernels need it."""
 
 
 class ParameterInfo(NamedTuple):
-    """The properties of a parameter that a plan depends on."""
+    """Properties of a parameter on which a plan depends."""
 
     name: str
     numel: int
@@ -38,7 +38,7 @@ class ParameterInfo(NamedTuple):
 
 
 def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter]:
-    """Return each parameter once, by its first name.
+    """Return the parameters by name; a shared parameter occurs once, by its first name.
 
     Raises:
         ValueError: a parameter belongs to a lazy module that has not seen a batch.
@@ -48,8 +48,8 @@ def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter
     for name, parameter in named_parameters:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
-                f"parameter {name!r} belongs to a lazy module and has no shape yet: "
-                "run one batch through the model before gradients are reduced"
+                f"parameter {name!r} belongs to a lazy module and has no shape yet. "
+                "Run one batch through the model before training starts"
             )
         if id(parameter) not in seen:
             seen.add(id(parameter))
@@ -58,17 +58,17 @@ def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter
 
 
 def infos_of(parameters: Iterable[tuple[str, Parameter]]) -> list[ParameterInfo]:
-    """Return the properties of these parameters that a plan depends on."""
+    """Return a `ParameterInfo` for each named parameter."""
     return [ParameterInfo(name, p.numel(), p.dtype, p.device) for name, p in parameters]
 
 
 def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> Plan:
-    """Divide ``parameters`` into buckets for a backward that reaches them last to first.
+    """Divide ``parameters`` into buckets, for a backward that computes gradients from the last to the first.
 
-    A bucket holds parameters of one dtype and device, up to its size. A larger parameter has its own bucket. Buckets,
-    and the parameters in them, are in reverse order of registration, which is roughly the order of their gradients.
-    The bucket of the parameters registered first should be small: their gradients are last, and nothing is left to
-    overlap its reduction with.
+    A bucket contains parameters of one dtype and device, up to its size. A larger parameter has its own bucket.
+    Buckets, and the parameters in them, are in reverse order of registration, which is roughly the order of their
+    gradients. The bucket of the parameters registered first should be small: their gradients arrive last, so no
+    computation overlaps its reduction.
 
     Args:
         parameters: in order of registration, with distinct names.
@@ -100,13 +100,13 @@ def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> 
 def fit_plan(
     plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
-    """Adapt ``plan`` to ``parameters``: leave out ``frozen`` ones, and add buckets for parameters that it lacks.
+    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for missing ones.
 
     Args:
         plan: plan of another run, in which other parameters may have been frozen.
         parameters: the parameters that will get gradients.
         caps: as in `plan_buckets`, for the parameters that ``plan`` lacks.
-        frozen: names that ``plan`` may contain although they get no gradients.
+        frozen: names of parameters that ``plan`` may contain although they get no gradients.
 
     Raises:
         ValueError: the plan names a parameter twice or one that does not exist, or a bucket has two dtypes or
@@ -119,17 +119,17 @@ def fit_plan(
     for bucket in plan:
         for name in bucket:
             if name in seen:
-                raise ValueError(f"plan: parameter {name!r} is in it twice")
+                raise ValueError(f"plan contains parameter {name!r} twice")
             if name not in by_name and name not in may_lack:
                 raise ValueError(
-                    f"plan: the model has no parameter {name!r}; a plan belongs to the model that it was "
-                    "made for (plan=None makes a new one)"
+                    f"the model has no parameter {name!r}, which plan contains. Use a plan from the same model, "
+                    "or plan=None to create a new one"
                 )
             seen.add(name)
         trained = [name for name in bucket if name in by_name]
         kinds = {(by_name[name].dtype, by_name[name].device) for name in trained}
         if len(kinds) > 1:
-            raise ValueError(f"plan: {trained} have several dtypes or devices and cannot share a bucket")
+            raise ValueError(f"plan puts {trained} in one bucket, but they have several dtypes or devices")
         if trained:
             fitted.append(trained)
     rest = [parameter for parameter in parameters if parameter.name not in seen]
@@ -137,15 +137,15 @@ def fit_plan(
 
 
 def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[str]) -> list[ParameterInfo]:
-    """Return ``parameters`` in the order that `plan_buckets` expects, for gradients that arrived in another order.
+    """Sort ``parameters`` for `plan_buckets` so that buckets follow the order in which gradients arrived.
 
     Args:
         parameters: in order of registration.
-        arrived: names in the order in which their gradients arrived. A parameter that is not among them (because it
-            was not used) is placed next to its neighbor in registration.
+        arrived: parameter names in the order in which gradients arrived. An unused parameter, which is not among them,
+            is placed next to its neighbor in registration.
 
     Returns:
-        The same parameters; the one whose gradient arrived first is last.
+        The same parameters; the parameter whose gradient arrived first is last.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -163,7 +163,7 @@ def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[s
 
 
 def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Return where each gradient starts in its buffer, in elements, and the total length.
+    """Return the offset of each gradient in a buffer and the buffer's total length, both in elements.
 
     Args:
         numels: number of elements of each gradient.
@@ -183,30 +183,30 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
 
 
 LARGE = 2**15
-"""Elements from which a gradient on the CPU is scaled while it is copied to the buffer.
+"""Number of elements from which a gradient on the CPU is scaled while it is copied to the buffer.
 
 For large gradients a pass over memory costs more than one more operation.
 """
 
 ONLY_LISTED = max(map(getrefcount, [object()]))
-"""Reference count of an object that only a list holds, counted while the list is iterated."""
+"""Reference count of an object that is only in a list, measured while iterating over the list."""
 
 ALIAS = (
-    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) outlives `p.grad`. Its memory is the bucket of "
-    "{name}{more}, which the next backward overwrites: keep `p.grad` itself or a copy (`p.grad.clone()`), or use "
-    "DDPStrategy(gradient_as_bucket_view=False)."
+    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) is still in use after `p.grad` was dropped. The "
+    "next backward overwrites its memory, the bucket of {name}{more}. Keep `p.grad` itself or a copy "
+    "(`p.grad.clone()`), or use DDPStrategy(gradient_as_bucket_view=False)."
 )
 UNUSED = (
-    "Parameters {names}{more} got no gradient on this rank. In each step it reads from the device whether another rank "
-    "has one, and waits for the backward: remove parameters that no rank uses, or freeze them (requires_grad_(False))."
+    "Parameters {names}{more} got no gradient on this rank. To find out if another rank has one, each step waits for "
+    "the backward, which is slow. Remove parameters that no rank uses, or freeze them (requires_grad_(False))."
 )
 
 
 class Bucket:
-    """The gradients of some parameters in one buffer, followed by their used flags if these are sent with them.
+    """Gradients that are reduced together in one buffer, optionally followed by the parameters' used flags.
 
     Args:
-        index: place in the round.
+        index: position of the bucket in a round.
         names, parameters: in the order of the buffer, all of one dtype and device.
         holds_used: True if the used flags are at the end of the buffer.
         alignment: alignment of gradients, in bytes.
@@ -218,9 +218,9 @@ class Bucket:
             counter (``_version``).
         starts: where each view starts in ``buffer``, in elements.
         used: the used flags, one for each parameter: 1 if it had a gradient when it was last checked.
-        fresh: True if no parameter had a gradient before this backward.
+        fresh: True if no parameter had a gradient when the backward started.
         waiting: indices of the parameters whose gradients are missing before the bucket may be launched.
-        kept: gradients from before a backward of weight 0.
+        saved: gradients from before a backward of weight 0; None otherwise.
         work: the pending reduction; the transport that starts it also waits for it.
     """
 
@@ -228,7 +228,7 @@ class Bucket:
     """Warn if other tensors use the buffer's memory. Off with communication hooks, which may leave such tensors."""
 
     BLOCKED = -1
-    """Member of ``waiting`` while a hook must not launch the bucket."""
+    """Entry of ``waiting`` that stops hooks from launching the bucket."""
 
     is_sparse = False
 
@@ -240,7 +240,7 @@ class Bucket:
         self.parameters = list(parameters)
         self.used = bytearray(len(self.parameters))
         self.waiting = {self.BLOCKED}
-        self.kept: list[Tensor | None] | None = None
+        self.saved: list[Tensor | None] | None = None
         self.work: Any = None
         self.views: list[Tensor] = []
         self.fresh = False
@@ -254,7 +254,7 @@ class Bucket:
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the flat buffer that it needs (two real numbers for a complex one)."""
+        """Length, dtype and device of the flat buffer (a complex number counts as two real ones)."""
         length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
@@ -262,7 +262,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank sends in a round."""
+        """Number of bytes that this rank sends for the bucket in a round."""
         return self.flat.nbytes
 
     def lay_out(self, flat: Tensor) -> None:
@@ -278,18 +278,18 @@ class Bucket:
         self._fitting: list[int] = []  # addresses of the parameters when they were last seen to fit
 
     def _place(self, index: int) -> Tensor:
-        """Return the part of the buffer for a parameter.
+        """Return the view of the buffer that stores one parameter's gradient.
 
-        It has the parameter's strides (such as channels_last), for optimizers that iterate over both together. The
-        caller uses ``.data`` of it as a ``.grad``: unlike a view, that may be detached in place, and it has its own
-        version counter.
+        The view has the parameter's strides (such as channels_last), for optimizers that iterate over both together.
+        The caller uses the view's ``.data`` as ``.grad``: unlike a view, ``.data`` may be detached in place, and has
+        its own version counter.
         """
         parameter = self.parameters[index]
         strides = torch.empty_like(parameter, device="meta").stride()
         return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
-    def let_go(self) -> None:
-        """Release the buffer's memory; another layout has replaced this one."""
+    def release(self) -> None:
+        """Release the buffer's memory after another layout has replaced this one."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
         self.views = []
@@ -297,14 +297,15 @@ class Bucket:
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
-        """Record which parameters have gradients now; with ``views``, copy these into the buffer.
+        """Prepare for a backward: record which parameters have gradients, and with ``views`` copy these to the buffer.
 
-        The ``.grad`` of the others stays None: autograd then passes on its own tensor instead of adding to a view.
+        Parameters without a gradient keep ``.grad`` None: autograd then assigns its own tensor instead of adding to a
+        view.
         """
-        self.kept = None  # left by a backward of weight 0 that raised; its window starts again with zero_grad
+        self.saved = None  # left by a backward of weight 0 that raised; its window starts again with zero_grad
         self.waiting.clear()
         if views:
-            self._part_from_kept()
+            self._detach_kept_views()
             # `parameter.grad.data = ...` may have moved a view to other memory. With static_graph, which needs no used
             # flags and where each microsecond counts, the number of the buffer's users shows that: a moved view has
             # released the memory. A user that keeps the old memory (`old = p.grad.data`) hides one moved view.
@@ -313,7 +314,7 @@ class Bucket:
             else:
                 is_moved = _users_of(self._storage) != self._uses
             if is_moved:
-                self._put_back()
+                self._move_back()
             if list(map(Tensor.data_ptr, self.parameters)) != self._fitting:
                 self._fit()
         self._uses = _users_of(self._storage)
@@ -328,11 +329,11 @@ class Bucket:
         if views and not self.fresh:
             self._bring([parameter.grad for parameter in self.parameters], views)
 
-    def _part_from_kept(self) -> None:
-        """Replace views that users keep although they are no longer gradients.
+    def _detach_kept_views(self) -> None:
+        """Move views that users still reference, but that are no longer gradients, to separate memory.
 
-        With `kept = p.grad` and a `zero_grad`, the user keeps the old gradient and reads it after further backwards:
-        it gets its own memory.
+        After `old = p.grad` and `zero_grad`, the user may read ``old`` after further backwards, which overwrite the
+        buffer.
         """
         counts = list(map(getrefcount, self.views))
         if max(counts) == ONLY_LISTED:
@@ -345,15 +346,15 @@ class Bucket:
                     self.views[index] = self._place(index).data
 
     def _fit(self) -> None:
-        """Make torch refuse a parameter that no longer has the shape, dtype or device of its view."""
+        """Raise torch's error if a parameter no longer has the shape, dtype or device of its view."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             grad = parameter.grad
             parameter.grad = view
             parameter.grad = grad
         self._fitting = list(map(Tensor.data_ptr, self.parameters))
 
-    def _put_back(self) -> None:
-        """Move views that were given other memory back into the buffer, with their values."""
+    def _move_back(self) -> None:
+        """Move views whose ``.data`` was assigned back into the buffer, with their values."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if view.data_ptr() != self._places[index]:
                 elsewhere = view.data
@@ -362,37 +363,37 @@ class Bucket:
                     view.copy_(elsewhere)
 
     def skip_frozen(self) -> None:
-        """Do not wait for parameters whose ``requires_grad`` has been switched off."""
+        """Stop waiting for parameters whose ``requires_grad`` is now False."""
         self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
 
     def hide(self) -> None:
-        """Set gradients aside, so that a backward of weight 0 does not change them."""
-        self.kept = [parameter.grad for parameter in self.parameters]
+        """Save the gradients and set ``.grad`` to None, so that a backward of weight 0 does not change them."""
+        self.saved = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def show(self) -> None:
-        """Restore the gradients set aside, instead of those of a backward of weight 0."""
-        if self.kept is not None:
-            for parameter, grad in zip(self.parameters, self.kept, strict=True):
+        """Restore the gradients that `hide` saved, dropping those from a backward of weight 0."""
+        if self.saved is not None:
+            for parameter, grad in zip(self.parameters, self.saved, strict=True):
                 parameter.grad = grad
-            self.kept = None
+            self.saved = None
 
     def collect(self, views: bool, scale: float) -> float:
-        """Copy missing gradients and the used flags into the buffer.
+        """Copy gradients that are not in the buffer yet, and the used flags, into the buffer.
 
         Args:
             views: True if gradients are views of the buffer.
             scale: factor for the gradients.
 
         Returns:
-            The factor by which the buffer must still be multiplied: 1 if that is done.
+            The factor by which the buffer must still be multiplied; 1 if gradients are scaled already.
         """
-        kept = self.kept
-        attached = views and kept is None
+        saved = self.saved
+        attached = views and saved is None
         if attached and _users_of(self._storage) != self._uses:  # moved by a user's hook in the backward
-            self._put_back()
-        grads = [parameter.grad for parameter in self.parameters] if kept is None else kept
+            self._move_back()
+        grads = [parameter.grad for parameter in self.parameters] if saved is None else saved
         self.used[:] = bytes([grad is not None for grad in grads])
         if self._large and scale != 1:
             self._bring_scaled(grads, attached, scale)
@@ -414,7 +415,7 @@ class Bucket:
         return scale
 
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
-        """Do the same as :meth:`_bring` and multiply by ``scale``; large gradients are read once for both."""
+        """Copy gradients like :meth:`_bring` and multiply by ``scale``, in a single pass for large gradients."""
         sources, unscaled = list(grads), set(range(len(grads)))
         for index in self._large:
             grad, view = grads[index], self.views[index]
@@ -429,7 +430,7 @@ class Bucket:
             torch._foreach_mul_([self.views[index] for index in unscaled], scale)
 
     def _bring(self, grads: list[Tensor | None], views: bool) -> None:
-        """Copy gradients into their places together; with ``views``, make the places the gradients."""
+        """Copy gradients into the buffer together; with ``views``, assign the buffer's views to ``.grad``."""
         parameters, places, sources = self.parameters, self.views, grads
         if 0 in self.used or not all(map(is_not, grads, places)):
             found = [
@@ -446,7 +447,7 @@ class Bucket:
                 parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
-        """Return which parameters got a gradient on any rank, after a round with used flags in the buffer."""
+        """Return one flag per parameter, not 0 if any rank had a gradient for it, read from the reduced buffer."""
         # Only a rank that lacks gradients has to read them: that makes a GPU wait, and is seldom needed.
         if 0 not in self.used:
             return self.used
@@ -456,11 +457,11 @@ class Bucket:
         return self._tail.tolist()
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
-        """Set each parameter's gradient to the reduced one, or None if no rank had one.
+        """Assign reduced gradients to ``.grad``, or None where no rank had a gradient.
 
         Args:
             views: True if gradients are views of the buffer.
-            anywhere: which parameters got a gradient on any rank; None if nothing was reduced.
+            anywhere: one flag per parameter, not 0 if any rank had a gradient for it; None if nothing was reduced.
         """
         if anywhere is None:
             return
@@ -479,7 +480,7 @@ class Bucket:
 
 
 class SparseBucket(Bucket):
-    """A single parameter with sparse gradients (``Embedding(sparse=True)``), which are sent as they are."""
+    """Bucket of one parameter with sparse gradients (``Embedding(sparse=True)``), which are sent as sparse tensors."""
 
     is_sparse = True
 
@@ -489,27 +490,27 @@ class SparseBucket(Bucket):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's rows and their indices."""
+        """Number of bytes of this rank's gradient rows and their indices."""
         return self.flat._values().nbytes + self.flat._indices().nbytes
 
     def lay_out(self, flat: Tensor) -> None:
         self.flat = flat
 
-    def let_go(self) -> None:
-        """Do nothing: there is no memory except the gradient."""
+    def release(self) -> None:
+        """Do nothing, because the bucket has no buffer."""
 
     def arm(self, views: bool, early: bool) -> None:
-        """Record whether there is a gradient now."""
-        self.kept = None
+        """Prepare for a backward: record whether the parameter has a gradient."""
+        self.saved = None
         self.waiting.clear()
         self.waiting.add(0 if early else self.BLOCKED)
         self.used[0] = self.parameters[0].grad is not None
         self.fresh = not self.used[0]
 
     def collect(self, views: bool, scale: float) -> float:
-        """Prepare the gradient for sending, or an empty one."""
+        """Store the gradient in ``flat`` for sending; an empty sparse tensor if there is none."""
         parameter = self.parameters[0]
-        grad = parameter.grad if self.kept is None else self.kept[0]
+        grad = parameter.grad if self.saved is None else self.saved[0]
         self.used[0] = grad is not None
         if grad is None:
             places = torch.empty((1, 0), dtype=torch.int64, device=self.device)
@@ -517,28 +518,28 @@ class SparseBucket(Bucket):
             grad = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
         if not grad.is_sparse:
             raise RuntimeError(
-                f"parameter {self.names[0]!r} belongs to a layer with sparse=True and got a dense gradient "
-                "(a weight that is also used elsewhere?): build the layer with sparse=False"
+                f"parameter {self.names[0]!r} belongs to a layer with sparse=True, but got a dense gradient "
+                "(is the weight also used elsewhere?). Build the layer with sparse=False"
             )
         self.flat = grad.detach().coalesce()
         return scale
 
     def used_anywhere(self) -> Sequence[Any]:
-        """Raise AssertionError: a sparse gradient's used flag is sent separately."""
-        raise AssertionError("used flags of sparse gradients travel apart")
+        """Raise AssertionError, because used flags of sparse gradients are sent separately."""
+        raise AssertionError("used flags of sparse gradients are sent separately")
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
-        """Set the parameter's gradient to the reduced one, or None if no rank had one."""
+        """Assign the reduced gradient to ``.grad``, or None if no rank had a gradient."""
         if anywhere is not None:
             self.used[0] = anywhere[0] != 0
             self.parameters[0].grad = self.flat if self.used[0] else None
 
 
-def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: Iterable[Tensor]) -> None:
-    """Assign ``buckets`` their buffers, and move gradients there from the buffers of the previous layout.
+def move_to_layout(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: Iterable[Tensor]) -> None:
+    """Assign buffers to new ``buckets``, and move gradients there from the buckets of the previous layout.
 
-    An earlier bucket releases its memory when it is empty. So gradients are not in memory twice if ``buffers`` are
-    made one by one.
+    A previous bucket releases its memory once it is empty, so gradients are not in memory twice if ``buffers`` yields
+    buffers one by one.
     """
     owners = {id(parameter): (bucket, i) for bucket in before for i, parameter in enumerate(bucket.parameters)}
     remaining = {id(bucket): len(bucket.parameters) for bucket in before}
@@ -553,9 +554,9 @@ def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: I
                 parameter.grad = view
             remaining[id(old)] -= 1
             if not remaining[id(old)]:
-                old.let_go()
+                old.release()
     for bucket in before:
-        bucket.let_go()
+        bucket.release()
 
 
 def _users_of(storage: torch.UntypedStorage) -> int:
@@ -563,7 +564,7 @@ def _users_of(storage: torch.UntypedStorage) -> int:
 
 
 def _copy(places: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copy gradients, by one kernel if a GPU has it."""
+    """Copy gradients, with a single kernel on GPUs."""
     with torch.no_grad():
         try:
             torch._foreach_copy_(places, gradients)

@@ -1,4 +1,4 @@
-"""Consistency of ranks: comparison and broadcast of modules at the start, and checks in each step."""
+"""Checks that all ranks have the same module and gradients, and broadcasts of module states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.ground.rank import does
 
 
 PIECE_BYTES = 250 * 2**20
-"""Bytes of a module's tensors that are copied together for one broadcast, at most."""
+"""Maximum number of bytes of a module's tensors that one broadcast sends together."""
 
 
 def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
@@ -33,10 +33,11 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
 
 
 def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
-    """Check that all ranks of ``group`` pass the same lines. Collective.
+    """Raise unless all ranks of ``group`` pass the same descriptions. Collective.
 
     Raises:
-        ValueError: on every rank; names the first difference, or the error of another rank in `raise_on_all`.
+        MisconfigurationException: on every rank; names the first difference, or another rank's error from
+            `raise_on_all`.
     """
     if comm.world_size(group) == 1:
         return
@@ -52,12 +53,12 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
         if difference is not None:
             raise MisconfigurationException(
                 f"{what} is not the same on every rank: rank 0 has {difference[0]}, rank {rank} has {difference[1]}. "
-                "Build it the same way on every rank: nothing in it may depend on the rank"
+                "Build it the same way on every rank, independent of the rank's number"
             )
 
 
 def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first pair of lines that differ; None if there is none."""
+    """Return the first pair of lines that differ; None if all are equal."""
     for pair in itertools.zip_longest(first, mine, fillvalue="nothing more"):
         if pair[0] != pair[1]:
             return pair
@@ -66,7 +67,7 @@ def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | 
 
 @contextlib.contextmanager
 def raise_on_all(group: comm.Group) -> Iterator[None]:
-    """Make every rank of ``group`` raise if this block raises on one: the others in `check_alike`, their next call."""
+    """Report an error in this block to the other ranks of ``group``, which raise it in their next `check_alike`."""
     try:
         yield
     except Exception as error:
@@ -79,7 +80,7 @@ def raise_on_all(group: comm.Group) -> Iterator[None]:
 
 
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
-    """Return a line for each parameter and buffer of ``module``, in order, except for ``ignored`` names."""
+    """Return a line that describes each parameter and buffer of ``module``, in order, without ``ignored`` names."""
     lines = []
     for kind, named in (
         ("parameter", module.named_parameters()),
@@ -91,13 +92,13 @@ def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
 
 
 def described(kind: str, name: str, tensor: Tensor, more: str = "") -> str:
-    """Return a line for a tensor: its kind ("parameter", "buffer", ...), its name, its properties, and ``more``."""
+    """Return a line that describes a tensor by kind ("parameter", "buffer"), name, dtype, shape, and ``more``."""
     frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
     return f"{kind} {name!r} ({_kind(tensor)}{frozen}{more})"
 
 
 def _further(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors of the state dict that are not parameters or buffers."""
+    """Return (name, tensor) for tensors in the state dict that are not parameters or buffers."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     state = module.state_dict(keep_vars=True)
     return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and id(value) not in known]
@@ -111,14 +112,14 @@ def _kind(tensor: Tensor) -> str:
 
 
 def sparse_names(module: nn.Module) -> set[str]:
-    """Return the names of parameters of layers that were built with sparse=True."""
+    """Return the names of embedding weights that get sparse gradients (``sparse=True``)."""
     layers = (nn.Embedding, nn.EmbeddingBag)
     found = {name for name, layer in module.named_modules() if isinstance(layer, layers) and layer.sparse}
     return {f"{name}.weight".lstrip(".") for name in found}
 
 
 def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:
-    """Return parameters, buffers (also non-persistent ones) and other tensors of the state dict, each once."""
+    """Return parameters, buffers (also non-persistent ones) and other tensors in the state dict, each once."""
     named: list[tuple[str, Tensor]] = list(module.named_parameters())
     if buffers:
         named += [*module.named_buffers(), *_further(module)]
@@ -137,9 +138,9 @@ def broadcast_module_state(
 
     Args:
         module: the same on every rank, apart from values (`check_same_module`).
-        group: the ranks.
-        src: rank in the group whose values all ranks take.
-        ignored: names that are left alone.
+        group: process group of the ranks; None: the default group.
+        src: rank within the group whose values are sent.
+        ignored: names of tensors that do not change.
         buffers: include buffers.
     """
     if comm.world_size(group) > 1:
@@ -148,12 +149,12 @@ def broadcast_module_state(
 
 @does("taking rank 0's buffers")
 def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
-    """Overwrite the buffers of ``module`` with rank 0's, bit for bit; a loop calls it before each forward."""
+    """Overwrite the buffers of ``module`` with rank 0's, bit for bit; for a loop to call before each forward."""
     broadcast_buffers(module.buffers(), 0, group)
 
 
 def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) -> None:
-    """Overwrite ``buffers`` with those of rank ``src``, without an error in a pending backward."""
+    """Overwrite ``buffers`` with those of rank ``src``, without invalidating graphs that saved the buffers."""
     kept = tuple(buffers)
     # an earlier forward may have saved them for its backward
     with torch.autograd._unsafe_preserve_version_counter(kept):
@@ -170,7 +171,7 @@ STAGES = {
 
 
 class DesyncCheck:
-    """Comparison of stage, batch and gradients over all ranks of a group."""
+    """Debugging check that all ranks in a group are at the same stage and batch, with the same gradients."""
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
@@ -179,15 +180,15 @@ class DesyncCheck:
         self._sums: dict[str, int] = {}
 
     def renew(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compare the gradients of these parameters from now on."""
+        """Replace the parameters whose gradients are compared."""
         self._named = list(named_parameters)
 
     def remember(self, over: comm.Group | Literal[False] = None) -> None:
         """Record checksums of the current gradients for the next `compare`.
 
         Args:
-            over: the group of the round. After a round of fewer ranks (False: of none) gradients differ and are left
-                out.
+            over: the group that reduced the gradients; False: none did. If it is not the whole group, gradients differ
+                and are not compared.
         """
         if over is False or comm.world_size(over) < comm.world_size(self._group):
             return
@@ -211,23 +212,23 @@ class DesyncCheck:
             places = ", ".join(f"rank {rank} {STAGES[theirs]}" for rank, theirs in enumerate(stages))
             ahead = ", ".join(str(rank) for rank, theirs in enumerate(stages) if theirs == "forward")
             raise RuntimeError(
-                f"check_reduction: the ranks are not at the same point: {places}. No backward has reached the "
-                f"outputs of the last forward on rank {ahead}: let the loss depend on them (loss + 0 * outputs.sum()), "
-                "or call skip_backward() there"
+                f"check_reduction: the ranks are at different points: {places}. On rank {ahead} no backward has "
+                "reached the outputs of the last forward. Make the loss depend on these outputs (loss + 0 * "
+                "outputs.sum()), or call skip_backward() on that rank"
             )
         batches = [theirs for *_, theirs in found]
         if len(set(batches)) > 1:
             places = ", ".join(f"rank {rank} in {batch}" for rank, batch in enumerate(batches))
             raise RuntimeError(
-                f"check_reduction: the ranks reduce gradients of different batches: {places}. A `training_step` of "
-                "manual optimization has to make the same backwards on every rank: where one rank leaves a batch out, "
-                "call self.manual_backward(0 * loss) there, and step as the others do"
+                f"check_reduction: the ranks reduce gradients of different batches: {places}. In manual "
+                "optimization, `training_step` must run the same backwards on every rank. On a rank that skips a "
+                "batch, call self.manual_backward(0 * loss), and step as the other ranks do"
             )
         for rank, (_, names, *_) in enumerate(found):
             if names:
                 raise RuntimeError(
                     f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
-                    f"backward ({len(names)} in all): it ended early (did it raise?)"
+                    f"backward ({len(names)} parameters in all), because the backward ended early (did it raise?)"
                 )
         # only after batches and reductions agree: otherwise gradients differ for one of the reasons above
         sums = [theirs for _, _, theirs, _ in found]
@@ -237,14 +238,14 @@ class DesyncCheck:
                 usual = max(values, key=values.count)
                 odd = [rank for rank, value in enumerate(values) if value != usual]
                 raise RuntimeError(
-                    f"check_reduction: after the last backward rank {', '.join(map(str, odd))} had another gradient of "
-                    f"parameter {name!r} than the others: something but the reduction writes gradients there (a hook "
-                    "on the parameter, a communication hook that is not the same on every rank)"
+                    f"check_reduction: after the last backward, rank {', '.join(map(str, odd))} had a gradient of "
+                    f"parameter {name!r} that differs from the other ranks'. Check for code that writes gradients "
+                    "on that rank only (a hook on the parameter, a communication hook that differs between ranks)"
                 )
 
 
 def checksum(grad: Tensor) -> int:
-    """Return a number that depends on every bit of ``grad`` and on its position."""
+    """Return a checksum that depends on every bit of ``grad`` and its position."""
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.coalesce()

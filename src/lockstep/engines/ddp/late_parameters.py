@@ -1,4 +1,4 @@
-"""Detection of parameters and buffers that are added to a model after its setup; several ranks refuse them."""
+"""Detection of parameters and buffers that are added after set-up, which several ranks would train differently."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from lockstep.ground.parameters import beside, listed, plain_name
 
 
 class LateParameters:
-    """Records parameters and buffers that are added to ``module`` from now on, without a cost in the forward.
+    """Records parameters and buffers that are added to ``module`` from now on, without slowing down forwards.
 
-    torch's registration hooks report each one. Changes that bypass registration (``ModuleList.insert``) are missed.
+    torch's registration hooks report additions. Changes that bypass registration (``ModuleList.insert``) are missed.
 
     Args:
         module: the model.
-        ignored: names that may be added.
-        stands_for: class of parameters that may be added: each replaces one of ``module``.
+        ignored: names of parameters that may be added.
+        accepted: class of parameters that may be added, because each represents one of ``module``.
 
     Attributes:
-        found: name of the first added parameter, below the submodule that got it; None if there is none.
-        buffer, norm: the same for buffers, except the masks of torch's pruning, and for BatchNorm layers.
+        found: full name of the first added parameter; None if no parameter was added.
+        buffer, norm: the same for buffers, except torch's pruning masks, and for BatchNorm layers.
         changed: True if submodules were added.
-        noticed: True if anything was added; the code that handles it sets it to False.
+        has_additions: True if anything was added; the code that handles additions resets it to False.
     """
 
     def __init__(
-        self, module: nn.Module, ignored: Collection[str] = (), stands_for: type[Parameter] | None = None
+        self, module: nn.Module, ignored: Collection[str] = (), accepted: type[Parameter] | None = None
     ) -> None:
-        self._ignored, self._stands_for = frozenset(ignored), stands_for
+        self._ignored, self._accepted = frozenset(ignored), accepted
         self.found: str | None = None
         self.buffer: str | None = None
         self.norm: str | None = None
         self.changed = False
-        self.noticed = False
+        self.has_additions = False
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
         # weak references: the id of a deleted parameter may be reused by a late one
         known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
@@ -60,16 +60,16 @@ class LateParameters:
         _watching.discard(self)
 
     def renew(self, module: nn.Module) -> None:
-        """Treat everything that is in ``module`` now as known."""
+        """Forget all additions so far: treat everything that is in ``module`` now as known."""
         self._names.update({part: name for name, part in module.named_modules()})
         self._known.update({parameter: name for name, parameter in module.named_parameters()})
         self.found = self.buffer = self.norm = None
-        self.noticed = False
+        self.has_additions = False
 
     def _add_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
         if part is None or module not in self._names:
             return
-        self.changed = self.noticed = True
+        self.changed = self.has_additions = True
         for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
             if submodule not in self._names:
                 self._names[submodule] = inner
@@ -81,12 +81,12 @@ class LateParameters:
                 self._note(f"{self._names[part]}.{inner}")
 
     def _is_known(self, parameter: Parameter) -> bool:
-        return parameter in self._known or (self._stands_for is not None and isinstance(parameter, self._stands_for))
+        return parameter in self._known or (self._accepted is not None and isinstance(parameter, self._accepted))
 
     def _note(self, name: str) -> None:
         if name in self._ignored:
             return
-        self.noticed = True
+        self.has_additions = True
         if not self.found:
             self.found = name
 
@@ -114,7 +114,7 @@ def _install_hooks() -> Callable[[], object]:
         for late in list(_watching):
             # torch.nn.utils.prune has moved the parameter to NAME_orig before it registers NAME_mask
             if module in late._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
-                late.noticed = True
+                late.has_additions = True
                 late.buffer = late.buffer or f"{late._names[module]}.{name}".lstrip(".")
 
     def module_added(module: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -138,20 +138,20 @@ def _install_hooks() -> Callable[[], object]:
 
 
 def refuse(rank: int, kind: str, name: str) -> NoReturn:
-    """Refuse ``name``; ``kind`` is "parameter", "buffer" or "normalization layer".
+    """Raise the error for a ``kind`` ("parameter", "buffer", "normalization layer") that was added too late.
 
     Raises:
         MisconfigurationException: always.
     """
     raise MisconfigurationException(
-        f"rank {rank}: {kind} {name!r} came after set-up, and would not be the same on all ranks: create it in "
+        f"rank {rank}: {kind} {name!r} was added after set-up, and would not be the same on all ranks. Create it in "
         "`__init__`, `configure_model` or `configure_optimizers` (and freeze it until it is used), or train in one "
         "process"
     )
 
 
 class LateRefusal:
-    """Refuses additions to the module or its optimizers from now on, before a step would be wrong.
+    """Raises if parameters are added to the module or its optimizers, before a step would be wrong.
 
     A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
     ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen
@@ -170,7 +170,7 @@ class LateRefusal:
         self._sizes: list[tuple[Optimizer, int, int, int]] = []
 
     def new(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-        """Return the additions to module and optimizers so far, by name, and treat them as known from now on."""
+        """Return the tensors added to module and optimizers so far, by name, and accept them from now on."""
         self._optimizers = optimizers
         named = {**self._parameters(), **dict(self._module.named_buffers())}
         late = {name: tensor for name, tensor in named.items() if tensor not in self._known}
@@ -180,10 +180,10 @@ class LateRefusal:
         return late
 
     def check(self, frozen: Sequence[Tensor] = ()) -> None:
-        """Check for additions before each forward and backward; costs little.
+        """Check cheaply for additions, before each forward and backward.
 
         If an optimizer's groups have changed, or some of the ``frozen`` parameters now require gradients, the ranks
-        compare the parameters they train. A rank on which only that happened waits for the others.
+        compare the parameters they train. If only some ranks see such a change, they wait for the others.
 
         Raises:
             MisconfigurationException: something was added.
@@ -193,13 +193,13 @@ class LateRefusal:
             groups = optimizer.param_groups
             if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
                 changed = True
-        if changed or self._watch.noticed:
+        if changed or self._watch.has_additions:
             self._refuse()
         if changed:
             self.compare()
 
-    def look(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check thoroughly: between epochs, and after optimizers were replaced. Collective.
+    def check_thoroughly(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check thoroughly for additions, between epochs and after optimizers were replaced. Collective.
 
         Raises:
             MisconfigurationException: something was added, or ranks step different parameters.
@@ -209,7 +209,7 @@ class LateRefusal:
         self.compare()
 
     def compare(self) -> None:
-        """Check that the ranks step the same parameters. Collective."""
+        """Check that all ranks train the same parameters. Collective."""
         names = {id(parameter): name for name, parameter in self._parameters().items()}
         lines = [name for name, parameter in self._parameters().items() if parameter.requires_grad]
         for optimizer in self._optimizers:
@@ -226,7 +226,7 @@ class LateRefusal:
         for kind, found in (("buffer", self._watch.buffer), ("normalization layer", self._watch.norm)):
             if found is not None:
                 refuse(self._rank, kind, found)
-        self._watch.noticed = False
+        self._watch.has_additions = False
 
     def _parameters(self) -> dict[str, Tensor]:
         own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}

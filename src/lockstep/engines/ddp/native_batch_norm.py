@@ -1,4 +1,4 @@
-"""Batch norm over all ranks by torch's CUDA kernels, which read and write an activation 8 times, in its own dtype.
+"""Batch norm over all ranks with torch's CUDA kernels, which access an activation 8 times, in its own dtype.
 
 The CPU's path uses float32 copies, with five times the bytes and three times the kernels. Here too, statistics of
 16-bit inputs are float32. Nothing is copied to the host.
@@ -14,13 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.ground import comm
 
-NOBODY = 1e-30
-"""Replacement for a count of 0 in the gathered counts: the kernel divides by the running count, which starts with them.
-It is 0 again as an integer."""
+ZERO_COUNT = 1e-30
+"""Replaces a rank's count of 0, because the kernel divides by a running sum of counts; as an integer it is 0."""
 
 
 class Statistics(NamedTuple):
-    """The statistics of all ranks' elements by channel, and the number of elements of each rank."""
+    """Statistics by channel over the elements on all ranks, and the number of elements on each rank."""
 
     mean: Tensor
     inverse: Tensor  #: 1 / sqrt(variance + eps)
@@ -28,12 +27,12 @@ class Statistics(NamedTuple):
 
 
 def takes(input: Tensor) -> bool:
-    """Return True if the kernels support a tensor."""
+    """Return True if torch's CUDA kernels support this input."""
     return input.device.type == "cuda"
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in the layout that the kernels read in one pass: contiguous, or channels last if it is so."""
+    """Return ``tensor`` in a layout that the kernels read in one pass: channels last if it has it, else contiguous."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor
@@ -41,13 +40,13 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
-    """Gather a row from each rank: the means, 1 / sqrt(variance + eps), and the element count. Collective.
+    """Gather from each rank one row with its means, 1 / sqrt(variance + eps), and element count. Collective.
 
     Args:
         input: this rank's input, dense.
         count: number of elements of a channel that count.
         eps: added to variances.
-        group: the ranks.
+        group: process group of the ranks.
     """
     channels = input.shape[1]
     if count:
@@ -57,7 +56,7 @@ def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         mine = torch.ones(2 * channels + 1, dtype=wide, device=input.device)
         mine[:channels] = 0
-        mine[2 * channels :] = NOBODY
+        mine[2 * channels :] = ZERO_COUNT
     return comm.all_gather_tensor(mine, group)
 
 
@@ -68,7 +67,7 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Combine the ranks' statistics, in their order, and update the running ones, which have the same dtype."""
+    """Combine the ranks' statistics in rank order, and update the running statistics, which have the same dtype."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
     # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts
@@ -79,7 +78,7 @@ def combine(
 
 
 class NativeNormalize(torch.autograd.Function):
-    """``(input - mean) * inverse * weight + bias``, with mean and inverse of the inputs of all ranks."""
+    """``(input - mean) * inverse * weight + bias``, with statistics over the inputs on all ranks."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Optimizers with states divided among the ranks: each parameter has one owner, which alone updates it (ZeRO stage 1).
+"""Optimizers with states divided among the ranks: only a parameter's owner rank updates it (ZeRO stage 1).
 
 Gradients are averaged and clipped as usual, and every rank has all of them. In ``step`` a rank updates its own
 parameters, and broadcasts their new values before ``step`` returns.
@@ -24,16 +24,16 @@ from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
 
 UNEVEN = 1.5
-"""Factor over an even share from which the fullest rank causes a warning."""
+"""Ratio of the largest rank's share to an even share from which a warning is issued."""
 
 
 class SteppingContainer(Protocol):
-    """A container around a module whose optimizers can be divided, such as `lockstep.DistributedDataParallel`.
+    """Container around a module whose optimizers can be sharded, such as `lockstep.DistributedDataParallel`.
 
     Attributes:
-        module: the module whose parameters it keeps the same on all ranks.
-        process_group: the ranks.
-        steps_together: True if a rank waits for the others in each step.
+        module: the module whose parameters the container keeps equal on all ranks.
+        process_group: process group of the ranks.
+        steps_together: True if each step waits for all ranks.
     """
 
     module: nn.Module
@@ -42,13 +42,13 @@ class SteppingContainer(Protocol):
 
 
 class OwnedOptimizers(Owners):
-    """Optimizers that update on each rank only its own parameters, with gradients that all ranks have.
+    """Makes each rank update only the parameters that it owns, where all ranks have all gradients.
 
-    Frozen parameters get their owner with their first gradient.
+    Frozen parameters are assigned an owner with their first gradient.
 
     Args:
         optimizers: optimizers that update each parameter independently, over the same parameters on all ranks.
-        group: the ranks.
+        group: process group of the ranks.
 
     Raises:
         ValueError: an optimizer does not update parameters independently; see `check_parameter_wise`.
@@ -63,22 +63,22 @@ class OwnedOptimizers(Owners):
         fullest, whole = max(self._load), sum(self._load)
         if fullest * self._world > UNEVEN * whole:
             warn_once(
-                f"shard_optimizer=True: a rank keeps {fullest / whole:.0%} of the optimizer states "
-                f"({1 / self._world:.0%} in an even division): parameters are not cut, and the largest are too large. "
-                'strategy="fsdp" cuts parameters.'
+                f"shard_optimizer=True: one rank stores {fullest / whole:.0%} of the optimizer states instead of "
+                f"{1 / self._world:.0%}, because it does not split large parameters. To split them, use "
+                'strategy="fsdp".'
             )
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Restrict the update in the block to this rank's parameters; then exchange the new values."""
+        """Hide other ranks' parameters from the update inside the block, then exchange the new values."""
         updated = self._with_gradient(optimizer)
-        with without_gradients(filter(self._is_anothers, updated)):
+        with without_gradients(filter(self._is_remote, updated)):
             yield
         self._exchange(updated)
 
     @torch.no_grad()
     def _exchange(self, parameters: Sequence[Tensor]) -> None:
-        """Broadcast each parameter from its owner, many in one message, with one message of each rank at a time."""
+        """Broadcast parameters from their owners, many per message; each rank has one message in flight at a time."""
         members = comm.ranks_of(self._group)
         of_owner = [[p for p in parameters if self._owners[p] == owner] for owner in range(self._world)]
         under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
@@ -105,7 +105,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Wait for a message, and copy its values to the parameters."""
+    """Wait for a broadcast, and copy its values to the parameters."""
     work.wait()
     start = 0
     for parameter in parameters:
@@ -116,16 +116,16 @@ def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
 
 
 def shard_optimizers(container: SteppingContainer, *optimizers: Optimizer) -> OwnedOptimizers:
-    """Divide the states of ``optimizers`` among the ranks of a container, in a loop of your own.
+    """Divide the states of ``optimizers`` among the ranks of a container, in a hand-written loop.
 
-    The loop does not change. All ranks must step together, and call ``optimizer.state_dict()`` together.
+    The loop itself does not change. All ranks must step together, and call ``optimizer.state_dict()`` together.
 
     Args:
-        container: the container whose module's parameters they update.
+        container: the container around the module whose parameters the optimizers update.
         *optimizers: optimizers that update each parameter independently.
 
     Returns:
-        The owners.
+        The object that assigns an owner to each parameter.
 
     Raises:
         ValueError: an optimizer does not update parameters independently, or gradients are sparse.
@@ -143,8 +143,8 @@ def shard_optimizers(container: SteppingContainer, *optimizers: Optimizer) -> Ow
     sparse = sparse_names(container.module)
     if sparse:
         raise ValueError(
-            f"shard_optimizers(): the gradients of {sorted(sparse)} are sparse: build the layers with sparse=False, or "
-            "leave the optimizer's states on each rank"
+            f"shard_optimizers() does not support sparse gradients, which {sorted(sparse)} get. Build the layers with "
+            "sparse=False, or do not shard the optimizer"
         )
     container.steps_together = True
     return OwnedOptimizers(optimizers, container.process_group)

@@ -1,6 +1,6 @@
-"""The reducer: averages gradients over ranks, in buckets, during the backward.
+"""Reducer that averages gradients over ranks, in buckets, during the backward.
 
-It is attached to parameters, not to a module. The caller of the backward marks its start and its end.
+A reducer is attached to parameters, not to a module. The caller of the backward marks its start and its end.
 
     reducer = Reducer(model.named_parameters())
     for batch in batches:
@@ -30,7 +30,7 @@ halves. For that, a missing gradient of a rank is -0.0, which leaves every summa
 summation depends on the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint. In shared memory the
 ranks are summed in their order, whatever the layout.
 
-Learning: the first backwards show whether backwards nest; until then no bucket is launched before its backward has
+Learning: the first backwards show if backwards nest; until then no bucket is launched before its backward has
 ended. The first round shows in which order gradients arrive, and the buckets are rebuilt in that order, as rank 0 saw
 it. With ``static_graph`` the first backwards are recorded as the pattern of all later ones, which then need only one
 autograd hook per bucket.
@@ -59,7 +59,7 @@ from lockstep.engines.ddp.bucket import (
     fit_plan,
     in_order_of_arrival,
     infos_of,
-    lay_out_anew,
+    move_to_layout,
     plan_buckets,
 )
 from lockstep.engines.ddp.shared_memory import SharedReduction
@@ -70,8 +70,8 @@ from lockstep.ground.rank import does, waits
 MIB = 2**20
 
 NESTED = (
-    "a parameter of {names} got another gradient after its bucket was reduced: this backward ran others inside, unlike "
-    "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
+    "a parameter among {names} got another gradient after its bucket was reduced: this backward ran other backwards "
+    "inside, unlike the first ones (checkpoint(use_reentrant=True)?). Use checkpoint(use_reentrant=False)"
 )
 
 
@@ -90,12 +90,12 @@ class Reducer:
     Args:
         named_parameters: names and parameters in order of registration, the same on every rank
             (`lockstep.engines.ddp.consistency.check_same_module` checks that). Those without ``requires_grad`` wait.
-        process_group: the ranks; ``None`` is the default group, or this process alone if there is none.
+        process_group: process group of the ranks; None: the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB.
         first_bucket_mb: size in MiB of the bucket that is reduced last.
         gradient_as_bucket_view: let ``.grad`` be a view of the bucket. If False, gradients are tensors of
             their own, copied in and out, which costs a copy and the memory.
-        plan: bucket layout of an earlier run (`plan`), to reproduce its bits with three and more ranks. It is kept
+        plan: bucket layout of an earlier run (`plan`), to reproduce its bits with three and more ranks. It is used
             until a parameter is unfrozen. Without it the layout follows the order of the first gradients.
         static_graph: every backward gives gradients to the same parameters, equally often, in the same order.
             After the first backwards this needs one autograd hook per bucket, and no used flags are sent.
@@ -104,10 +104,10 @@ class Reducer:
         transport: carries the buckets, instead of all-reduces.
 
     Attributes:
-        group: the ranks.
+        group: process group of the ranks.
         buckets: buckets of the current layout, in the order in which they are launched.
         is_laid_out: True if the layout is final.
-        sync: the next `finish` reduces. If False, gradients are accumulated on this rank until a round. Set it
+        sync: True if the next `finish` reduces. If False, gradients are accumulated on this rank until a round. Set it
             before `prepare` to let the reduction overlap the backward.
         zero_weight: for one backward, drop its gradients (an empty share of a batch) but keep accumulated ones.
         divisor: divisor of the sums over the ranks: the world size, unless it is set.
@@ -138,7 +138,7 @@ class Reducer:
         transport: Transport | None = None,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: sizes above 0")
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} and first_bucket_mb={first_bucket_mb} must be above 0")
         self.sync = True
         self.zero_weight = False
         self.on_unprepared_grad: Callable[[], None] | None = None
@@ -180,20 +180,22 @@ class Reducer:
         self._build()
 
     def use_transport(self, transport: Transport, round_group: RoundGroup | None = None) -> None:
-        """Let ``transport`` carry the buckets, such as a communication hook; the same on every rank.
+        """Reduce buckets with ``transport``, such as a communication hook, instead of all-reduces.
+
+        Call it on every rank with the same kind of transport.
 
         Args:
-            transport: replaces the all-reduces; called even at world size 1.
-            round_group: called once per round for the group that agrees on used parameters. None is the reducer's
-                group, False leaves it to each rank (steps that reduce nothing).
+            transport: carries the buckets; called even at world size 1.
+            round_group: called once per round; returns the group whose ranks agree on used parameters. None is the
+                reducer's group; False means that each rank keeps its own gradients.
 
         Raises:
-            RuntimeError: there is a hook already, or a backward was prepared.
+            RuntimeError: the reducer has a hook already, or a backward was prepared.
         """
         if not self._transport.divides:
-            raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
+            raise RuntimeError("register_comm_hook was called before: only one hook can be registered, once")
         if self._started:
-            raise RuntimeError("register_comm_hook: register the hook before the first backward")
+            raise RuntimeError("register_comm_hook must be called before the first backward")
         self._transport.close()
         self._idle = False
         if round_group is not None:
@@ -204,17 +206,17 @@ class Reducer:
     # -- layout
 
     def plan(self) -> Plan:
-        """Return the bucket layout by parameter names; it is part of a checkpoint."""
+        """Return the bucket layout as lists of parameter names; checkpoints contain it."""
         return [list(bucket) for bucket in self._plan]
 
     def memory(self) -> list[Tensor]:
-        """Return the buckets' buffers on this rank."""
+        """Return the buffers of this rank's buckets."""
         return [bucket.flat for bucket in self.buckets]
 
     def replan(self, plan: Plan | None) -> None:
-        """Change the layout, to the same one on every rank, between a `finish` and the next `prepare`.
+        """Change the bucket layout between a `finish` and the next `prepare`, on every rank to the same plan.
 
-        Accumulated gradients are kept.
+        Accumulated gradients do not change.
         """
         assert not self._prepared, "replan between prepare and finish"
         self._wanted = plan
@@ -222,8 +224,8 @@ class Reducer:
         self._build()
 
     def _build(self) -> None:
-        """Build the buckets for the parameters that require gradients now, or did so before."""
-        # those that did so before may be frozen for a while, as in a GAN
+        """Build the buckets for parameters that require gradients now, or have required them before."""
+        # parameters may be frozen only for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
         self.frozen = [p for name, p in self._parameters.items() if name not in trained]
@@ -245,7 +247,7 @@ class Reducer:
         self._add_hooks()
 
     def _fill_buckets(self, trained: dict[str, Parameter]) -> None:
-        """Create the buckets of the plan, with memory from the transport."""
+        """Create the buckets of the plan, with buffers from the transport."""
         for _ in range(2):  # again with all-reduces if the host has too little shared memory
             self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
@@ -260,7 +262,7 @@ class Reducer:
             self._transport = AllReduce(self.group)
         assert buffers is not None
         before, self.buckets = self.buckets, made
-        lay_out_anew(before, made, buffers)
+        move_to_layout(before, made, buffers)
         for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes its bucket: see `_complete`
             bucket.warns_of_aliases = self._transport.divides  # False for hooks
@@ -277,7 +279,7 @@ class Reducer:
                 parameter.requires_grad_(not is_frozen)
 
     def detach(self) -> None:
-        """Remove the autograd hooks. Gradients stay as they are, and are no longer reduced."""
+        """Remove the autograd hooks. Gradients do not change, and are no longer reduced."""
         self._remove_hooks()
         self._transport.close()
         self.buckets = []
@@ -303,15 +305,15 @@ class Reducer:
             return
         if self._next:
             raise RuntimeError(
-                "the last backward ended before its gradients were reduced (did it raise?): ranks no longer "
-                "agree on what comes next; start again from a checkpoint"
+                "the last backward ended before its gradients were reduced (did it raise?), and the ranks may now be "
+                "at different points. Restart from a checkpoint"
             )
         if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own after the others, until a round shows when their gradients arrive; the same in a
             # run whose layout is from a checkpoint
             self._wanted, self.is_laid_out = self._plan, False
             self._build()
-        self._prepared = self._started = self._started or come_last(self._hooks)
+        self._prepared = self._started = self._started or move_last(self._hooks)
         self._arrived.clear()
         early = self._early = self.sync and self._overlap
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
@@ -331,7 +333,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """Reduce the remaining gradients after a backward, and wait. With `sync` off, only clean up."""
+        """Reduce the remaining gradients after a backward, and wait. If `sync` is False, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()
@@ -365,7 +367,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets. Return the used flags of all ranks, and True if all ranks can start a record."""
+        """Wait for all buckets. Return all ranks' used flags, and True if all ranks can record a static graph now."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
@@ -386,7 +388,7 @@ class Reducer:
         return [bytes(bucket.used) for bucket in self.buckets], False
 
     def missing(self) -> list[str]:
-        """Return the names of parameters whose gradients the last backward left unreduced; none after a `finish`."""
+        """Return names of parameters whose gradients the last backward did not reduce; empty after a `finish`."""
         if not self._prepared:
             return []
         return [name for bucket in self.buckets[self._next :] for name in bucket.names]
@@ -410,7 +412,7 @@ class Reducer:
         def accumulated(parameter: Tensor) -> None:
             if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks without a gradient
                 return
-            if bucket.kept is not None:
+            if bucket.saved is not None:
                 parameter.grad = None  # zero_weight: freed at once
             waiting.discard(index)
             if not waiting:
@@ -454,7 +456,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Allow early launches if each bucket was seen in a backward, and no backward ran others inside."""
+        """Allow launches during backwards once all buckets were used and no backward ran others inside."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)
@@ -469,7 +471,7 @@ class Reducer:
         self._probes = []
 
     def _remake(self) -> None:
-        """Rebuild the buckets, after a round, in the order of the gradients on rank 0."""
+        """Rebuild the buckets in the order in which gradients arrived on rank 0."""
         order = comm.broadcast_object(list(self._arrived), 0, self.group)
         present = {name for bucket in self._plan for name in bucket} - self._sparse
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
@@ -503,11 +505,11 @@ class Reducer:
 
 
 def choose_transport(parameters: Iterable[Tensor], group: comm.Group, shared_memory: bool) -> Transport:
-    """Return the transport that sums gradients over ``group``: all-reduces, or memory that its ranks share.
+    """Return the transport that sums gradients over ``group``: all-reduces, or shared memory.
 
     Args:
         parameters: the parameters whose gradients are summed.
-        group: the ranks, which call this together.
+        group: process group of the ranks; all of them call this function.
         shared_memory: use shared memory if all ranks are on one host and all parameters on the CPU.
     """
     if shared_memory and comm.world_size(group) > 1 and all(p.device.type == "cpu" for p in parameters):
@@ -518,14 +520,14 @@ def choose_transport(parameters: Iterable[Tensor], group: comm.Group, shared_mem
 
 
 class BackwardEnds:
-    """Calls ``ended`` at the end of each backward in which `noticed` was called."""
+    """Calls ``ended`` once at the end of each backward in which `schedule` was called."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._task = -1  # the latest graph task
 
-    def noticed(self) -> None:
-        """Queue the call for the end of the running backward, once per backward."""
+    def schedule(self) -> None:
+        """Schedule the call for the end of the running backward, unless it is scheduled already."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -536,17 +538,17 @@ class BackwardEnds:
 
 
 BROKEN = (
-    "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
-    "backward has to give gradients to the same parameters in the same order; otherwise use static_graph=False"
+    "Your training graph has changed in this iteration: with static_graph=True, parameter {name!r} {what}. Every "
+    "backward must compute gradients of the same parameters in the same order; otherwise use static_graph=False"
 )
-EARLY = "had no gradient yet when the parameter that completed its bucket in the first backwards got one"
+EARLY = "had no gradient yet when the parameter that was last in the first backwards got one"
 LACKING = "got no gradient, unlike in the first backwards"
 
 Lock: TypeAlias = "AbstractContextManager[Any]"
 
 
 def lock_of(parameters: Iterable[Tensor]) -> Lock:
-    """Return the lock for the hooks of ``parameters``: buckets are launched one by one and in order.
+    """Return the lock under which hooks of ``parameters`` run, so that buckets are launched one by one and in order.
 
     Autograd has a thread for each GPU of a module. With one device no lock is needed.
     """
@@ -554,7 +556,7 @@ def lock_of(parameters: Iterable[Tensor]) -> Lock:
 
 
 def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``hook`` so that it holds ``lock``, if that is a real lock."""
+    """Wrap ``hook`` so that it runs under ``lock``; return it unchanged if ``lock`` is a ``nullcontext``."""
     if isinstance(lock, nullcontext):
         return hook
 
@@ -566,9 +568,9 @@ def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]
 
 
 class PassingHook:
-    """Calls ``hook(parameter)`` after each gradient that is added to a parameter, until it is removed.
+    """Removable hook that is called with a parameter after each gradient that is added to the parameter.
 
-    A tensor whose last ``register_post_accumulate_grad_hook`` was removed still looks for hooks, 0.25 us each time.
+    After the last ``register_post_accumulate_grad_hook`` was removed, a tensor still looks for hooks (0.25 us each).
     This hook is on the graph node that adds the gradient, which is deleted with its last reference.
     """
 
@@ -581,8 +583,8 @@ class PassingHook:
         self._node = None
 
 
-def come_last(hooks: Iterable[Any]) -> bool:
-    """Move ``hooks`` after those that others have added since, which may change gradients; return True."""
+def move_last(hooks: Iterable[Any]) -> bool:
+    """Move ``hooks`` after all hooks added since, which may change gradients. Return True."""
     for hook in hooks:
         if not isinstance(hook, PassingHook):  # it runs after them anyway
             registered = hook.hooks_dict_ref()
@@ -591,16 +593,16 @@ def come_last(hooks: Iterable[Any]) -> bool:
 
 
 class StaticGraph:
-    """The recorded pattern of a static graph: which parameters get gradients, and which one completes each bucket.
+    """Recorded pattern of a static graph: which parameters get gradients, and whose gradient completes each bucket.
 
-    One autograd hook per bucket, on the parameter whose gradient was last, replaces one per parameter. The version
-    counters of tensors show whether the other gradients have arrived. The last bucket, with no backward left to
+    One autograd hook per bucket, on the parameter whose gradient arrived last, replaces one hook per parameter. The
+    version counters of tensors show whether the other gradients have arrived. The last bucket, with no backward left to
     overlap, is checked once, after the backward; each other bucket is checked twice.
 
     Args:
-        buckets: buckets of the layout from now on.
-        arrived: name -> number of its gradients in the recorded backward, in the order of the last ones.
-        anywhere: for each bucket, who got a gradient on any rank in the recorded backward.
+        buckets: buckets of the final layout.
+        arrived: parameter name -> number of gradients in the recorded backward, sorted by the last arrival.
+        anywhere: for each bucket, flags of the parameters that got a gradient on any rank in the recorded backward.
         complete: called with a bucket when its gradients are complete.
         views: True if gradients are views of the buckets.
         lock: result of `lock_of`.
@@ -654,7 +656,7 @@ class StaticGraph:
         return accumulated
 
     def arm(self, early: bool) -> None:
-        """Reset the counters before a backward, when the buckets are prepared."""
+        """Reset the counters before a backward, after the buckets are prepared."""
         self._remaining[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
@@ -665,7 +667,7 @@ class StaticGraph:
                     bucket.waiting.add(0)
 
     def launched(self, bucket: Bucket, early: bool) -> None:
-        """Check a bucket that is launched, ``early`` or after the backward: all of its gradients must have arrived.
+        """Check that all gradients of a bucket have arrived when it is launched (``early``: during the backward).
 
         Raises:
             RuntimeError: the parameters with gradients are not those of the recorded backward.
@@ -674,7 +676,7 @@ class StaticGraph:
         self._at_launch[bucket.index] = self._places(bucket)
 
     def check(self, bucket: Bucket) -> None:
-        """Check a bucket after the backward.
+        """Check a bucket after the backward: no further gradient may have arrived.
 
         Raises:
             RuntimeError: the backward differs from the recorded one.
@@ -704,7 +706,7 @@ class StaticGraph:
         return [_state(parameter) for parameter in bucket.parameters]
 
     def _places(self, bucket: Bucket) -> list[Any]:
-        """Return the same after a launch, when gradients are in their final place."""
+        """Return values that change if a gradient in its final place changes after the launch."""
         return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
 
 

@@ -1,4 +1,4 @@
-"""Reduction on one host: buckets in memory that all ranks share, summed in place, in rank order."""
+"""Gradient reduction in shared memory: all ranks on one host sum buckets in place, in rank order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.ground.shared_pages import Pages, common_pages, on_one_host, space
 
 
 BYTES = 64
-"""Size of a semaphore: one cache line, so that no two of them share a line."""
+"""Size of a semaphore in bytes: one cache line, so that no two semaphores share a line."""
 TICK = 0.05
 """Seconds between two checks that the awaited ranks are alive."""
 
@@ -38,7 +38,7 @@ class _Time(ctypes.Structure):
 
 
 class Semaphores:
-    """Counters in shared memory of all ranks of a group: one rank increments, another waits and decrements.
+    """Semaphores in shared memory of a group's ranks: one rank increments, another waits and decrements.
 
     Both operations order memory on every processor: a rank that decrements sees all that was written before the
     increment. A wait sleeps in the kernel and lets Python's signal handlers run.
@@ -47,12 +47,12 @@ class Semaphores:
     any way and in any container. The lock is not inherited.
 
     Args:
-        pages: zeroed shared memory; this object closes its handle.
+        pages: zeroed shared memory; the constructor closes the handle.
         rank: rank of this process.
         count: number of semaphores, with the initial value 0.
 
     Raises:
-        OSError, AttributeError, ImportError: the system does not support this.
+        OSError, AttributeError, ImportError: the system does not support shared semaphores.
     """
 
     def __init__(self, pages: Pages, rank: int, count: int) -> None:
@@ -77,7 +77,7 @@ class Semaphores:
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:
-        """Return ``count`` semaphores for the ranks of ``group`` on one host, or None on all of them. Collective."""
+        """Create ``count`` semaphores for a group on one host; None on all ranks if unsupported. Collective."""
         pages = common_pages(group, count * BYTES)
         if pages is None:
             return None
@@ -92,9 +92,9 @@ class Semaphores:
 
     @classmethod
     def open_on_one_host(cls, group: comm.Group) -> Semaphores | None:
-        """Return semaphores for two messages between each pair of ranks, if these are processes of one Linux host.
+        """Create two semaphores for each ordered pair of ranks, if all ranks run on one Linux host. Collective.
 
-        Collective. Return None, on all ranks, if they cannot share memory.
+        Returns None, on all ranks, if they cannot share memory.
         """
         if not on_one_host(group) or sys.platform != "linux":
             return None
@@ -104,22 +104,22 @@ class Semaphores:
         return cls.open(group, 2 * len(ranks) ** 2)
 
     def __getitem__(self, index: int) -> ctypes.c_void_p:
-        """Return the semaphore with this number, an argument of `add`, `take` and `wait`."""
+        """Return a pointer to a semaphore, for `add`, `take` and `wait`."""
         return ctypes.c_void_p(self._begin + index * BYTES)
 
     def take(self, semaphore: ctypes.c_void_p) -> bool:
-        """Decrement without a wait. Return False if the value is 0."""
+        """Decrement the semaphore without waiting. Return False if its value is 0."""
         return self._try(semaphore) == 0
 
     @waits()
     def wait(self, semaphore: ctypes.c_void_p, seconds: float = TICK) -> bool:
-        """Wait until the value is positive, about ``seconds`` at most, and decrement it. Return False on a timeout."""
+        """Wait at most about ``seconds`` for a positive value, and decrement it. Return False on a timeout."""
         end = time.clock_gettime_ns(self._clock) + int(seconds * 1e9)
         self._until.seconds, self._until.nanoseconds = divmod(end, 10**9)
         return self._sleep(semaphore, self._until)
 
     def is_gone(self, rank: int) -> bool:
-        """Return True if the process of ``rank`` has ended or has closed these semaphores."""
+        """Return True if the process of ``rank`` has ended or has closed its semaphores."""
         assert self._close.alive
         try:
             self._lockf(self._handle, self._probe, 1, rank)  # a shared lock: several ranks may check at the same time
@@ -129,19 +129,19 @@ class Semaphores:
         return True
 
     def close(self) -> None:
-        """Release the semaphores; other ranks see this rank as gone. Also happens when this object is deleted."""
+        """Release the semaphores, after which other ranks treat this rank as gone. Deleting the object does so too."""
         self._close()
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int]:
-    """Return a function of the C library that does not block; it is called without releasing the interpreter."""
+    """Return a non-blocking C library function, to be called without releasing the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes, function.restype = arguments, ctypes.c_int
     return function
 
 
 def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:
-    """Return the clock of a wait and the wait function, which releases the interpreter."""
+    """Return the clock id for deadlines and the C wait function, which releases the interpreter lock."""
     library = ctypes.CDLL(None)
     if hasattr(library, "sem_clockwait"):  # glibc 2.30: a clock that cannot be set
         clock, function = time.CLOCK_MONOTONIC, library.sem_clockwait
@@ -156,17 +156,17 @@ def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:
 
 
 LINE = 64
-"""Bytes to which buckets and shares are aligned: a cache line, so that no two ranks write to one."""
+"""Alignment of buckets and shares in bytes: a cache line, so that no two ranks write to the same line."""
 SMALL = 2**15
-"""Bytes up to which a single rank sums a bucket."""
+"""Size in bytes up to which one rank sums a whole bucket."""
 CACHED = 2**20
-"""Bytes of all copies together that are scaled, summed and copied at once, so that they stay in the cache."""
+"""Bytes of all ranks' copies that are scaled, summed and copied at once, so that they stay in the cache."""
 
 _FILLED, _SUMMED = 0, 1
 
 
 class SharedReduction(AllReduce):
-    """Transport for buckets of CPU tensors in shared memory of a host; see `open`.
+    """Transport that sums buckets of CPU tensors in memory shared by all ranks on one host; see `open`.
 
     Sparse gradients are reduced by the group.
     """
@@ -193,17 +193,17 @@ class SharedReduction(AllReduce):
 
     @classmethod
     def open(cls, group: comm.Group) -> SharedReduction | None:
-        """Return the transport for ``group``, or None on all its ranks if they cannot share memory.
+        """Create the transport for ``group``; None, on all its ranks, if they cannot share memory. Collective.
 
-        It needs Linux, with all ranks as processes of one host. Collective.
+        All ranks must run on one Linux host.
         """
         semaphores = Semaphores.open_on_one_host(group)
         return None if semaphores is None else cls(group, semaphores)
 
     def buffers(self, sizes: list[Size]) -> list[Tensor] | None:  # type: ignore[override]
-        """Return zeroed buffers in shared memory; None on all ranks if there is too little, or a device is not the CPU.
+        """Return zeroed buffers in shared memory; None on all ranks if memory is short or a device is not the CPU.
 
-        From here on earlier buffers belong to this rank alone, and live as long as their tensors.
+        Buffers from earlier calls become private to this rank, and are released with their tensors.
         """
         assert not self._to_finish, "a new layout in the middle of a round"
         self._shares = []
@@ -227,7 +227,7 @@ class SharedReduction(AllReduce):
         return own
 
     def _share(self, memory: mmap.mmap, index: int, length: int, dtype: torch.dtype, start: int, stride: int) -> _Share:
-        """Return this rank's share of bucket ``index``, which starts at the byte ``start`` of each copy."""
+        """Return this rank's share of bucket ``index``, which starts at byte ``start`` in each rank's copy."""
         size = dtype.itemsize
         if length * size <= SMALL:
             summer = index % self._world
@@ -250,7 +250,7 @@ class SharedReduction(AllReduce):
     # -- a round
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Signal that ``bucket`` is filled on this rank, and sum what all ranks have filled; does not wait."""
+        """Signal that this rank has filled ``bucket``, and sum buckets that all ranks have filled, without waiting."""
         if bucket.is_sparse:
             super().start(bucket, scale)
             return
@@ -276,7 +276,7 @@ class SharedReduction(AllReduce):
         """Wait until all ranks have summed their shares of ``bucket``.
 
         Raises:
-            RuntimeError: another rank is gone, or did not arrive within the group's timeout.
+            RuntimeError: another rank has ended, or did not arrive within the group's timeout.
         """
         if bucket.is_sparse:
             super().wait(bucket)
@@ -309,7 +309,7 @@ class SharedReduction(AllReduce):
                 self._add(semaphore)
 
     def _receive_all(self, share: _Share, what: int) -> bool:
-        """Receive the messages that have arrived. Return True if all have."""
+        """Receive the messages that have arrived. Return True if all messages have arrived."""
         messages, missing = self._messages[what], share.missing
         while missing and self._take(messages[missing[0]]):
             missing.pop(0)
@@ -319,7 +319,7 @@ class SharedReduction(AllReduce):
         """Wait for the next message of a rank that is still missing.
 
         Raises:
-            RuntimeError: a rank is gone or too late.
+            RuntimeError: the rank has ended, or did not arrive within the group's timeout.
         """
         messages, missing = self._messages[what], share.missing
         start = time.monotonic()
@@ -331,7 +331,7 @@ class SharedReduction(AllReduce):
             silent = [other for other in gone if other not in missing or not self._take(messages[other])]
             if silent:
                 self._fail(
-                    f"{self._named(silent)} left (the process has ended, or its reducer is closed or has failed) while "
+                    f"{self._named(silent)} left (the process exited, or its reducer was closed or failed) while "
                     f"{self._named([self._rank])} waited for the reduction of bucket {bucket.index}"
                 )
             for other in gone:
@@ -341,9 +341,9 @@ class SharedReduction(AllReduce):
             limit = timeout_of(self._group)
             if time.monotonic() - start > limit:
                 self._fail(
-                    f"{self._named(missing)} did not come to the reduction of bucket {bucket.index}, for which "
-                    f"{self._named([self._rank])} has waited {limit:g} s, the timeout of the process group: all ranks "
-                    "must run the same backwards (for slow ones use init_process_group(timeout=...))"
+                    f"{self._named(missing)} did not join the reduction of bucket {bucket.index} within {limit:g} s, "
+                    f"the timeout of the process group; {self._named([self._rank])} waited for it. All ranks must run "
+                    "the same backwards. If some are slow, increase init_process_group(timeout=...)"
                 )
         missing.pop(0)
 
@@ -353,13 +353,13 @@ class SharedReduction(AllReduce):
         raise RuntimeError(reason)
 
     def _named(self, members: list[int]) -> str:
-        """Return ranks of the group in words: ``"rank 3"``, ``"ranks 0, 2"``."""
+        """Return global ranks for a message: ``"rank 3"``, ``"ranks 0, 2"``."""
         numbers = sorted(self._numbers[member] for member in members)
         return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _Share:
-    """The part of a bucket that this rank sums, and the state of the round."""
+    """This rank's share of a bucket, which it sums, and the state of the round."""
 
     __slots__ = ("_blocks", "_factor", "is_mine", "missing", "others", "scale", "semaphores", "under_way")
 
@@ -375,7 +375,7 @@ class _Share:
         self.missing: list[int] = []  #: ranks whose message has not arrived
 
     def scale_by(self, scale: float) -> None:
-        """Multiply every copy by ``scale`` from now on."""
+        """Multiply every copy by ``scale`` in later sums."""
         self.scale = self._factor = scale
         if self._blocks and self._blocks[0][0].dtype in (torch.float32, torch.float64):
             # A number is converted to a tensor of this dtype at every multiplication, which takes 7 us. Narrower
@@ -383,7 +383,7 @@ class _Share:
             self._factor = torch.tensor(scale, dtype=self._blocks[0][0].dtype)
 
     def sum(self) -> None:
-        """Sum the scaled copies over the ranks, in their order, and write the sum to every copy."""
+        """Sum the ranks' scaled copies in rank order, and write the sum to every copy."""
         factor, scaled = self._factor, self.scale != 1.0
         for block, total, others, rest in self._blocks:
             if scaled:
@@ -398,7 +398,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tensor:
-    """Return ``length`` elements from the byte ``start`` on; they keep the memory alive."""
+    """Return a tensor over ``length`` elements of the memory from byte ``start``; it keeps the memory alive."""
     if length == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)

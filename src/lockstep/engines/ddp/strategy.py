@@ -54,19 +54,19 @@ if TYPE_CHECKING:
 
 SHARDED = "DDPStrategy(shard_optimizer=True)"
 RAW_BACKWARD = (
-    "{strategy}(static_graph=True): `loss.backward()` in manual optimization is not part of the recorded graph: call "
-    "self.manual_backward(loss) instead, or leave static_graph out."
+    "{strategy}(static_graph=True) does not support `loss.backward()` in manual optimization. Call "
+    "self.manual_backward(loss) instead, or omit static_graph."
 )
 
 
 class CountedLocalSteps(LocalSteps, Protocol):
-    """Local steps that the strategy counts, averages, saves and loads."""
+    """Local steps, with the methods through which the strategy counts, averages, saves and loads them."""
 
     def round(self) -> None:
         """Record that a round of gradients starts."""
 
     def step(self) -> None:
-        """Record a step of an optimizer, and average if it is time; collective then."""
+        """Record an optimizer step, and average the weights if an average is due; collective in that case."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks."""
@@ -78,15 +78,15 @@ class CountedLocalSteps(LocalSteps, Protocol):
         """Return the state of this rank alone."""
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's part of what `rank_state` returned on all ranks; the list is empty if there is none."""
+        """Load this rank's entry from the list of all ranks' `rank_state` results, which may be empty."""
 
 
 class AttachableHook(Protocol):
-    """A communication hook that the service "communication hooks" makes from the strategy's arguments.
+    """Communication hook that the service "communication hooks" creates from the strategy's arguments.
 
     Attributes:
         state: the hook's state.
-        is_local: True if ranks make local steps under it.
+        is_local: True if ranks run local steps with this hook.
     """
 
     state: Any
@@ -95,28 +95,28 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Let the hook carry the buckets of ``reducer``; return this fit's local steps, if it has any. Collective."""
+        """Reduce the buckets of ``reducer`` by the hook. Return this fit's local steps, or None. Collective."""
 
     def detach(self) -> None:
-        """End the use of the hook in this fit."""
+        """Detach the hook at the end of a fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return the state of each rank, by rank, on rank 0. Collective, unless ``alone``."""
+        """Return a list with each rank's state on rank 0. Collective, unless ``alone``."""
 
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's state."""
+        """Load this rank's entry of ``states``."""
 
 
 class DDPStrategy(RankedStrategy):
     """One process per device, with lockstep's own reducer attached to the module's parameters.
 
     The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, with the same names.
-    An unsupported one is refused with the reason. See `docs/ddp-options.md`.
+    Unsupported arguments raise an error with the reason. See `docs/ddp-options.md`.
 
     Args:
-        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        accelerator, parallel_devices: must be None; choose devices with ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         ddp_comm_hook: communication hook ``hook(state, bucket) -> Future``: one of lockstep's
             (`lockstep.engines.ddp.hooks`) or torch's. It works on the CPU too.
@@ -137,10 +137,10 @@ class DDPStrategy(RankedStrategy):
         bucket_cap_mb_list: sizes of the first buckets, starting with that of the parameters registered first; the
             last one is used for all others. Such a layout is kept; otherwise it follows the gradients of the first
             step.
-        broadcast_buffers: take rank 0's buffers (such as BatchNorm statistics) before the forward of each window.
+        broadcast_buffers: overwrite buffers (such as BatchNorm statistics) with rank 0's before each window.
         forward_sync_buffers: name of ``broadcast_buffers`` since torch 2.13.
-        init_sync: compare the ranks' modules and take rank 0's weights and buffers at the start. If False, the
-            caller makes sure that they are the same.
+        init_sync: compare the ranks' modules, and overwrite weights and buffers with rank 0's at the start. If False,
+            the caller ensures that they are equal.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy of the gradients.
         static_graph: every step gives gradients to the same parameters in the same order: fewer autograd hooks.
         check_reduction: after each reduction, compare checksums of the gradients over the ranks, and name the first
@@ -150,9 +150,9 @@ class DDPStrategy(RankedStrategy):
             (ZeRO stage 1).
         activation_checkpointing: recompute activations in the backward instead of keeping them: True (in the
             repeated blocks), or classes of layers.
-        activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
-            torch, or a policy function of ``torch.utils.checkpoint``.
+        activation_checkpointing_policy: classes or a policy function that select the layers to recompute.
+        activation_checkpointing_save: activations of these layers to keep instead of recomputing them: "matmuls",
+            torch operators, or a policy function of ``torch.utils.checkpoint``.
         **others: further arguments of torch's class: accepted if they have no effect here, otherwise refused with
             the reason.
 
@@ -233,9 +233,9 @@ class DDPStrategy(RankedStrategy):
         self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, owners keep states
         if shard_optimizer and self._hook is not None and self._hook.is_local:
             raise MisconfigurationException(
-                f"{SHARDED} with local steps (post-local SGD, model_averaging_period, outer_optimizer): local steps "
-                "let the ranks' weights diverge, but each rank takes a parameter's values from its owner: use one of "
-                "them."
+                f"{SHARDED} cannot be used with local steps (post-local SGD, model_averaging_period, outer_optimizer): "
+                "local steps need different weights on each rank, but a parameter's owner overwrites them. Use one or "
+                "the other."
             )
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
@@ -244,7 +244,7 @@ class DDPStrategy(RankedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Set up the module as on one process, then take rank 0's weights and buffers. Collective."""
+        """Set up the module, then overwrite its weights and buffers with rank 0's. Collective."""
         if module is not self.module:
             self._plan = None  # it belongs to an earlier fit's module
         super().setup_module(module, own_backward)
@@ -263,7 +263,7 @@ class DDPStrategy(RankedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm if requested."""
         if self._reducer is not None:  # its optimizers are replaced before the first step
-            self._let_go(self._reducer)
+            self._detach_reducer(self._reducer)
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
             # tensors that were added since the module was set up, such as in `configure_optimizers`
@@ -287,8 +287,8 @@ class DDPStrategy(RankedStrategy):
 
             if sparse:
                 raise MisconfigurationException(
-                    f"{SHARDED}: the gradients of {', '.join(sparse)} are sparse: build the layers with sparse=False, "
-                    "or leave shard_optimizer off."
+                    f"{SHARDED} does not support sparse gradients, which {', '.join(sparse)} get. Build the layers "
+                    "with sparse=False, or omit shard_optimizer."
                 )
             try:
                 self._owned = OwnedOptimizers(optimizers)
@@ -317,7 +317,7 @@ class DDPStrategy(RankedStrategy):
             )
 
     def _listen(self, reducer: Reducer) -> None:
-        """Reduce gradients at the end of a ``loss.backward()`` that is called instead of ``manual_backward``."""
+        """Also reduce gradients after a ``loss.backward()`` that users call instead of ``manual_backward``."""
         if self.module.automatic_optimization or self.world.size == 1:
             return
 
@@ -338,24 +338,24 @@ class DDPStrategy(RankedStrategy):
             if self.by_hand is not None and self.sync_gradients:
                 if self._static_graph:
                     raise MisconfigurationException(RAW_BACKWARD.format(strategy=type(self).__name__))
-                ends.noticed()
+                ends.schedule()
 
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse parameters that are not reduced, also those that were added without a registration. Collective."""
+        """Raise if a parameter is not reduced, even one that was added without registration. Collective."""
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
-                f"{type(self).__name__}(shard_optimizer=True): the optimizers of `configure_optimizers` were replaced "
-                "during a fit, but the ranks have divided their states. Change their param_groups instead, or leave "
-                "shard_optimizer out."
+                f"The optimizers were replaced during a fit, which {type(self).__name__}(shard_optimizer=True) does "
+                "not support, because their states are divided among the ranks. Change their param_groups instead, or "
+                "omit shard_optimizer."
             )
         if self._late is not None:
-            self._late.look(self.optimizers)
+            self._late.check_thoroughly(self.optimizers)
 
     @property
     def _local(self) -> CountedLocalSteps | None:
-        """The local steps of this fit, in which ranks diverge; None if there are none."""
+        """Local steps of this fit, in which the ranks' weights differ; None if there are none."""
         return self.copies.local_steps  # type: ignore[return-value]  # only `AttachableHook.attach` sets it
 
     def teardown(self) -> None:
@@ -363,20 +363,20 @@ class DDPStrategy(RankedStrategy):
         super().teardown()
         self.copies.close()
         if self._reducer is not None:
-            self._let_go(self._reducer)
+            self._detach_reducer(self._reducer)
         if self._late is not None:
             self._late.close()
             self._late = None
         if self._hook is not None:
             self._hook.detach()
 
-    def _let_go(self, reducer: Reducer) -> None:
+    def _detach_reducer(self, reducer: Reducer) -> None:
         self._plan = reducer.plan()
         reducer.detach()
         self._reducer, self.waits_in = None, []
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run ``fn`` as on one process, after taking rank 0's buffers for the first training forward of a window."""
+        """Run a step method, after setting buffers to rank 0's before a window's first training forward."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.check()
         if self.copies.buffers is not None and torch.is_grad_enabled():
@@ -405,7 +405,7 @@ class DDPStrategy(RankedStrategy):
             self._end_round(self._reducer)
 
     def _begin_round(self, reducer: Reducer, drops: bool) -> None:
-        """Prepare a backward; it reduces if it is the window's last."""
+        """Prepare a backward, which reduces gradients if it is the window's last."""
         reducer.sync, reducer.zero_weight = self.sync_gradients, drops
         if self.sync_gradients:
             if self._late is not None:
@@ -425,14 +425,14 @@ class DDPStrategy(RankedStrategy):
                 self._checks.compare("backward", [], None if self.by_hand is None else self.by_hand.number)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
-        """Update the parameters of one optimizer; under local steps, average over the ranks if it is time."""
+        """Update the parameters of one optimizer; under local steps, average weights over the ranks if due."""
         result = super().step(optimizer, closure, **options)
         if self._local is not None:
             self._local.step()
         return result
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the tensors of the base class, the reducer's buckets and the hook's state."""
+        """Return the model's tensors, the reducer's buckets and the communication hook's state."""
         held = super().held()
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
         held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
@@ -446,9 +446,9 @@ class DDPStrategy(RankedStrategy):
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Save the module, the optimizers and the state of the engine. Collective, unless ``alone``.
 
-        If weights have diverged, the module is their mean over the ranks. The state of the engine is the bucket plan,
-        on which sums over three and more ranks depend; the count of the averages and the outer optimizer; each rank's
-        state of the communication hook and, under local steps, its own weights.
+        If weights have diverged, the saved module is their mean over the ranks. The state of the engine consists of
+        the bucket plan, on which sums over three and more ranks depend; the counter of averages and the outer
+        optimizer; and each rank's state of the communication hook and, under local steps, its weights.
         """
         apart = self.copies.have_diverged and not alone
         with self.copies.one_model() if apart else contextlib.nullcontext():
@@ -475,8 +475,8 @@ class DDPStrategy(RankedStrategy):
         states: list[dict[str, Any] | None] | None = None
         if alone:
             log.warning(
-                "A checkpoint from one rank alone has the weights, but no optimizer states: each rank has a part of "
-                "them (shard_optimizer=True). A fit can start with these weights, but cannot resume from there."
+                "This checkpoint, saved by one rank alone, contains weights but no optimizer states, because those are "
+                "divided among the ranks (shard_optimizer=True). A fit can start with it, but cannot resume from it."
             )
         else:
             # rank 0 alone writes, and gets the ordinary states: any strategy and number of ranks can read them
@@ -485,7 +485,7 @@ class DDPStrategy(RankedStrategy):
         return EngineState(self.module.state_dict(), states, self._other_parameters())
 
     def load(self, state: EngineState) -> None:
-        """Restore the saved bucket layout, and this rank's part of the states of single ranks."""
+        """Restore the module, the optimizers, the saved bucket layout, and this rank's state."""
         super().load(state)
         if state.own is None:
             return

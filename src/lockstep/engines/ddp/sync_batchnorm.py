@@ -1,4 +1,4 @@
-"""SyncBatchNorm: batch norm with the statistics of all ranks' samples together, also on the CPU.
+"""Synchronized batch norm, whose statistics include the samples of all ranks; supports CPUs.
 
     model = DistributedDataParallel(convert_sync_batchnorm(Net()))
 
@@ -6,7 +6,7 @@ Terms: a rank's *count* is the number of its elements of one channel (samples x 
 ranks' means, variances and counts in one message, and combines them in the order of the ranks, so every rank has the
 same bits. Backward sums two numbers of each channel over the ranks, in one message.
 
-Every rank must run the same layers, forwards and backwards, equally often: if a rank leaves one out, the others wait.
+Every rank must run the same layers, forwards and backwards, equally often: if a rank skips one, the others wait.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lockstep.ground.rank import rank_zero_warn
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the samples of all ranks: the results of one process with the whole batch.
+    """Batch norm over the samples of all ranks, with the results of one process that has the full batch.
 
     Outputs, gradients and running statistics are those of ``torch.nn.BatchNorm*d`` on the concatenation of the ranks'
     batches, which may have different lengths, or be empty on some ranks. (A hand-written loop with batches of different
     lengths must weight its losses too.) Statistics are computed in float32, or in float64 for inputs of float64. Unlike
-    ``torch.nn.SyncBatchNorm`` it runs on the CPU, and the running statistics have the same bits on all ranks.
+    ``torch.nn.SyncBatchNorm`` the layer runs on the CPU, and the running statistics have the same bits on all ranks.
 
-    In ``eval()``, in a group of one rank and without a group it is plain batch norm, without a message.
+    In ``eval()``, in a group of one rank and without a group the layer is plain batch norm, without communication.
 
     Args:
         num_features: number of channels ``C``.
@@ -43,9 +43,9 @@ class SyncBatchNorm(_BatchNorm):
         momentum: momentum of the running statistics; None: their plain average over all batches.
         affine: learn a weight and a bias for each channel.
         track_running_stats: keep running statistics, for ``eval()``.
-        process_group: the ranks; None: the default group. If ranks may use different parameters in a step, pass a
-            separate group (``dist.new_group()``): the messages of `DistributedDataParallel` and of this layer would
-            otherwise not have the same order on all ranks.
+        process_group: process group of the ranks; None: the default group. If ranks may use different
+            parameters in a step, pass a separate group (``dist.new_group()``): the messages of
+            `DistributedDataParallel` and of this layer would otherwise not have the same order on all ranks.
         device: device of parameters and buffers.
         dtype: dtype of parameters and floating-point buffers.
 
@@ -53,9 +53,9 @@ class SyncBatchNorm(_BatchNorm):
         Input ``(N, C)`` or ``(N, C, ...)``, output the same; ``N`` may be 0.
 
     Attributes:
-        zero_weight: this rank's batch does not count. It is normalized like the others', and changes no number on
-            any rank. For a rank that participates only for the others' sake.
-        partial: ``sync_group`` is a subset of the ranks, perhaps one: the others have no samples now.
+        zero_weight: True if this rank's batch does not count, because the rank runs the layer only for the other ranks.
+            The batch is normalized as usual, but changes no statistics or gradients on any rank.
+        partial: True if ``sync_group`` is a subset of the ranks, perhaps only one, since the others have no samples.
 
     Raises:
         ValueError: in training, on every rank, if all ranks together have fewer than two values of a channel.
@@ -84,17 +84,17 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # a converted layer keeps its own check
         if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions (got {input.dim()})")
+            raise ValueError(f"expected an input with at least 2 dimensions, but got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``; in training by the statistics of all ranks."""
+        """Normalize ``input``, in training with the statistics of all ranks."""
         group, zero_weight = self.sync_group, self.zero_weight
         if not self.training or (comm.world_size(group) < 2 and not self.partial):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(
-                f"the input has {input.shape[1]} channels, and this layer has num_features={self.num_features}"
+                f"the input has {input.shape[1]} channels, but this layer has num_features={self.num_features}"
             )
         if native.takes(input):
             return self._forward_natively(native.dense(input))
@@ -159,7 +159,7 @@ class SyncBatchNorm(_BatchNorm):
 
 @torch.no_grad()
 def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (mean, variance, count) of all ranks' elements by channel; the variance is the biased one. Collective."""
+    """Return (mean, biased variance, count) by channel over the elements on all ranks. Collective."""
     channels = input.shape[1]
     wide = _wide(input)
     count = _count(input, zero_weight)
@@ -180,7 +180,7 @@ def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Te
 
 
 def _count(input: Tensor, zero_weight: bool) -> int:
-    """Return the number of elements of a channel that count."""
+    """Return how many elements per channel count: 0 with ``zero_weight``."""
     return 0 if zero_weight else input.numel() // max(input.shape[1], 1)
 
 
@@ -193,13 +193,13 @@ def _check_total(count: int, counts: Tensor, input: Tensor) -> None:
     if total < 2:
         raise ValueError(
             f"Expected more than 1 value per channel when training: all ranks together have {total} (input of shape "
-            f"{tuple(input.shape)} here). Leave a last batch like this out (DataLoader(drop_last=True)), or choose "
-            "another batch size."
+            f"{tuple(input.shape)} here). Drop the last batch (DataLoader(drop_last=True)), or use a different batch "
+            "size."
         )
 
 
 class _Normalize(torch.autograd.Function):
-    """``(input - mean) / std * weight + bias``, with mean and variance of the inputs of all ranks."""
+    """``(input - mean) / std * weight + bias``, with mean and variance over the inputs on all ranks."""
 
     @staticmethod
     def forward(
@@ -254,18 +254,19 @@ def _wide(input: Tensor) -> torch.dtype:
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) -> nn.Module:
-    """Make the batch norms inside ``module``, or ``module`` itself, use the statistics of all ranks.
+    """Convert the batch norms in ``module``, or ``module`` itself, to use the statistics of all ranks.
 
     Each layer remains the same object, with its parameters, buffers, hooks and mode, and an instance of its class
     (such as ``nn.BatchNorm2d``). The state dict is the same. ``torch.nn.SyncBatchNorm`` is converted too, so that it
     runs on the CPU. Layers that are already converted stay as they are.
 
     A subclass is converted if it uses torch's ``forward``. One with its own ``forward``, or a lazy layer that has not
-    seen a batch, is left alone with a warning.
+    seen a batch, is not converted, with a warning.
 
     Args:
         module: changed in place.
-        process_group: the ranks; None: the group of a ``torch.nn.SyncBatchNorm``, else the default group.
+        process_group: process group of the ranks; None: the group of a ``torch.nn.SyncBatchNorm``, else the default
+            group.
 
     Returns:
         ``module``.
@@ -290,8 +291,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
         layer.__class__ = _synchronized(kind)
     for kind_name, name in skipped.items():
         rank_zero_warn(
-            f"convert_sync_batchnorm: {name!r} is of the class {kind_name}, which has its own `forward`, or is lazy "
-            "and has not seen a batch. It uses the statistics of its own rank."
+            f"convert_sync_batchnorm does not convert {name!r}, because its class {kind_name} overrides `forward`, or "
+            "is lazy and has not seen a batch. The layer uses the statistics of each rank's own samples."
         )
     return module
 
@@ -299,7 +300,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Undo `convert_sync_batchnorm`: restore the class of every converted layer.
 
-    Layers that were built as a SyncBatchNorm stay.
+    Layers that were created as a SyncBatchNorm do not change.
 
     Args:
         module: changed in place.
@@ -322,12 +323,12 @@ def synchronized_layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
 
 @functools.cache
 def _synchronized(plain: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """Return the class for converted layers of the class ``plain``: a subclass with its checks and methods."""
+    """Return the class to which layers of the class ``plain`` are converted: a subclass of ``plain``."""
     name = plain.__name__ if plain.__name__.startswith("Sync") else f"Sync{plain.__name__}"
     return type(name, (SyncBatchNorm, plain), {"_plain": plain, "_check_input_dim": plain._check_input_dim})
 
 
 def _blank(plain: type[_BatchNorm] | None) -> SyncBatchNorm:
-    """Return a layer without its state, for `copy` and `pickle` to fill."""
+    """Return a layer without attributes, which `copy` and `pickle` then fill."""
     kind = SyncBatchNorm if plain is None else _synchronized(plain)  # type: ignore[arg-type]
     return kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""Transports that average buckets over the ranks: the protocol, an all-reduce, and flags for used parameters."""
+"""Transports that average buckets over the ranks, and flags that record which parameters were used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.ground.transfer import pinned
 
 Size = tuple[int, torch.dtype, torch.device]
 RoundGroup = Callable[[], "comm.Group | Literal[False]"]
-"""Returns the group of the round that starts; False if each rank keeps its own gradients."""
+"""Function that returns the process group for the next round; False if each rank keeps its own gradients."""
 
 
 class Transport(Protocol):
-    """Protocol of the objects that carry a reducer's buckets.
+    """Protocol of objects that sum a reducer's buckets over the ranks.
 
-    Order of calls by the reducer, the same on all ranks: `buffers` at each layout; in a round `start` for each
-    bucket in order, during the backward, then `wait` for each; `close` at the end.
+    The reducer makes these calls, in the same order on all ranks: `buffers` for each layout; in a round `start` for
+    each bucket in order, during the backward, then `wait` for each; `close` at the end.
 
     Attributes:
         inline_used: True if the used flags may be at the end of a buffer and are summed with it.
@@ -35,26 +35,26 @@ class Transport(Protocol):
     alignment: int
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return a flat buffer of zeros for each bucket; None, on all ranks, if that is impossible."""
+        """Return a flat buffer of zeros for each bucket; None, on all ranks, if the transport cannot."""
         ...
 
     def start(self, bucket: Bucket, scale: float) -> None:
         """Start to sum ``bucket.flat`` times ``scale`` over the ranks.
 
-        The buffer has this rank's gradients; with ``scale`` 1 they are already divided.
+        The buffer contains this rank's gradients; with ``scale`` 1 they are already divided.
         """
         ...
 
     def flush(self) -> None:
-        """Wait until the started buckets will send no further messages, so that others may be sent."""
+        """Wait until started buckets send no further messages, so that other collectives may follow."""
         ...
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait until ``bucket.flat`` has the sum."""
+        """Wait until ``bucket.flat`` contains the sum over the ranks."""
         ...
 
     def close(self) -> None:
-        """Release all resources: no bucket will follow."""
+        """Release all resources; no further bucket is started."""
         ...
 
 
@@ -69,7 +69,7 @@ class AllReduce:
         self._group = group
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
-        """Yield the buffers one by one, as they are requested."""
+        """Yield the buffers lazily, one by one."""
         return (torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
@@ -79,7 +79,7 @@ class AllReduce:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def flush(self) -> None:
-        """Do nothing: messages are sent when a bucket is started."""
+        """Do nothing, because messages are sent when a bucket is started."""
 
     def wait(self, bucket: Bucket) -> None:
         bucket.work.wait()
@@ -89,27 +89,27 @@ class AllReduce:
 
 
 def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
-    """Start to fill ``flat`` with all ranks' ``part``, which may be a part of it; return the work to wait for."""
+    """Start an all-gather of ``part`` into ``flat``, and return the work to wait for. ``part`` may be in ``flat``."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     # as bytes: gloo does not support every dtype
     return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
-# -- who used what -------------------------------------------------------------------------------------------
+# -- used parameters -----------------------------------------------------------------------------------------
 
 
 _HOST = torch.device("cpu")
 
 
 class Flags:
-    """One byte for each of several flags, on their way over ``group``; the maximum over the ranks counts.
+    """Flags of one byte each, reduced asynchronously to their maximum over the ranks of ``group``.
 
-    Only `of_all` waits for them. If the group carries CPU tensors, no device is involved.
+    Only `maxima` waits for them. If the group carries CPU tensors, no device is involved.
 
     Args:
         flags: this rank's flags.
-        group: the ranks that agree.
-        device: the model's device, which carries the flags if only devices can send.
+        group: process group of the ranks.
+        device: the model's device, which sends the flags if the group does not support CPU tensors.
 
     Attributes:
         nbytes: bytes that this rank sends.
@@ -129,8 +129,8 @@ class Flags:
             self.nbytes = self._flags.nbytes
             self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
 
-    def of_all(self) -> list[int]:
-        """Wait, and return the maximum of each flag over the ranks."""
+    def maxima(self) -> list[int]:
+        """Wait for the reduction, and return the maximum of each flag over the ranks."""
         if self.work is not None:
             self.work.wait()
         found: list[int] = self._flags.tolist()
@@ -138,14 +138,14 @@ class Flags:
 
 
 class UsedParameters:
-    """The used flags of all buckets of a round, one byte for each parameter, on their way over ``group``.
+    """Used flags of all buckets in a round, one byte per parameter, reduced asynchronously over ``group``.
 
     Args:
         buckets: the buckets of the round, all launched.
         willing: True if this rank can use this backward as the pattern of later ones.
-        group: the ranks that agree.
-        arrived: names of the parameters that got gradients in this backward, if ``willing``; other gradients are
-            older.
+        group: process group of the ranks.
+        arrived: if ``willing``, names of the parameters that got gradients in this backward; other parameters have
+            gradients from earlier backwards.
         device: device of the gradients.
 
     Attributes:
@@ -154,7 +154,7 @@ class UsedParameters:
     """
 
     ARRIVED = 2
-    """Flag of a gradient of this backward, if ranks are willing; an older one's is 1, and the maximum counts."""
+    """Flag for a gradient from this backward, if ranks are willing; older gradients have the flag 1."""
 
     def __init__(
         self,
@@ -165,10 +165,9 @@ class UsedParameters:
         device: torch.device = _HOST,
     ) -> None:
         self._own = [bytes(bucket.used) for bucket in buckets]
-        # A rank that used everything and is not willing knows the result. Reading it would make a GPU wait for its
-        # whole
-        # backward, in each round.
-        self._looks = willing or any(0 in used for used in self._own)
+        # A rank that used everything and is not willing does not need the result. Reading it would make a GPU wait
+        # for its whole backward, in each round.
+        self._needs_result = willing or any(0 in used for used in self._own)
         flags = bytearray([not willing]) + b"".join(bucket.used for bucket in buckets)
         if willing and arrived:
             names = (name for bucket in buckets for name in bucket.names)
@@ -180,12 +179,12 @@ class UsedParameters:
         self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Return the used flags of all ranks for each bucket, and True if all ranks were willing."""
-        if not self._looks:
+        """Return the maximum of the used flags over all ranks for each bucket, and True if all ranks were willing."""
+        if not self._needs_result:
             if self._waits and self.work is not None:
                 self.work.wait()
             return list(self._own), False
-        unwilling, *found = self._flags.of_all()
+        unwilling, *found = self._flags.maxima()
         parts: list[Sequence[Any] | None] = []
         start = 0
         for own in self._own:

@@ -1,1 +1,1 @@
-"""Sharded parameters: FSDP by `fully_shard`, tensor parallel and 2-D meshes."""
+"""Strategies with sharded parameters: FSDP with `fully_shard`, tensor parallelism and 2-D meshes."""

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each rank has its shard of parameters, gradients and optimizer states."""
+"""Fully sharded data parallel training, where each rank has a shard of parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
     from lockstep.engines.sharded.whole_updates import WholeUpdates
 
 OUTSIDE_OF_AUTOCAST = (
-    "A layer could not compute: {error}. Under precision={precision!r} FSDP gathers the weights of linear layers and "
-    "convolutions in {dtype}, which a layer within torch.autocast(enabled=False) does not expect: gather float32 by "
+    "A layer failed: {error}. With precision={precision!r}, FSDP gathers weights of linear layers and convolutions in "
+    "{dtype}, which layers under torch.autocast(enabled=False) do not support. To gather float32, use "
     "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
 )
 NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
-"""Names of dtypes in torch's messages."""
+"""Names of dtypes in torch's error messages."""
 
 NO_EFFECT = {
-    "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
-    "use_orig_params": "parameters keep their names and shapes in any case",
-    "sync_module_states": "all ranks start with rank 0's weights in any case",
-    "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
+    "limit_all_gathers": "torch's FSDP2 always limits the memory of all-gathers",
+    "use_orig_params": "parameters always keep their names and shapes",
+    "sync_module_states": "all ranks always start with rank 0's weights",
+    "forward_prefetch": "torch's FSDP2 always gathers the next block in advance",
 }
-"""Arguments of torch's first FSDP that have no effect here, and the reason."""
+"""Arguments of torch's first FSDP without effect in FSDPStrategy -> the reason."""
 
 MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 class FSDPStrategy(ShardedStrategy):
-    """One process per device, each with its shard of every parameter, by torch's ``fully_shard`` (FSDP2).
+    """One process per device, each with a shard of every parameter, based on torch's ``fully_shard`` (FSDP2).
 
     A block's parameters are gathered for its forward and its backward, and freed after each. Gradients are averaged
     and sharded by reduce-scatter. Optimizers update shards. The results are those of one process. CPUs are supported
@@ -69,7 +69,7 @@ class FSDPStrategy(ShardedStrategy):
     The arguments are those of Lightning's strategy and of torch's first FSDP, with the same names.
 
     Args:
-        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        accelerator, parallel_devices: must be None; choose devices with ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
         timeout: time that a collective waits for the other ranks; None: 30 minutes.
@@ -82,21 +82,21 @@ class FSDPStrategy(ShardedStrategy):
         auto_wrap_policy: the layers that are gathered separately: classes, or a policy function of torch's; None:
             repeated blocks are found.
         activation_checkpointing: recompute activations in the backward: True (in the layers above), or classes.
-        activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
-            torch, or a policy function of ``torch.utils.checkpoint``.
-        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
+        activation_checkpointing_policy: classes or a policy function that select the layers to recompute.
+        activation_checkpointing_save: activations of these layers to keep instead of recomputing them: "matmuls",
+            torch operators, or a policy function of ``torch.utils.checkpoint``.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters gathered from forward to backward; "NO_SHARD"
             is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
         state_dict_type: "full": a checkpoint is one file, as with any strategy, gathered by rank 0. "sharded": a folder
             to which each rank writes its part. Any strategy on any number of ranks reads either.
         device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
-        accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
-            until the window's end, separate from ``.grad``, and are reduced once.
+        accumulate_shards: reduce after each backward, and accumulate shards. False: each rank accumulates unsharded
+            gradients, separate from ``.grad``, and reduces them once at the end of an accumulation window.
         async_save: with "sharded": ranks copy their parts and continue training, while a thread of each writes them.
-        ignored_modules: modules whose parameters stay whole on each rank.
+        ignored_modules: modules whose parameters are not sharded.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
         nccl: NCCL's variables, as in ``DDPStrategy``.
-        start_method: as in ``DDPStrategy``; with "spawn" and "fork" the module comes back whole. In a notebook
+        start_method: as in ``DDPStrategy``; "spawn" and "fork" return the module unsharded. In a notebook
             ``strategy="fsdp"`` spawns.
         **others: further arguments of torch's first FSDP, accepted if they have no effect.
 
@@ -142,13 +142,13 @@ class FSDPStrategy(ShardedStrategy):
         self._take_others(FSDPStrategy, others, NO_EFFECT)
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         if self._mode != "NO_SHARD":
-            refuse_without(FSDP, type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
+            refuse_without(FSDP, type(self).__name__, "use DDPStrategy(shard_optimizer=True)")
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
         self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:
             raise MisconfigurationException(
-                f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): a mesh of replicas and shards is "
-                'for sharding_strategy="HYBRID_SHARD".'
+                f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): device_mesh needs "
+                'sharding_strategy="HYBRID_SHARD", which replicates shards.'
             )
         self._given_mesh = device_mesh
         self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
@@ -168,26 +168,26 @@ class FSDPStrategy(ShardedStrategy):
         if self._mode == "NO_SHARD":
             if self._offloads:
                 raise MisconfigurationException(
-                    'FSDPStrategy(cpu_offload=True, sharding_strategy="NO_SHARD"): what is not in shards stays on its '
-                    "device; give another sharding_strategy, or leave cpu_offload out."
+                    'FSDPStrategy(cpu_offload=True, sharding_strategy="NO_SHARD"): only shards can be offloaded. Use '
+                    "a different sharding_strategy, or omit cpu_offload."
                 )
             self.instead = unsharded = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
             unsharded.launcher, unsharded.plugins = self.launcher, self.plugins
             unsharded._nccl, unsharded._recomputation = self._nccl, self._recomputation
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
-        """Choose the writer of checkpoints."""
+        """Choose how checkpoints are written, from ``state_dict_type`` and ``async_save``."""
         if state_dict_type == "FULL":
             if async_save:
                 raise MisconfigurationException(
-                    'FSDPStrategy(async_save=True, state_dict_type="full"): give state_dict_type="sharded"; one file '
-                    "is written in the background by Trainer(plugins=[AsyncCheckpointIO()])."
+                    'FSDPStrategy(async_save=True) needs state_dict_type="sharded". To write one file in the '
+                    "background, use Trainer(plugins=[AsyncCheckpointIO()])."
                 )
             return
         if self._mode == "NO_SHARD":
             raise MisconfigurationException(
-                'FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD"): each rank has the whole model; '
-                'leave state_dict_type at "full".'
+                'FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD"): each rank has the full model, '
+                'so use state_dict_type="full".'
             )
         self._save_in_parts(async_save)
 
@@ -195,7 +195,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Shard rank 0's weights over the ranks. A module that is already sharded stays as it is. Collective."""
+        """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective."""
         from lockstep.engines.sharded.fully_shard import ShardedModule, is_sharded
 
         self._refuse_parts(module, "fsdp")
@@ -238,9 +238,9 @@ class FSDPStrategy(ShardedStrategy):
 
         if self._offloads and not comm.backend_of(None, "cpu"):
             raise MisconfigurationException(
-                f"FSDPStrategy(cpu_offload=True): shards are on the CPU, and the ranks' group, "
-                f"{dist.get_backend_config()!r}, carries none: leave out process_group_backend, or make the group by "
-                'init_process_group("cpu:gloo,cuda:nccl").'
+                f"FSDPStrategy(cpu_offload=True) keeps shards on the CPU, but the process group "
+                f"({dist.get_backend_config()}) does not support CPU tensors. Omit process_group_backend, or create "
+                'the group with init_process_group("cpu:gloo,cuda:nccl").'
             )
         with _named("auto_wrap_policy", self._policy):
             blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
@@ -284,15 +284,15 @@ class FSDPStrategy(ShardedStrategy):
         shape: tuple[int, ...] = tuple(mesh) if isinstance(mesh, (tuple, list)) else tuple(mesh.shape)
         if len(shape) != 2 or shape[0] * shape[1] != world.size:
             raise MisconfigurationException(
-                f"FSDPStrategy(device_mesh={shape}): the run has {world.size} ranks: give (replicas, ranks of a "
-                f"replica) whose product is {world.size}."
+                f"FSDPStrategy(device_mesh={shape}) does not fit the run's {world.size} ranks. Pass (replicas, ranks "
+                f"per replica) with the product {world.size}."
             )
         if not isinstance(mesh, (tuple, list)):
             return mesh
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Check that the optimizers can update shards; attach a reducer to the whole parameters."""
+        """Check that the optimizers can update shards, and attach a reducer to unsharded parameters."""
         from lockstep.engines.sharded.fully_shard import unscale
 
         super().setup_optimizers(optimizers, configs)
@@ -315,7 +315,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
-        """Make ``zero_grad`` also drop the gradients of backwards without reduction."""
+        """Make the optimizer's ``zero_grad`` also drop unsharded gradients that are not reduced yet."""
         own = type(optimizer).zero_grad
 
         @wraps(own)
@@ -326,12 +326,12 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free what forwards in hooks or after a backward left whole: later forwards would read stale values."""
+        """Free parameters that forwards in hooks or after a backward left gathered, before they become stale."""
         assert self._sharded is not None
         self._sharded.free()
 
     def teardown(self) -> None:
-        """Free whole parameters. The module stays sharded."""
+        """Free gathered parameters. The module remains sharded."""
         super().teardown()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = None
@@ -361,11 +361,11 @@ class FSDPStrategy(ShardedStrategy):
             raise MisconfigurationException(text) from error
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which parameters are gathered that autocast would cast."""
+        """Return the dtype in which to gather parameters that autocast would cast; None: their own dtype."""
         return self.precision.autocast_dtype if self._mixed is None else None
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run the backward, and reduce each block's gradients when they are complete."""
+        """Run the backward, and reduce each block's gradients as soon as they are complete."""
         assert self._sharded is not None
         reducer, sync = self._reducer, self.sync_gradients or self._accumulates_shards
         if reducer is not None:
@@ -378,12 +378,12 @@ class FSDPStrategy(ShardedStrategy):
         self._backward_ends()
 
     def steps_end(self) -> None:
-        """Free parameters that forwards have left whole, so that hooks read and write shards."""
+        """Free parameters that forwards have left gathered, so that hooks read and write shards."""
         if self._sharded is not None:
             self._sharded.free()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the whole gradient of an optimizer's parameters; each rank has its shard of it. Collective."""
+        """Clip an optimizer's sharded gradients by their 2-norm over all ranks, or by value. Collective."""
         from lockstep.engines.sharded.fully_shard import clip_norm, part_with_gradient
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -393,7 +393,7 @@ class FSDPStrategy(ShardedStrategy):
         return None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Set ``requires_grad`` of a shard, and of the whole parameter if it is gathered now."""
+        """Set ``requires_grad`` of a shard, and of the gathered parameter if there is one now."""
         assert self._sharded is not None
         super().set_requires_grad(parameter, needed)
         self._sharded.set_requires_grad(parameter, needed)
@@ -401,13 +401,13 @@ class FSDPStrategy(ShardedStrategy):
     # -- states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Return the module's parameters by name, as this rank's shards."""
+        """Return the module's parameters by name; sharded parameters as DTensors."""
         if self._sharded is not None:
             self._sharded.reshard()
         return super().named_parameters()
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return this rank's shards, whole parameters, and parameters that are gathered now."""
+        """Return the tensors in this rank's memory: shards, unsharded parameters, and parameters gathered now."""
         shards, held = self._sharded, super().held()
         if shards is None:
             held["parameters"] += [] if self._built is None else self._built.slices()
@@ -422,7 +422,7 @@ class FSDPStrategy(ShardedStrategy):
         return held
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield each parameter and gradient, gathered one by one. Collective."""
+        """Yield (name, value, gradient) for each parameter, gathered one by one. Collective."""
         from lockstep.engines.sharded.fully_shard import whole_of
 
         for name, parameter in self.named_parameters().items():
@@ -430,9 +430,9 @@ class FSDPStrategy(ShardedStrategy):
             yield name, whole_of(parameter.detach()), gradient
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Gather the states of module and optimizers, as of one process, on rank 0. Collective.
+        """Gather the full states of module and optimizers on rank 0. Collective.
 
-        The other ranks get no values. With sharded checkpoints, each rank returns its own shards.
+        Other ranks get tensors without values. With sharded checkpoints, each rank returns its own shards.
         """
         from lockstep.engines.sharded.fully_shard import gathered
 
@@ -445,7 +445,7 @@ class FSDPStrategy(ShardedStrategy):
         return EngineState(module, states, self._other_parameters() if parts else {})
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's ordinary state dict: with sharded checkpoints in parts, else whole on rank 0."""
+        """Return an optimizer's state dict with shards for sharded checkpoints, else with full tensors on rank 0."""
         from lockstep.engines.owners import union
         from lockstep.engines.sharded.fully_shard import optimizer_state
 
@@ -466,12 +466,12 @@ class FSDPStrategy(ShardedStrategy):
         return place_like(self.module, in_place)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's shards, from whole tensors or from tensors that were read in shards."""
-        from lockstep.engines.sharded.fully_shard import cut_like
+        """Load this rank's shards from a state with full tensors, or with tensors that were read as shards."""
+        from lockstep.engines.sharded.fully_shard import shard_like
 
         if state.module is not None:
             own = self.module.state_dict()
-            parts = {name: cut_like(own.get(name), value) for name, value in state.module.items()}
+            parts = {name: shard_like(own.get(name), value) for name, value in state.module.items()}
             self.module.load_state_dict(parts, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
@@ -490,29 +490,29 @@ class FSDPStrategy(ShardedStrategy):
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Gradients of a module with shards as parameters, except for some whole ones."""
+    """Gradients of a module whose parameters are shards, except for some that are not sharded."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's shards, and whole gradients that wait for a reduction."""
+        """Return this rank's gradient shards, and unsharded gradients that are not reduced yet."""
         found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def window_state(self) -> dict[str, Any]:
-        """Return the gradients of whole parameters, and under ``"sharded"`` this rank's gradients of the others."""
+        """Return gradients of unsharded parameters, and under ``"sharded"`` this rank's gradients of sharded ones."""
         named, shards = self.engine.named_parameters(), self.holder
         whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
         copies = {name: gradient.detach().cpu().clone() for name, gradient in whole.items()}
         return {"gradients": copies, "sharded": shards.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`; of whole gradients of sharded parameters, take this rank's part."""
-        from lockstep.engines.sharded.fully_shard import cut_like
+        """Restore gradients from `window_state`; load this rank's part of full gradients of sharded parameters."""
+        from lockstep.engines.sharded.fully_shard import shard_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters
         super().load_window_state({"gradients": {name: each for name, each in given.items() if name not in parts}})
         for name, gradient in given.items():
             if name in parts:
-                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
+                parts[name].grad = shard_like(parts[name], gradient.to(parts[name].dtype))
         self.holder.load_window_state(saved.get("sharded", {}))
 
 
@@ -528,27 +528,27 @@ def _named(argument: str, value: object) -> Iterator[None]:
 
 
 def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
-    """Return a name that is given as a string or as one of torch's enums."""
+    """Return an option's name, from a string or a member of torch's enum."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
         choices = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
-        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {choices}.")
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}) must be one of {choices}.")
     return name
 
 
 def _is_on(argument: str, value: object, field: str) -> bool:
-    """Return the value of an option that is True, False, None, or torch's object for it."""
+    """Return True if an option is on: it may be True, False, None, or torch's object for the option."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if type(value).__name__ == "CPUOffloadPolicy":
         return True
     if field and hasattr(value, field):
         return bool(getattr(value, field))
-    raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): give True or False.")
+    raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}) must be True or False.")
 
 
 def _mixed_policy(given: object) -> Any:
-    """Return torch's ``MixedPrecisionPolicy`` for the user's value."""
+    """Return torch's ``MixedPrecisionPolicy`` for the user's ``mixed_precision``."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if given is None:
@@ -561,6 +561,6 @@ def _mixed_policy(given: object) -> Any:
         casts = bool(getattr(given, "cast_forward_inputs", True))
         return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=casts)
     raise MisconfigurationException(
-        f"FSDPStrategy(mixed_precision={given!r:.100}): give a dtype (torch.bfloat16), or torch's MixedPrecision or "
-        "MixedPrecisionPolicy."
+        f"FSDPStrategy(mixed_precision={given!r:.100}) must be a dtype (torch.bfloat16), or torch's MixedPrecision "
+        "or MixedPrecisionPolicy."
     )

@@ -1,4 +1,4 @@
-"""Access to the internals of torch's ``fully_shard`` in every supported release of torch."""
+"""Access to internals of torch's ``fully_shard`` that works with every supported release of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """Return the groups of an ``FSDPState``: parameters that are gathered together. Before torch 2.12 at most one."""
+    """Return an ``FSDPState``'s groups of parameters that are gathered together (at most one before torch 2.12)."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         group = state._fsdp_param_group
@@ -28,39 +28,39 @@ def groups_of(part: FSDPModule) -> list[Any]:
     return groups_of_state(part._get_fsdp_state())
 
 
-# -- the own gradients of gathered parameters, whose `.grad` is the shard's: see `gathered_parameter` ------------
+# -- this rank's gradients of gathered parameters, whose `.grad` is the shard's: see `gathered_parameter` ---------
 
 _RAW_GRADIENT: Any = torch.Tensor.grad
 
 
 def own_gradient(gathered: Tensor) -> Tensor | None:
-    """Return the gradient that this rank's backwards have left in a gathered parameter."""
+    """Return the gradient that this rank's backwards have accumulated in a gathered parameter."""
     gradient: Tensor | None = _RAW_GRADIENT.__get__(gathered)
     return gradient
 
 
 def set_own_gradient(gathered: Tensor, gradient: Tensor | None) -> None:
-    """Set or remove that gradient."""
+    """Set or remove the gradient that `own_gradient` returns."""
     _RAW_GRADIENT.__set__(gathered, gradient)
 
 
 ACCUMULATED = (
-    "Parameter {name!r} has a hook of register_post_accumulate_grad_hook, and under fsdp no rank accumulates the whole "
-    "gradient of all samples: look at `.grad` in `on_after_backward`, where it is this rank's shard of that."
+    "Parameter {name!r} has a register_post_accumulate_grad_hook, but with fsdp no rank accumulates the full gradient. "
+    "Instead, read `.grad` in `on_after_backward`, where it is this rank's shard of the reduced gradient."
 )
 
 
 def refuse_accumulated(name: str, parameter: Tensor) -> None:
-    """Refuse a hook that would get a gradient of this rank's samples only, or none."""
+    """Raise if a parameter has a hook on accumulated gradients, which would not get the full gradient."""
     if parameter._post_accumulate_grad_hooks:
         raise MisconfigurationException(ACCUMULATED.format(name=name))
 
 
-# -- whole gradients that wait for a reduction: in an attribute, or since torch 2.15 in the parameter's own `.grad` ---
+# -- unsharded gradients before a reduction: in an attribute, or since torch 2.15 in the parameter's own `.grad` ---
 
 
 def waiting_gradient(param: FSDPParam) -> Tensor | None:
-    """Return the whole gradient that backwards without reduction have left for a parameter."""
+    """Return a parameter's unsharded gradient that backwards have accumulated without a reduction; None without one."""
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     gathered = getattr(param, "_unsharded_param", None)
@@ -68,7 +68,7 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
-    """Set or remove that gradient. The parameter must have been gathered before."""
+    """Set or remove the gradient that `waiting_gradient` returns, after the parameter was gathered once."""
     gathered = getattr(param, "_unsharded_param", None)
     is_attribute = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
     if is_attribute:
@@ -90,9 +90,9 @@ def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
 
 
 def reduce_unused_parameters(part: FSDPModule) -> None:
-    """Make a rank contribute zeros to the reduction of a gradient if its samples did not use the parameter.
+    """Let ranks contribute zeros to gradients of parameters that their samples did not use.
 
-    Otherwise its reduce-scatter is smaller than those of the other ranks. torch has a switch for it since 2.13.
+    Otherwise the ranks' reduce-scatters would have different sizes. torch has a switch for this since 2.13.
     """
     if hasattr(part, "set_reduce_scatter_unused_params"):
         part.set_reduce_scatter_unused_params(True, recurse=False)
@@ -102,7 +102,7 @@ def reduce_unused_parameters(part: FSDPModule) -> None:
 
 
 class _Filled:
-    """Replacement for a group's post_backward: each parameter without a gradient first gets one of zeros."""
+    """Replacement for a group's post_backward that first creates zeros for parameters without a gradient."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Sharding by torch's ``fully_shard`` (FSDP2): the first weights, training, clipping and checkpoints."""
+"""Sharding with torch's ``fully_shard`` (FSDP2): initial weights, backwards, clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def refuse_unmanaged(module: nn.Module) -> None:
-    """Refuse parameters that are sharded although no layer of the module gathers them.
+    """Raise if a parameter is sharded although no layer of the module gathers it.
 
     A fit of another module with the same layers leaves such parameters, and so does ``parallelize_module``.
 
     Raises:
-        MisconfigurationException: there is such a parameter.
+        MisconfigurationException: the module has such a parameter.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -57,9 +57,9 @@ def refuse_unmanaged(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in gathered:
             raise MisconfigurationException(
-                f"strategy='fsdp': {type(module).__name__}.{name} is in shards already, and no layer of the module "
-                "gathers it. If a fit of another module left it so, fit that module again, or save a checkpoint of it "
-                "and load it into a new one. If parallelize_module did it, use ModelParallelStrategy."
+                f"strategy='fsdp': {type(module).__name__}.{name} is already sharded, but no layer of the module "
+                "gathers it. If a fit of another module sharded it, fit that module again, or load its checkpoint into "
+                "a new module. If parallelize_module sharded it, use ModelParallelStrategy."
             )
 
 
@@ -76,18 +76,19 @@ def shard(
     gather: Callable[[Iterable[Tensor]], object] = list,
     autocast_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard rank 0's weights over the ranks. (torch's function alone keeps each rank's own values.) Collective.
+    """Shard rank 0's weights over the ranks. (``fully_shard`` alone would shard each rank's own values.) Collective.
 
     Args:
         module: the same on all ranks except for its values; becomes an ``FSDPModule`` in place. Parameters on the
             meta device are sharded there.
-        blocks: layers that are gathered and freed separately, inner ones first; the module takes the rest.
-        mesh: a mesh of one dimension, or of two: replicas, and the ranks of a replica.
+        blocks: layers that are gathered and freed separately, inner ones first; all other parameters are gathered
+            with the module.
+        mesh: a mesh with one dimension, or with two: replicas, and the ranks of a replica.
         device: this rank's device; each block is moved there before it is sharded.
         whole: parameters that are not sharded.
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as in ``fully_shard``.
-        gather: makes a block's parameters whole before it is sharded.
+        gather: called with a block's parameters before the block is sharded; gathers them in full.
         autocast_dtype: dtype of autocast in forwards; see `gathered_parameter.gather_in`.
 
     Raises:
@@ -129,7 +130,7 @@ def shard(
 
 
 def _cut(block: nn.Module, **given: Any) -> None:
-    """Call ``fully_shard``; the parameters that it makes keep users' hooks on gradients.
+    """Call ``fully_shard``, and copy users' gradient hooks to the parameters that it creates.
 
     Raises:
         MisconfigurationException: a parameter has a hook for accumulated gradients.
@@ -154,10 +155,10 @@ def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
-    """Return the parameters that cannot be sharded with others: of another dtype, complex, 0-d, or empty.
+    """Return the parameters that cannot be sharded with the others: of a different dtype, complex, 0-d, or empty.
 
-    torch refuses all of these except complex ones. Adam on shards of complex parameters gives wrong values: it uses
-    views of them as pairs of real numbers.
+    torch raises for all of these except complex ones. Adam computes wrong values on shards of complex parameters,
+    because it uses views of them as pairs of real numbers.
     """
     odd = [p for p in module.parameters() if p.is_complex() or not p.dim() or not p.numel()]
     done = {id(parameter) for parameter in odd}
@@ -172,15 +173,15 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
 
 
 def find_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the layers with statistics in buffers, such as batch norms."""
+    """Return the normalization layers with running statistics in buffers, such as batch norms."""
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
 
 
 def compute_in_own_dtype(norm: nn.Module) -> None:
-    """Cast a norm's input to the dtype of its statistics, and its output to that of the input.
+    """Cast a norm's input to the dtype of its statistics, and its output back to the input's dtype.
 
     torch's kernels accept 16-bit inputs with float32 weights and statistics, or a single dtype. Under a policy of
-    ``fully_shard`` only weights and inputs would be cast. torch's first FSDP leaves batch norms out in the same way.
+    ``fully_shard`` only weights and inputs would be cast. torch's first FSDP excludes batch norms in the same way.
     """
     statistics, given = norm.get_buffer("running_mean"), list[torch.dtype]()
 
@@ -199,8 +200,8 @@ def compute_in_own_dtype(norm: nn.Module) -> None:
 
 
 NO_COPY = (
-    "copy.deepcopy of {name}: it is in shards (fully_shard), which only this object can gather. Make the copy in "
-    "`__init__`, where it becomes part of the module and is sharded with it; average weights by "
+    "copy.deepcopy cannot copy {name}, because it is sharded (fully_shard) and only this object can gather it. Create "
+    "the copy in `__init__`, so that it is sharded with the module; average weights with "
     "lockstep.callbacks.WeightAveraging; or copy this rank's shards: "
     "{{name: p.detach().clone() for name, p in module.named_parameters()}}"
 )
@@ -212,17 +213,17 @@ def _refuse_copy(module: nn.Module, memo: object) -> None:
 
 
 ENTRY = "_lockstep_entry"
-"""Attribute of a sharded module for the method through which its steps are called."""
+"""Attribute of a sharded module that stores the method through which its steps are called."""
 
 
 class ShardedModule:
-    """The sharded parameters of a module, and their gradients before and after a reduction.
+    """Sharded parameters of a module, with access to their gradients before and after a reduction.
 
     Args:
-        module: an ``FSDPModule``, or a module with such layers, or with other DTensors as parameters.
+        module: an ``FSDPModule``, a module with such layers, or a module with other DTensors as parameters.
 
     Attributes:
-        parameters: the sharded parameters by name; each rank has its part of each.
+        parameters: the sharded parameters by name; each rank has a shard of each.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -274,9 +275,9 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module with its own parameters gathered.
+        """Call a method of the module with the module's own parameters gathered.
 
-        Its floating-point inputs are cast according to the module's policy.
+        The method's floating-point inputs are cast according to the module's policy.
         """
         if self._casts_to is not None:
             args = tree_map(self._cast, args, Tensor)
@@ -288,7 +289,7 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Support calls of the module's layers in hooks; with ``within`` also after a backward within `run`.
+        """Support calls of the module's layers in hooks; if ``within``, also after a backward inside `run`.
 
         Returns:
             A function that ends the support.
@@ -298,19 +299,19 @@ class ShardedModule:
         return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
 
     def reshard(self) -> None:
-        """Free whole parameters, except the module's own ones that a step needs and an evaluation leaves."""
+        """Free gathered parameters, except the module's own while a step needs them or an evaluation runs."""
         for part in self._parts:
             part.reshard()
 
     def free(self) -> None:
-        """Free all whole parameters, before their shards are read or changed."""
+        """Free all gathered parameters, before their shards are read or changed."""
         for group in self._groups:
             if group.is_unsharded:
                 group._to_sharded()
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
-        """Prepare and complete a backward of ``loss`` in the block. Collective with ``sync``.
+        """Context for a backward of ``loss``, which the caller runs inside the block. Collective with ``sync``.
 
         A parameter that no rank has used since the last reduction gets no gradient, as on one process. torch gives it
         zeros, with which weight decay and momentum would change it.
@@ -320,7 +321,7 @@ class ShardedModule:
 
         Args:
             loss: root of the backward.
-            sync: the backward reduces; otherwise each rank accumulates its own whole gradients.
+            sync: True if the backward reduces gradients; otherwise each rank accumulates its own unsharded gradients.
             drops: set the gradients of this backward to zero before they are added.
         """
         if sync is not self._syncs:
@@ -359,7 +360,7 @@ class ShardedModule:
             unused = [param for param in before if id(param.sharded_param) not in self._used]
             # a rank that has used all parameters need not read the others' flags, for which a GPU would wait
             if unused or self._device.type == "cpu":
-                anywhere = dict(zip(keys, flags.of_all(), strict=True))
+                anywhere = dict(zip(keys, flags.maxima(), strict=True))
                 for param in unused:
                     if not anywhere.get(id(param.sharded_param)):
                         param.sharded_param.grad = None
@@ -369,24 +370,24 @@ class ShardedModule:
         return self._parts[0]._get_fsdp_state()
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Set ``requires_grad`` of the gathered parameter too; torch does so only at the next gather."""
+        """Set ``requires_grad`` of a shard's gathered parameter, which torch updates only at the next gather."""
         gathered = getattr(self._params.get(id(parameter)), "_unsharded_param", None)
         if gathered is not None:
             gathered.requires_grad_(needed)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the gradients that backwards without reduction have left for these parameters."""
+        """Drop gradients of these parameters that were accumulated without a reduction."""
         for parameter in parameters:
             param = self._params.get(id(parameter))
             if param is not None:
                 set_waiting_gradient(param, None)
 
     def groups(self) -> list[Any]:
-        """Return torch's groups of parameters that are gathered together."""
+        """Return torch's parameter groups; the parameters of a group are gathered together."""
         return self._groups
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the gathered parameters and pending communication, and whole gradients that wait for a reduction."""
+        """Return (gathered parameters and communication buffers, unsharded gradients that are not reduced yet)."""
         groups = self.groups()
         whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
         for param in self._params.values():
@@ -400,7 +401,7 @@ class ShardedModule:
     # -- the state of this rank alone
 
     def window_state(self) -> dict[str, dict[str, Any]]:
-        """Return copies of this rank's sharded and waiting gradients, and their first indices in the whole ones."""
+        """Return copies of this rank's sharded and unreduced gradients, with their offsets in full gradients."""
         self.reshard()
         shards, waiting = {}, {}
         for name, parameter in self.parameters.items():
@@ -449,15 +450,15 @@ def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> No
 def whole_gradients(
     parts: Sequence[Mapping[str, Any]], members: Sequence[int], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Return a replica's whole gradients.
+    """Assemble one replica's full gradients from the ranks' saved states.
 
-    Shards contain means over all ranks. Each replica gets all of them, and their mean is the same.
+    Shards contain means over all ranks, so every replica's full gradients include the shards as they are.
 
     Args:
-        parts: states of all ranks, with ``"gradients"`` that were whole and, if the engine shards parameters, the
-            result of `ShardedModule.window_state` as ``"sharded"``.
+        parts: states of all ranks, with full tensors in ``"gradients"`` and, if the engine shards parameters, the
+            result of `ShardedModule.window_state` in ``"sharded"``.
         members: the ranks of the replica.
-        shapes: shapes of the whole parameters.
+        shapes: shapes of the full parameters.
 
     Raises:
         ValueError: the shards do not add up to a parameter.
@@ -472,7 +473,7 @@ def whole_gradients(
 
 
 def _assembled(states: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
-    """Assemble a whole gradient from the parts of the ranks."""
+    """Assemble a full gradient from the ranks' parts."""
     first: Tensor = states[0][kind][name]
     if first.shape == shape:
         return first
@@ -494,8 +495,8 @@ def _joined_rows(shards: Sequence[Tensor], name: str, shape: torch.Size) -> Tens
     whole = torch.cat(taken)
     if whole.shape != shape:
         raise ValueError(
-            f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in taken]}, and the "
-            f"parameter has the shape {tuple(shape)}: go on with the strategy that wrote it"
+            f"the saved shards of {name!r}'s gradient have shapes {[tuple(shard.shape) for shard in taken]}, which do "
+            f"not add up to the parameter's shape {tuple(shape)}. Resume with the strategy that saved them"
         )
     return whole
 
@@ -505,9 +506,9 @@ def _called(self_and_work: Callable[[], Any]) -> Any:
 
 
 def placed_as(parameter: Tensor, gradient: Any) -> Any:
-    """Return a DTensor's gradient with the DTensor's placements: autograd may leave partial sums.
+    """Redistribute a DTensor's gradient to the DTensor's placements, since autograd may leave partial sums.
 
-    Collective in that case.
+    Collective if the placements differ.
     """
     placements = getattr(parameter, "placements", None)
     if gradient is None or gradient.placements == placements:
@@ -516,7 +517,7 @@ def placed_as(parameter: Tensor, gradient: Any) -> Any:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return a DTensor gathered, or another tensor as it is. Collective."""
+    """Gather a DTensor into a full tensor, or return any other tensor as it is. Collective."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -529,10 +530,10 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
     )
 
 
-def cut_like(own: object, value: Any) -> Any:
-    """Return this rank's part of ``value``, sharded like ``own``; if the shapes differ, ``value`` as it is.
+def shard_like(own: object, value: Any) -> Any:
+    """Shard ``value`` like ``own``, and return it as a DTensor; if the shapes differ, return ``value``.
 
-    Collective if ``value`` is already sharded in another way.
+    Collective if ``value`` is already sharded differently.
     """
     from torch.distributed.tensor import DTensor
 
@@ -551,10 +552,10 @@ def cut_like(own: object, value: Any) -> Any:
 
 
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-    """Return a function that makes the tensor into which a sharded checkpoint's tensor is read.
+    """Return a function that creates the tensor into which a tensor of a sharded checkpoint is read.
 
-    A tensor of the state dict (``model.NAME``) is sharded like the module's; another one like a parameter of its
-    shape; a tensor without a counterpart along its first dimension.
+    A tensor of the state dict (``model.NAME``) is sharded like the module's tensor, any other tensor like a parameter
+    of the same shape, and a tensor without a counterpart along its first dimension.
 
     Args:
         module: the sharded module.
@@ -584,7 +585,7 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
 
 
 def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, other: Any) -> Tensor:
-    """Return an uninitialized DTensor; this rank's part is on the device of the ``other`` DTensor's."""
+    """Return an uninitialized DTensor, with this rank's shard on the same device as that of ``other``."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -615,26 +616,26 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's ordinary state dict with whole tensors. Collective; see `gathered`."""
+    """Return an optimizer's state dict with full tensors. Collective; see `gathered`."""
     state = optimizer.state_dict()
     return {**state, "state": {number: gathered(entry, keep) for number, entry in state["state"].items()}}
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load this rank's parts of an ordinary state dict."""
+    """Load this rank's shards from an optimizer's state dict with full tensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     state = dict(saved["state"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in state:
-            state[number] = {name: cut_like(parameter, value) for name, value in state[number].items()}
+            state[number] = {name: shard_like(parameter, value) for name, value in state[number].items()}
     optimizer.load_state_dict({**saved, "state": state})
 
 
 def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
     """Scale gradients so that their 2-norm over all parameters and ranks is at most ``limit``. Collective.
 
-    Parameters may be whole, or sharded over different meshes.
+    Parameters may be unsharded, or sharded over different meshes.
 
     Returns:
         The norm before the scaling; None without gradients.
@@ -659,7 +660,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Run ``scaler.unscale_(optimizer)`` on shards; non-finite values on any rank count on all. Collective."""
+    """Run ``scaler.unscale_(optimizer)`` on shards; a non-finite value on any rank counts on all. Collective."""
     # the groups contain this rank's plain shards meanwhile; the ranks agree about non-finite values below
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:
@@ -674,7 +675,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def part_with_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter and its gradient, without a copy."""
+    """Return this rank's shard of a parameter, with its shard of the gradient as ``.grad``, without a copy."""
     assert parameter.grad is not None
     part = Parameter(local_part(parameter.detach()), requires_grad=False)
     part.grad = local_part(parameter.grad)

@@ -1,4 +1,4 @@
-"""Calls of a sharded module's layers in hooks, or after a backward: parameters are gathered and freed again."""
+"""Support for calling a sharded module's layers in hooks, or after a backward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers the module's own parameters when one of its layers is called outside of a step, and frees them after it.
+    """Gathers the module's own parameters for calls of its layers outside of a step, and frees them afterwards.
 
-    Within a step the module's entry has gathered them, and the end of a step or an evaluation frees them. Without this
-    class, parameters that a call leaves whole would be read and written instead of the shards.
+    Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
+    them. Without this class, parameters that a call leaves gathered would be read and written instead of the shards.
 
     Args:
         module: a module with ``fully_shard`` called on it or on some of its layers.
         is_busy: returns True while a step or a backward runs.
-        free: frees whole parameters.
+        free: frees gathered parameters.
         within: support calls after a backward within a step too, as in manual optimization.
     """
 
@@ -82,7 +82,7 @@ class GatheredCalls:
 
 
 def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules on which ``fully_shard`` was called, without those inside of others."""
+    """Yield the outermost modules on which ``fully_shard`` was called."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -91,7 +91,7 @@ def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost(module: nn.Module, own: set[nn.Module]) -> Iterable[nn.Module]:
-    """Yield the outermost layers that can be called and have parameters of the module's own group."""
+    """Yield the outermost callable layers with parameters in the module's own group."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
             yield from _outermost(child, own)

@@ -1,7 +1,7 @@
-"""Gathered parameters: changes of a step to them are applied to their shards; under autocast they are 16-bit.
+"""Gathered parameters whose changes in a step apply to their shards, and which are 16-bit under autocast.
 
-torch's ``fully_shard`` replaces a shard by a whole parameter while a layer is gathered, and discards it afterwards.
-Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the whole parameter apply to the shard.
+torch's ``fully_shard`` replaces a shard by the full parameter while a layer is gathered, and discards it afterwards.
+Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the full parameter apply to the shard.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import local_part
 
 ROUNDED = (
-    "A step has written in parameter {name!r}, which is gathered in {low}, and whose shards are in {own}: they would "
-    "be rounded. Write in a hook (`on_before_zero_grad`, `on_train_batch_start`), where parameters are shards, or "
-    "gather in {own}: FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
+    "A step wrote to parameter {name!r}, which is gathered in {low}. This would round its {own} shards. Write to it in "
+    "a hook (`on_before_zero_grad`, `on_train_batch_start`), where parameters are shards, or gather in {own} with "
+    "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
 )
 REPLACED = (
-    "Parameter {name!r} is about to be gathered, and its layer has another tensor in its place, which would be "
-    "ignored: torch.func.functional_call passed one, or it was assigned. FSDP gathers this layer separately: choose "
-    "other layers by FSDPStrategy(auto_wrap_policy=...), so that it is gathered with the module, or use "
-    'strategy="ddp".'
+    "Parameter {name!r} was replaced by another tensor, through torch.func.functional_call or an assignment. FSDP "
+    "would ignore this tensor, because it gathers the layer separately. Exclude the layer with "
+    'FSDPStrategy(auto_wrap_policy=...), so that it is gathered with the module, or use strategy="ddp".'
 )
 DATA_SET = (
-    "`.data` of parameter {name!r} was set while the parameter was in shards, which torch ignores. Write in place: "
-    "`parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
+    "`.data` of parameter {name!r} was assigned while the parameter was sharded, which torch ignores. Write in place "
+    "instead: `parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
 )
 WHOLE_GRADIENT = (
-    "The gradient of parameter {name!r} was set to a whole tensor in a step, but each rank has a shard of it. Compute "
-    "gradients by `manual_backward`, or set it in `on_before_optimizer_step` to a DTensor with the parameter's "
-    "placements."
+    "The gradient of parameter {name!r} was set to a full tensor in a step, but each rank needs a shard. Compute "
+    "gradients with `manual_backward`, or set the gradient in `on_before_optimizer_step` to a DTensor with the "
+    "parameter's placements."
 )
 
 
 class GatheredParameter(Parameter):
-    """A whole parameter that represents its shard.
+    """Full parameter that represents its shard while a layer is gathered.
 
-    During a backward ``.grad`` is the gradient of this rank's samples; before and after it, that of the shard.
+    During a backward ``.grad`` is the gradient of this rank's samples; otherwise it is the shard's gradient.
     """
 
     _of: weakref.ref[FSDPParam]
@@ -58,7 +57,7 @@ class GatheredParameter(Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values without a history. A write to them does not change the version counter."""
+        """Values detached from the graph. Writing to them does not change the version counter."""
         self._may_be_written = True
         return _raw_data.__get__(self)
 
@@ -71,7 +70,7 @@ class GatheredParameter(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient: this rank's own if there is one, or in a backward; else the shard's."""
+        """Gradient of this rank's samples if there is one, or during a backward; otherwise the shard's gradient."""
         own = own_gradient(self)
         if own is not None or _is_torchs_turn():
             return own
@@ -100,17 +99,17 @@ _raw_data: Any = torch.Tensor.data
 
 
 def _is_torchs_turn() -> bool:
-    """Return True during a backward, in which torch takes gradients away, or while a graph is traced."""
+    """Return True while torch itself accesses ``.grad``: during a backward, or while a graph is traced."""
     return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
 class GatheredGroup(FSDPParamGroup):
-    """A group of parameters that are gathered together; changes are applied to the shards before they are freed."""
+    """Group of parameters that are gathered together, and whose changes are applied to the shards before freeing."""
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
-        # what a user has set on a shard is lost when the whole parameter takes its place
+        # what a user has set on a shard is lost when the full parameter replaces it
         for param in self.fsdp_params if self.is_sharded else ():
             info, name = param._module_info, _name_of(param)
             if info.module._parameters.get(info.param_name) is not param.sharded_param:
@@ -143,7 +142,7 @@ class GatheredGroup(FSDPParamGroup):
 
 
 def watch(group: Any) -> None:
-    """Apply changes to the gathered parameters of a group to its shards."""
+    """Start applying changes of a group's gathered parameters to their shards."""
     if type(group) is FSDPParamGroup:
         group.__class__ = GatheredGroup  # torch constructs the groups
     for param in group.fsdp_params:
@@ -151,7 +150,7 @@ def watch(group: Any) -> None:
 
 
 def _is_data_set(shard: Parameter) -> bool:
-    """Return True if ``shard.data`` was set since the first call: that replaces the empty memory of a DTensor."""
+    """Return True if ``shard.data`` was assigned since the first call, which replaces a DTensor's empty memory."""
     memory = shard.untyped_storage()._cdata
     return bool(vars(shard).setdefault("_lockstep_memory", memory) != memory)
 
@@ -202,7 +201,7 @@ def _carry(param: FSDPParam) -> bool:
 
 
 def _own_part(param: FSDPParam, whole: Tensor) -> Tensor:
-    """Return this rank's part of a whole parameter."""
+    """Return this rank's part of a full parameter."""
     mesh, dim = param.mesh_info, param.fsdp_placement.dim
     if not isinstance(mesh, FSDPMeshInfo):
         return whole
@@ -224,11 +223,11 @@ _ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight"
 
 CAST: dict[Callable[..., Any], tuple[str, ...]] = {kind.forward: ("weight", "bias") for kind in _LAYERS}
 CAST[nn.MultiheadAttention.forward] = _ATTENTION
-"""Forward of a layer -> its parameters that only go into operators whose inputs autocast casts."""
+"""Forward of a layer -> names of parameters that it passes only to operators whose inputs autocast casts."""
 
 
 def is_cast(layer: nn.Module, name: str) -> bool:
-    """Return True if autocast casts a layer's own parameter wherever its forward uses it.
+    """Return True if autocast casts a layer's own parameter wherever the layer's forward uses it.
 
     Parameters of a norm, an embedding or a user's own layer do not qualify: autocast leaves them as they are, or
     casts them to float32.
@@ -239,11 +238,11 @@ def is_cast(layer: nn.Module, name: str) -> bool:
 def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
     """Gather a block's float32 parameters in ``dtype`` if autocast casts them; reduce all gradients in float32.
 
-    On one process autocast makes the same tensors, once for each use. This halves the bytes sent and the memory. Other
-    parameters are gathered in float32, in the same collective.
+    On one process autocast creates the same tensors, once for each use. Gathering in ``dtype`` halves the bytes sent
+    and the memory. Other parameters are gathered in float32, in the same collective.
 
     Args:
-        block: passed to ``fully_shard`` without a policy, and not used yet.
+        block: a block that was passed to ``fully_shard`` without a policy, and was not used yet.
         dtype: the dtype of autocast.
     """
     assert isinstance(block, FSDPModule)
@@ -256,7 +255,7 @@ def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _InOwnDtype(FSDPParam):
-    """A parameter of a group whose other parameters may be gathered in another dtype."""
+    """Parameter in a group whose parameters may be gathered in different dtypes."""
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Apply the policy, except that parameters which autocast does not cast keep their dtype."""

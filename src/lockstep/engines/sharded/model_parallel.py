@@ -1,4 +1,4 @@
-"""Tensor parallel combined with data parallel (2-D), by the plans that the user applies in ``configure_model``."""
+"""Tensor parallelism combined with data parallelism, as the user's ``configure_model`` splits the module."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""Names of the mesh dimensions, which are Lightning's."""
+"""Names of the mesh dimensions, as in Lightning."""
 
 SIZES = (
-    "ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}): the run has {world} ranks, "
-    '{local} on each node: give two sizes whose product is {world}, or leave one at "auto".'
+    "ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}) does not fit the run's "
+    '{world} ranks, {local} on each node. Pass two sizes with the product {world}, or "auto" for one of them.'
 )
 NO_PLAN = (
     "ModelParallelStrategy: {module} has no `configure_model`. Split its layers there: "
@@ -39,31 +39,31 @@ NO_PLAN = (
     'mesh=self.device_mesh["data_parallel"]).'
 )
 NOTHING_SPLIT = (
-    "ModelParallelStrategy: after `configure_model`, each of the {world} ranks still holds all of {module}. Split its "
-    'layers there by parallelize_module or fully_shard, or use strategy="ddp".'
+    "ModelParallelStrategy: after `configure_model`, each of the {world} ranks still has all of {module}. Split its "
+    'layers there with parallelize_module or fully_shard, or use strategy="ddp".'
 )
 TOO_SMALL = (
-    "`configure_model` cuts {name!r} along dimension {dim}, which has size {size}, for {ranks} ranks: some have "
-    "nothing of it, which `fully_shard` cannot cut. Cut it along another dimension (RowwiseParallel in "
-    "place of ColwiseParallel), or leave that layer out of `parallelize_module`."
+    "`configure_model` splits {name!r} along dimension {dim}, which has size {size}, over {ranks} ranks. Some ranks "
+    "have no elements of it, which `fully_shard` does not support. Split it along another dimension (RowwiseParallel "
+    "instead of ColwiseParallel), or omit that layer from `parallelize_module`."
 )
 NOT_REDUCED = (
-    "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, and nothing reduces its gradient over "
-    "the {data} data_parallel ones: after parallelize_module, call fully_shard on a layer that holds it, with "
+    "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, but its gradient is not reduced over the "
+    "{data} data_parallel ranks. After parallelize_module, call fully_shard on a layer that contains it, with "
     'mesh=self.device_mesh["data_parallel"].'
 )
 SPLIT_ALREADY = (
-    "ModelParallelStrategy: `configure_model` runs at the start of each call of the Trainer, and an earlier call has "
-    "split {module}: return if it is split already (isinstance(parameter, DTensor)). torch's error: {error}"
+    "ModelParallelStrategy: an earlier call of the Trainer has already split {module}, and `configure_model` runs at "
+    "the start of each call. Return from it if isinstance(parameter, DTensor). torch's error: {error}"
 )
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """Ranks in a mesh of two dimensions: the ranks of a row share one model, and rows get different samples.
+    """Strategy with a 2-D mesh of ranks: the ranks in a row share one model, and rows get different samples.
 
     The module's ``configure_model`` splits it by torch's own functions: ``parallelize_module`` with plans over
     ``self.device_mesh["tensor_parallel"]``, and ``fully_shard`` over ``self.device_mesh["data_parallel"]``. Parameters
-    that are not split are whole on each rank, and their gradients are averaged over the rows. The results are those of
+    that are not split are replicated, and their gradients are averaged over the rows. The results are those of
     one process. CPUs are supported (gloo).
 
     Before ``configure_model`` all ranks get rank 0's weights, and inside it they draw rank 0's random numbers. Layers
@@ -71,8 +71,8 @@ class ModelParallelStrategy(FSDPStrategy):
     the same random numbers.
 
     Args:
-        data_parallel_size: number of rows; "auto": the number of nodes, or the number of ranks over the other size.
-        tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or the number of ranks over the other size.
+        data_parallel_size: number of rows; "auto": the number of nodes, or world size / ``tensor_parallel_size``.
+        tensor_parallel_size: ranks per row; "auto": the ranks per node, or world size / ``data_parallel_size``.
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part; any strategy
             reads it. False: it is one file, gathered by rank 0.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
@@ -80,7 +80,7 @@ class ModelParallelStrategy(FSDPStrategy):
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         async_save: ranks copy their parts and continue training, while a thread of each writes them.
         nccl: NCCL's variables, as in ``DDPStrategy``.
-        start_method: as in ``DDPStrategy``; with "spawn" and "fork" the module comes back whole.
+        start_method: as in ``DDPStrategy``; "spawn" and "fork" return the module unsharded.
 
     Raises:
         MisconfigurationException: at the start of a run, if the sizes do not fit the ranks, or the module splits
@@ -126,7 +126,7 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (isinstance(size, (bool, str)) or size < 1):
                 raise MisconfigurationException(
-                    f'ModelParallelStrategy({name}={size!r:.100}): give a number of ranks above 0, or "auto".'
+                    f'ModelParallelStrategy({name}={size!r:.100}) must be a number of ranks above 0, or "auto".'
                 )
         self._given_sizes = (data_parallel_size, tensor_parallel_size)
         self._mesh_of_both: DeviceMesh | None = None
@@ -134,7 +134,7 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Connect as any ranks do; the ranks of a row are one replica, with the same samples."""
+        """Store rank, device and precision; the ranks in a row are one replica, with the same samples."""
         super().connect(world, device, precision)
         data, tensor = self._sizes(world)
         of_rank = tuple(rank // tensor for rank in range(world.size))
@@ -154,7 +154,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return int(data), int(tensor)
 
     def setup_environment(self) -> None:
-        """Join the other ranks and make the mesh."""
+        """Connect this rank to the others, and create the mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 
         super().setup_environment()
@@ -167,13 +167,13 @@ class ModelParallelStrategy(FSDPStrategy):
         """Mesh with the dimensions "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``."""
         if self._mesh_of_both is None:
             raise MisconfigurationException(
-                "device_mesh: there is none before the ranks have met: use it in `configure_model`."
+                "device_mesh does not exist before the ranks are connected. Use it in `configure_model`."
             )
         return self._mesh_of_both
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks split rank 0's weights inside the block. Collective."""
+        """Context for ``configure_model``, in which all ranks split rank 0's weights. Collective."""
         from torch.distributed.tensor import DTensor
 
         from lockstep.checkpoint.first_values import fill, leave_meta
@@ -184,8 +184,8 @@ class ModelParallelStrategy(FSDPStrategy):
             raise MisconfigurationException(NO_PLAN.format(module=type(module).__name__))
         if self.precision.name == "fp8-mixed":
             raise MisconfigurationException(
-                "ModelParallelStrategy with precision='fp8-mixed': torchao's layers in float8 need plans of its own to "
-                "be split; use precision='bf16-mixed', or strategy=\"fsdp\"."
+                "ModelParallelStrategy does not support precision='fp8-mixed', because parallelize_module cannot split "
+                "torchao's float8 layers. Use precision='bf16-mixed', or strategy=\"fsdp\"."
             )
         self._refuse_parts(module, "fsdp")
         self.precision.convert_module(module)
@@ -207,7 +207,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @does("splitting the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Check what ``configure_model`` has split, and move the rest to the device. Collective."""
+        """Check how ``configure_model`` has split the module, and move unsplit parameters to the device. Collective."""
         from torch.distributed.tensor import DTensor, Shard
 
         from lockstep.engines.sharded.fully_shard import ShardedModule
@@ -246,4 +246,4 @@ class ModelParallelStrategy(FSDPStrategy):
             set_random_states_of(of_first, self.own_devices)
 
     def _autocast_dtype(self) -> None:
-        """Return None: the user's own calls of ``fully_shard`` decide the dtypes."""
+        """Return None, because the user's own calls of ``fully_shard`` decide the dtypes."""

@@ -1,4 +1,4 @@
-"""Construction of a model that fits in no rank's memory: each rank keeps its slice of what has been built so far."""
+"""Construction of models that do not fit in one rank's memory: each rank stores a slice of every tensor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.torch_support import INIT, refuse_without
 
 BUDGET = 256 * 2**20
-"""Default for the bytes of tensors that are whole at a time."""
+"""Default limit in bytes for tensors that are unsharded at the same time."""
 SMALL = 2**12
-"""Bytes up to which a tensor always stays whole."""
+"""Size in bytes up to which a tensor is never sliced."""
 
 FILLS = frozenset(
     f"aten::{name}_"
@@ -62,14 +62,14 @@ TOUCHES = frozenset(
 
 @dataclass
 class _Storage:
-    """The memory of a tensor under construction.
+    """Memory of a tensor while a model is constructed.
 
     Attributes:
         weak: reference to the storage, which may be gone.
-        nbytes: size when it is whole.
+        nbytes: full size in bytes.
         number: serial number, the same on all ranks.
-        part: this rank's slice, if it is not whole.
-        checksum: checksum of the whole.
+        part: this rank's slice; None if the memory is not sliced.
+        checksum: checksum of the full memory.
     """
 
     weak: StorageWeakRef
@@ -79,7 +79,7 @@ class _Storage:
     checksum: int = 0
 
     def found(self) -> torch.UntypedStorage | None:
-        """Return the storage; None if nothing uses it any more."""
+        """Return the storage; None if it was released."""
         if self.weak.expired():
             return None
         made: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -87,17 +87,17 @@ class _Storage:
 
 
 class ShardedInit(TorchDispatchMode):
-    """Mode in which tensors that have not been used for a while release their memory, except for this rank's slice.
+    """Mode in which tensors that were not used for a while release their memory, except for this rank's slice.
 
-    All ranks must build the same with the same values. Slices are gathered when a tensor is used again; an operation
-    that overwrites all of it needs no message. Afterwards `gather` makes tensors whole.
+    All ranks must run the same operations with the same values. Slices are gathered when a tensor is used again, unless
+    the operation overwrites all of it. Afterwards `gather` gathers tensors in full.
 
     Args:
-        budget: bytes of tensors that may be whole at a time, besides those in use.
-        group: the ranks.
+        budget: bytes of tensors that may be unsharded at the same time, in addition to those in use.
+        group: process group of the ranks.
 
     Attributes:
-        peak: the largest number of bytes that were whole at a time.
+        peak: the largest number of bytes that were unsharded at the same time.
 
     Example::
 
@@ -124,14 +124,14 @@ class ShardedInit(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mode: no further memory is released."""
+        """Exit the mode, after which no further memory is released."""
         self._memory_access.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the operation's tensors whole, run it, and release others."""
+        """Gather an operation's tensors, run the operation, and release other tensors."""
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             # the values of a tensor that the operation overwrites need not be gathered
@@ -149,7 +149,7 @@ class ShardedInit(TorchDispatchMode):
         return result
 
     def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
-        """Record a use of a tensor, and make it whole. May gather from all ranks."""
+        """Record a use of a tensor, and gather it if it is sliced. Collective in that case."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -177,7 +177,7 @@ class ShardedInit(TorchDispatchMode):
             self.peak = max(self.peak, self._bytes)
 
     def _shrink(self, in_use: set[int]) -> None:
-        """Reduce the least recently used tensors to slices. The choice is the same on all ranks."""
+        """Slice the least recently used tensors until the budget is met; the same ones on all ranks."""
         for number in list(self._whole):
             if self._bytes <= self._budget:
                 return
@@ -207,18 +207,18 @@ class ShardedInit(TorchDispatchMode):
         whole = comm.all_gather_tensor(part, self._group).flatten()[: known.nbytes]
         if _checksum(whole) != known.checksum:
             raise MisconfigurationException(
-                f"rank {self._rank}: the module that `configure_model` builds has other values on this rank than on "
-                "others, but each rank keeps only a part of it: nothing in it may depend on the rank, or on a "
-                "generator with a different seed on each rank"
+                f"rank {self._rank}: `configure_model` creates different values on this rank, but each rank stores "
+                "only a part of the module. Its values must not depend on the rank, or on a generator with a different "
+                "seed on each rank"
             )
         _flat(storage).copy_(whole)
 
     def slices(self) -> list[Tensor]:
-        """Return this rank's slices of the tensors that are not whole."""
+        """Return this rank's slices of all sliced tensors."""
         return [known.part for known in self._known.values() if known.part is not None]
 
     def gather(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors whole. Collective if any of them is not."""
+        """Gather tensors in full. Collective if any of them is sliced."""
         with _disable_current_modes():
             for tensor in tensors:
                 if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -230,7 +230,7 @@ class ShardedInit(TorchDispatchMode):
 
 
 class _MemoryAccess(TorchFunctionMode):
-    """Mode that makes tensors whole before methods that access their memory directly."""
+    """Mode that gathers tensors before methods that access their memory directly."""
 
     def __init__(self, building: ShardedInit) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _MemoryAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Make the arguments whole if needed, and call the function."""
+        """Gather arguments that are sliced, and call the function."""
         if getattr(func, "__name__", "") in TOUCHES:
             self._building.gather(arg for arg in args if isinstance(arg, Tensor))
         return func(*args, **(kwargs or {}))
@@ -251,7 +251,7 @@ def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> I
 
     Args:
         devices: this rank's devices, the same number on each rank.
-        group: the ranks.
+        group: process group of the ranks.
     """
     own = random_states_of(devices)
     of_zero = comm.broadcast_object(own, 0, group)

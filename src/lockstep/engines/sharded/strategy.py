@@ -1,4 +1,4 @@
-"""Base of the strategies whose ranks have parts of a model, and run its forwards and backwards together."""
+"""Base class of strategies that partition a model, whose ranks run all forwards and backwards together."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
     from lockstep.engines.sharded.sharded_init import ShardedInit
 
 LATE = (
-    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: create it "
-    "in `__init__` or in `configure_model`"
+    "rank {rank}: parameter {name!r} was added after the module was sharded, so each rank would train a separate one. "
+    "Create it in `__init__` or in `configure_model`"
 )
 STRANGE = (
-    "{optimizer} has a parameter of shape {shape} that the module does not have. Under {engine}, parts replace the "
-    "module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). A parameter in a plain "
-    "list has to become an attribute of the module."
+    "{optimizer} has a parameter of shape {shape} that the module does not have. Create the optimizer in "
+    "`configure_optimizers` from self.parameters(), since {engine} replaces the module's parameters by parts. If the "
+    "parameter is in a plain list, make it an attribute of the module."
 )
 ALL_AT_ONCE = (
-    "{strategy} with {optimizer}: it mixes the elements of a parameter, and each rank has a part of them. Use an "
-    'elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+    "{strategy} does not support {optimizer}, which mixes a parameter's elements, because parameters are sharded. Use "
+    'an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
 )
 UNKNOWN = (
-    "{strategy} with {optimizer}: an optimizer of this name mixes the elements of a parameter, each rank has a part of "
-    "them, and this class is not known. If its update of a parameter depends on that parameter alone, declare it: "
-    '`@lockstep.parameter_wise(whole=True)`. Otherwise use torch\'s, or strategy="ddp".'
+    "{strategy} does not know this class {optimizer}. Optimizers with this name mix a parameter's elements, but "
+    "parameters are sharded. If its update of a parameter depends on that parameter alone, decorate it with "
+    '`@lockstep.parameter_wise(whole=True)`. Otherwise use torch\'s class, or strategy="ddp".'
 )
 LAID_END_TO_END = (
-    "{strategy} with {optimizer}: it needs whole matrices, and {engine} lays parameters end to end and cuts them "
-    'anywhere. Use strategy="fsdp", DDPStrategy(shard_optimizer=True), or an elementwise optimizer (SGD, Adam, AdamW).'
+    "{strategy} does not support {optimizer}, which needs full matrices: {engine} splits the concatenated parameters. "
+    'Use strategy="fsdp", DDPStrategy(shard_optimizer=True), or an elementwise optimizer (SGD, Adam, AdamW).'
 )
 
 
 class ShardedStrategy(RankedStrategy):
-    """One process per device, each with its part of the model's states; a subclass adds the engine.
+    """Base class of strategies with one process per device, each with a part of the model's states.
 
     A subclass implements :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
     :meth:`setup_optimizers` (which calls ``copies.synchronize_norms``).
 
     Attributes:
-        gathers_updates: True if an optimizer that needs whole parameters gets them.
+        gathers_updates: True if parameters are gathered for optimizers that need full parameters.
     """
 
     runs_padding = True
@@ -75,12 +75,12 @@ class ShardedStrategy(RankedStrategy):
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
-        """Check the arguments that the constructor of ``kind`` does not name."""
+        """Check the extra keyword arguments (``**others``) of a strategy class."""
         known = [*inspect.signature(kind).parameters]
         check_others(kind.__name__, others, known, no_effect)
 
     def _save_in_parts(self, asynchronous: bool = False) -> None:
-        """Write checkpoints in parts, one for each rank."""
+        """Write sharded checkpoints, to which each rank writes its part."""
         self.saves_shards = True
         self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
 
@@ -88,7 +88,10 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ranks without the memory for the module build it together, with rank 0's random numbers. Collective."""
+        """Context for ``configure_model``, in which all ranks together create a module too large for one. Collective.
+
+        They use rank 0's random numbers.
+        """
         from lockstep.checkpoint.first_values import leave_meta
         from lockstep.engines.sharded import sharded_init
 
@@ -101,11 +104,11 @@ class ShardedStrategy(RankedStrategy):
             leave_meta(module, torch.device("cpu"))
 
     def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
-        """Record additions to the module from now on, and keep its buffers the same on all ranks.
+        """Start recording additions to the module, and synchronizing its buffers.
 
         Args:
             module: the module of the run.
-            gathered: class of whole parameters that represent shards. Parametrizations register them in a forward, such
+            gathered: class of full parameters that represent shards. Parametrizations register them in a forward, such
                 as those of peft's adapters of experts.
         """
         if self._late is not None:
@@ -121,14 +124,14 @@ class ShardedStrategy(RankedStrategy):
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Accept the optimizers unless they cannot update parts, or gradients cannot be sharded."""
+        """Store the optimizers. Raise if they cannot update shards, or if gradients cannot be sharded."""
         super().setup_optimizers(optimizers, configs)
         parameters = dict(self.module.named_parameters())
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be sharded: "
-                'build the layers with sparse=False, or use strategy="ddp".'
+                f"{type(self).__name__}() does not support sparse gradients, which {', '.join(sparse)} get. Build the "
+                'layers with sparse=False, or use strategy="ddp".'
             )
         for optimizer in with_parameters(optimizers):
             update_one_by_one(optimizer, self.module.parameters())
@@ -145,15 +148,15 @@ class ShardedStrategy(RankedStrategy):
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse replaced optimizers: the new ones are not checked, and the engine lacks their states."""
+        """Raise if optimizers were replaced, since new optimizers are not checked and have no states in the engine."""
         if replaced:
             raise MisconfigurationException(
-                f"{type(self).__name__}: the optimizers of `configure_optimizers` were replaced during a fit. Change "
+                f"The optimizers were replaced during a fit, which {type(self).__name__} does not support. Change "
                 "their param_groups instead."
             )
 
     def teardown(self) -> None:
-        """Release module and optimizers; ranks keep their parts."""
+        """Release module and optimizers; the module remains partitioned."""
         super().teardown()
         # an instance attribute with a reference to the shards: it would keep the module alive, and cannot be pickled
         for optimizer in self.optimizers:
@@ -166,7 +169,7 @@ class ShardedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run ``fn`` as on one process; layers are gathered when the forward reaches them."""
+        """Run a step method; layers are gathered when the forward reaches them."""
         late = self._late
         if late is not None and late.found is not None:
             raise MisconfigurationException(LATE.format(rank=self.world.rank, name=late.found))
@@ -178,26 +181,27 @@ class ShardedStrategy(RankedStrategy):
             return self._through(fn, *args)
 
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a step method inside the engine's hooks."""
+        """Call a step method in the way that the engine needs."""
         raise NotImplementedError
 
     def _backward_ends(self) -> None:
-        """Count a reduction, after which buffers are synchronized."""
+        """Mark buffers for synchronization after a backward that reduced gradients."""
         self.rounds += self.sync_gradients
         self.copies.backward_ends(self.sync_gradients)
 
     # -- checkpoints
 
     def _refuse_alone(self, alone: bool) -> None:
-        """Refuse to save on one rank alone: its part is useless without the others'."""
+        """Raise if only one rank would save, since its part is useless without the other ranks'."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save alone: each rank has a part of the states ({self.engine}), and "
-                "the others do not join after a failure. Save regularly, by ModelCheckpoint(every_n_train_steps=...)."
+                f"rank {self.world.rank} cannot save a checkpoint alone: each rank has a part of the states "
+                f"({self.engine}), and other ranks do not join after a failure. Save regularly with "
+                "ModelCheckpoint(every_n_train_steps=...)."
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank: all of a file, or this rank's parts of a folder. Collective."""
+        """Read a checkpoint on every rank: a complete file, or this rank's parts from a folder. Collective."""
         if not sharded.is_sharded(filepath):
             return super().load_checkpoint(filepath, weights_only)
         self.checkpoints.io.wait()
@@ -205,17 +209,17 @@ class ShardedStrategy(RankedStrategy):
         return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
     def _reads_into(self) -> Place:
-        """Return a function that makes the tensors into which this rank's parts are read."""
+        """Return a function that creates the tensors into which this rank's parts are read."""
         raise NotImplementedError
 
 
-# -- optimizers of whole parameters and shards ----------------------------------------------------------------
+# -- optimizers with full parameters and shards ---------------------------------------------------------------
 
 
 def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Make an optimizer update parameters one by one if those on a device are of several kinds.
+    """Disable an optimizer's foreach functions if a device has several kinds of parameters (full tensors, DTensors).
 
-    A choice of the user is kept. Groups that are added and states that are loaded later are changed too. Saved states
+    A user's choice is not changed. Groups that are added and states that are loaded later are changed too. Saved states
     do not show the change.
 
     Args:
@@ -248,9 +252,9 @@ def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Move states of layers to the device that a move of single parameters and buffers has left out.
+    """Move states of layers to the device that are neither parameters nor buffers.
 
-    These are layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
+    They belong to layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
     """
     for layer in module.modules():
         if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
@@ -258,9 +262,9 @@ def bring_states(module: nn.Module, device: torch.device) -> None:
 
 
 def generate_together(module: nn.Module) -> None:
-    """Make ``generate`` of transformers' models call the model until the texts of every rank have ended.
+    """Make transformers' ``generate`` call the model until the texts on every rank have ended.
 
-    Each call gathers parameters: if a rank stopped at the end of its own texts, the others would wait.
+    Each call gathers parameters, so if a rank stopped at the end of its own texts, other ranks would wait.
     """
     for layer in module.modules():
         if is_of_transformers(layer):

@@ -1,8 +1,8 @@
-"""Optimizers that need whole parameters, for ranks with shards: each parameter has an owner, which updates it.
+"""Optimizers that need full parameters, when ranks have shards: each parameter is updated by one owner rank.
 
 The owner receives the shards of the gradient, runs the optimizer's own ``step``, and sends each rank its shard of the
-new value. States are whole, and only on the owner. Parameters are processed in rounds: one parameter of each owner, or
-several small ones. While a round is computed, the gradients of the next one and the values of the last one are sent.
+new value. States are full tensors, and only on the owner. Parameters are processed in rounds: one parameter per owner,
+or several small ones. While a round is computed, the gradients of the next one and the values of the last one are sent.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from lockstep.ground.parameters import box_of, local_part
 from lockstep.ground.tree import tree_map
 
 ROUND = 2**25
-"""Bytes of an owner's parameters from which it adds no further one to a round."""
+"""Limit in bytes for the parameters that one owner updates in a round."""
 ALIGNED = 16
-"""Alignment of each part in bytes, so that it can be viewed as its dtype."""
+"""Alignment of each tensor in a message, in bytes, so that the bytes can be viewed as the tensor's dtype."""
 
 Box = tuple[slice, ...]
-"""The range of each dimension that a rank's shard covers."""
+"""Range of indices in each dimension that a rank's shard covers."""
 
 
 KEEPS: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
     torch.optim.Muon: lambda group: 1 - float(group["lr"]) * float(group["weight_decay"])
 }
-"""Optimizer classes whose update does not depend on a parameter's value: the factor by which the value is scaled.
+"""Optimizer class -> factor by which the update scales a parameter's value, given the parameter group.
 
-The rest of the update is added, so values need not be gathered.
+The rest of these optimizers' updates does not depend on the value and is added, so values need not be gathered.
 """
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Return the relative cost of a parameter's update: elements, times the smaller side of a matrix.
+    """Return the relative cost of a parameter's update: the number of elements, times the smaller side of a matrix.
 
     >>> cost_of((4, 3)), cost_of((5,)), cost_of((2, 3, 4))
     (36, 5, 48)
@@ -58,11 +58,11 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 class WholeUpdates(Owners):
-    """Optimizers over shards of parameters; each rank updates the whole parameters that it owns.
+    """Makes each rank update the full parameters that it owns, although parameters are sharded.
 
     Args:
-        optimizers: optimizers that update each parameter independently; parameters are DTensors or whole.
-        group: the ranks, each with a shard of every parameter (or nothing of a small one).
+        optimizers: optimizers that update each parameter independently; parameters are DTensors or full tensors.
+        group: process group of the ranks, each with a shard of every parameter (possibly empty).
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], group: comm.Group = None) -> None:
@@ -78,7 +78,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign an owner to parameters without one, and record each rank's shard. Collective if there are such."""
+        """Assign an owner to parameters without one, and record each rank's shard. Collective if there are any."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
@@ -90,7 +90,7 @@ class WholeUpdates(Owners):
             self._owners[parameter] = owner
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Make whole, on the owners, the states that the optimizer has created at once. Collective."""
+        """Gather, on the owners, states that the optimizer created in its constructor. Collective."""
         for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
             optimizer.state[parameter] = self._whole(optimizer.state[parameter])
         super()._drop(optimizer)
@@ -99,12 +99,12 @@ class WholeUpdates(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let the optimizer change only its groups in the block, without an update; then run the rounds."""
+        """Prevent any update inside the block, by hiding gradients, then run the rounds."""
         updated = self._with_gradient(optimizer)
         rounds = _Rounds(self, optimizer, updated)
         with without_gradients(updated):
             yield
-        rounds.play()
+        rounds.run()
 
     def owner(self, parameter: Tensor) -> int:
         """Return the rank that updates a parameter."""
@@ -112,19 +112,19 @@ class WholeUpdates(Owners):
         return found
 
     def boxes(self, parameter: Tensor) -> list[Box]:
-        """Return each rank's range of a parameter."""
+        """Return the range of a parameter that each rank's shard covers."""
         found: list[Box] = self._boxes[parameter]
         return found
 
     # -- states
 
     def state_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the ordinary state dict; other ranks' tensors are placeholders without values. Collective."""
+        """Return the complete state dict, with placeholders without values for other ranks' tensors. Collective."""
         part = self.part_of(optimizer)
         about = tree_map(lambda tensor: _About(tensor.shape, tensor.dtype), part["state"], Tensor)
         state: dict[int, Any] = {}
         for rank, theirs in enumerate(comm.all_gather_object(about, self._group)):
-            state |= tree_map(_About.elsewhere, theirs, _About) if rank != self._rank else {}
+            state |= tree_map(_About.placeholder, theirs, _About) if rank != self._rank else {}
         state |= tree_map(lambda tensor: FlatPart(tensor.shape, 0, tensor.detach().reshape(-1)), part["state"], Tensor)
         return {**part, "state": {number: state[number] for number in sorted(state)}}
 
@@ -139,8 +139,8 @@ class _About:
     shape: torch.Size
     dtype: torch.dtype
 
-    def elsewhere(self) -> FlatPart:
-        """Return a placeholder without values."""
+    def placeholder(self) -> FlatPart:
+        """Return a placeholder without values for the tensor."""
         return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
 
 
@@ -148,11 +148,11 @@ class _About:
 
 
 class _Rounds:
-    """The updates of one step, gathered, computed and sent back in rounds that are the same on all ranks.
+    """Updates of one step, gathered, computed and sent back in rounds that are the same on all ranks.
 
     Args:
         owners: owners of the parameters.
-        optimizer: the optimizer; its groups are used as they are now.
+        optimizer: the optimizer; its current groups are copied.
         updated: the parameters that have gradients, the same on all ranks.
     """
 
@@ -173,8 +173,8 @@ class _Rounds:
         self._rounds = [list(row) for row in zip_longest(*map(_pieces, of_owner), fillvalue=())]
 
     @torch.no_grad()
-    def play(self) -> None:
-        """Update all parameters; a round's gradients are sent while the previous round is computed. Collective."""
+    def run(self) -> None:
+        """Update all parameters, sending a round's gradients while the previous round is computed. Collective."""
         incoming = self._gather(self._rounds[0]) if self._rounds else None
         outgoing: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
@@ -193,7 +193,7 @@ class _Rounds:
     # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """Return the (rank, range) from which the owner takes each shard: itself if possible, one rank for copies."""
+        """Return (rank, range) of each shard that the owner receives; of replicated shards, its own if possible."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):
@@ -204,8 +204,8 @@ class _Rounds:
         chosen = [owner if owner in ranks else ranks[owner % len(ranks)] for ranks in found.values()]
         return [(rank, boxes[rank]) for rank in chosen]
 
-    def _given(self, parameter: Tensor) -> list[Tensor]:
-        """Return the tensors of this rank that the owner needs."""
+    def _to_send(self, parameter: Tensor) -> list[Tensor]:
+        """Return this rank's tensors that the owner needs: the gradient, and the value if the update uses it."""
         assert parameter.grad is not None
         gradient = local_part(parameter.grad)
         return [gradient] if id(parameter) in self._keeps else [gradient, local_part(parameter.detach())]
@@ -215,7 +215,7 @@ class _Rounds:
         expected: list[list[_About]] = [[] for _ in row]
         for owner, parameters in enumerate(row):
             for parameter in parameters:
-                given = self._given(parameter)
+                given = self._to_send(parameter)
                 for rank, box in self._sources(parameter):
                     if owner == rank:
                         continue
@@ -232,8 +232,8 @@ class _Rounds:
         return _Exchange(send, expected, local_part(first.detach()).device, self._group)
 
     def _wholes(self, parameter: Tensor, arrived: list[Iterator[Tensor]]) -> list[Tensor]:
-        """Assemble the gradient and, if needed, the value of a parameter that this rank owns."""
-        mine, sources = self._given(parameter), self._sources(parameter)
+        """Assemble the full gradient and, if needed, the full value of a parameter that this rank owns."""
+        mine, sources = self._to_send(parameter), self._sources(parameter)
         if len(sources) == 1 and sources[0][0] == self._rank:
             return [mine[0], *(each.clone() for each in mine[1:])]
         made = [each.new_empty(parameter.shape) for each in mine]
@@ -246,7 +246,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return the new values of this rank's parameters, or what is added to values that were not gathered."""
+        """Return new values of this rank's parameters, or the summands for values that were not gathered."""
         streams = [iter(each) for each in arrived]
         substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer
@@ -278,7 +278,7 @@ class _Rounds:
                 state[parameter] = inner.state[substitute]
         return [substitutes[id(parameter)].detach() for parameter in parameters]
 
-    # -- and back
+    # -- from the owner to shards
 
     def _scatter(self, row: Sequence[Sequence[Tensor]], values: Sequence[Tensor]) -> _Exchange:
         send: list[list[Tensor]] = [[] for _ in row]
@@ -295,7 +295,7 @@ class _Rounds:
         return self._exchange(send, expected, row)
 
     def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
-        """Write this rank's shards of the new values."""
+        """Write received values to this rank's shards."""
         streams = [iter(each) for each in exchange.arrive()]
         for owner, parameters in enumerate(row):
             for parameter in parameters:
@@ -310,11 +310,11 @@ class _Rounds:
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_groups"}
-"""Attributes that are not copied to the optimizer that computes a round."""
+"""Attributes that are not copied to the temporary optimizer of a round."""
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters of each round."""
+    """Yield lists of parameters, one list per round."""
     piece: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -337,13 +337,13 @@ def _numel(box: Box) -> int:
 
 
 class _Exchange:
-    """Tensors on their way from each rank to each other.
+    """Asynchronous exchange of tensors between all ranks.
 
     Args:
-        send: tensors by receiving rank; those for this rank itself are not copied.
+        send: tensors by receiving rank; tensors for this rank itself are not copied.
         expected: shapes and dtypes of the tensors from each rank.
-        device: device of the computation.
-        group: the ranks.
+        device: device of the received tensors.
+        group: process group of the ranks.
     """
 
     def __init__(
@@ -365,11 +365,11 @@ class _Exchange:
         received = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
         self._out = torch.empty(sum(received), dtype=torch.uint8, device=carrier)
         parts = [part for each in packed for part in each]
-        self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # kept alive as long as the message
-        self._work = dist.all_to_all_single(self._out, self._given, received, sizes, group=group, async_op=True)
+        self._sent = torch.cat(parts) if parts else self._out.new_empty(0)  # kept alive as long as the message
+        self._work = dist.all_to_all_single(self._out, self._sent, received, sizes, group=group, async_op=True)
 
     def arrive(self) -> list[list[Tensor]]:
-        """Wait, and return the received tensors by sender."""
+        """Wait for the exchange, and return the received tensors by sender."""
         found: list[list[Tensor]] = [[] for _ in self._expected]
         if self._work is not None:
             self._work.wait()

@@ -335,7 +335,7 @@ def run_forwards(trainer: Trainer) -> int:
         for batch, weight, _ in window:
             results.muted = True
             absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
-            with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
+            with torch.no_grad(), strategy.without_ranks(absent) if absent else nullcontext():
                 used = bool(weight) and batch is not None
                 if used:
                     batch = step.transfer(batch) if step.moves else batch

@@ -697,7 +697,7 @@ def test_a_batch_is_cut_by_samples() -> None:
 def test_a_module_that_a_failed_fit_left_in_parts_is_refused() -> None:
     module = Tied()
     module.layers[1].weight.data = torch.tensor(float("nan")).expand(6, 6)
-    with pytest.raises(MisconfigurationException, match='strategy="balanced" that did not end well'):
+    with pytest.raises(MisconfigurationException, match='strategy="balanced" that failed'):
         quiet(max_epochs=1).fit(module, rows(4)(4))
 
 

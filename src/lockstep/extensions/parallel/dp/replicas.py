@@ -16,7 +16,7 @@ from lockstep.ground.device import current_device, current_of, current_stream, h
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.transfer import has_pinned_memory
 from lockstep.ground.tree import tree_leaves, tree_map
-from lockstep.memory.recompute import Again
+from lockstep.memory.recompute import Recomputed
 
 # -- DataParallel --------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable
             fill["_buffers"] = {key: None if b is None else copies[id(b)] for key, b in original._buffers.items()}
             fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
             # a forward that recomputes activations is bound to the original layer
-            if isinstance(fill.get("forward"), Again):
+            if isinstance(fill.get("forward"), Recomputed):
                 fill["forward"] = fill["forward"].of(replica)
         return made[id(original)]
 
