@@ -19,7 +19,7 @@ from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import RankRecording, Recording
-from lockstep.extensions.verify.refusals import deadlock, of_memory, of_ranks, short_window
+from lockstep.extensions.verify.refusals import deadlock, explain_memory_error, check_ranks, short_window
 from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.steps import strided_sums
 
@@ -207,7 +207,7 @@ FAILED = [
 @pytest.mark.parametrize(("message", "words", "way_out"), FAILED)
 def test_a_failure_is_reported_with_the_way_out(message: str, words: str, way_out: str, tmp_path: Path) -> None:
     failed = RankRecording(rank(tmp_path / "0").folder, Ending("failed", message=message, where="train.py:3"))
-    reason = of_ranks(Recording((failed,)), 5)
+    reason = check_ranks(Recording((failed,)), 5)
     assert words in reason
     assert way_out in reason
 
@@ -215,8 +215,8 @@ def test_a_failure_is_reported_with_the_way_out(message: str, words: str, way_ou
 def test_a_comparison_without_memory_is_reported_with_the_way_out() -> None:
     """It was a traceback."""
     for error in (MemoryError(), RuntimeError("unable to mmap 536872448 bytes: Cannot allocate memory (12)")):
-        assert "fewer --devices" in of_memory(error)
-    assert not of_memory(RuntimeError("shapes do not match"))
+        assert "fewer --devices" in explain_memory_error(error)
+    assert not explain_memory_error(RuntimeError("shapes do not match"))
 
 
 def test_updates_within_join_are_numbered_as_one_process_makes_them(tmp_path: Path) -> None:

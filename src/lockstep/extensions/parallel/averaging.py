@@ -22,7 +22,7 @@ _TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
 class ParameterAverager:
-    """Average of parameters over ranks after every ``period``-th optimizer step, from step ``start`` on.
+    """Averager of parameters over ranks after every ``period``-th optimizer step, starting with step ``start``.
 
     Use it with `lockstep.engines.ddp.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average
     gradients over all ranks, later ones only within a node, and this class averages the nodes' parameters. Steps are
@@ -92,7 +92,7 @@ class ParameterAverager:
         self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
 
     def _of_torch(self, averager: Any) -> dict[int, Any]:
-        """Return the groups of torch's averager by period, smallest first."""
+        """Read the settings of torch's averager, and return its groups by period, smallest first."""
         if not callable(getattr(averager, "average_parameters", None)):
             raise MisconfigurationException(
                 f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
@@ -112,7 +112,7 @@ class ParameterAverager:
         return {}
 
     def step(self) -> bool:
-        """Count an optimizer step, and average if a period ends; collective then.
+        """Count an optimizer step, and average parameters if a period ends; collective then.
 
         Returns:
             True if parameters were averaged, over all ranks or some of them.
@@ -169,7 +169,7 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
 
 
 def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
-    """Yield each period and its group, smallest first. Groups are made here. Collective."""
+    """Yield (period, process group), smallest period first, and create the groups. Collective."""
     made: dict[int, Any] = {comm.world_size(group): group}
     rank = comm.rank(group)
     for period, size in sorted(periods.items()):
@@ -351,14 +351,14 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _start_local(self) -> None:
-        """Record the current parameters, which are the same on all ranks, as the start of the next outer step."""
+        """Record the current parameters, which are equal on all ranks, as the origin of the next outer step."""
         self._origins = [
             Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters
         ]
         self.optimizer = self._make(self._origins)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters at the last outer step, the outer optimizer's state, and the number of steps.
+        """Return the number of steps, the parameters at the last outer step, and the outer optimizer's state.
 
         The result has tensors and plain types, and is the same on all ranks.
         """

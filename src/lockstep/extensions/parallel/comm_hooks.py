@@ -1,4 +1,4 @@
-"""Communication hooks of a fit (check, attach, save, resume), and local steps, after which weights differ."""
+"""Communication hooks of a fit, and local steps, after which weights differ between ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DivergedWeights:
 
     @property
     def shown(self) -> bool:
-        """True while the module has the ranks' mean instead of this rank's own weights."""
+        """True while the module has the ranks' mean instead of the rank's own weights."""
         return self._own is not None
 
     def step(self) -> None:
@@ -70,7 +70,7 @@ class DivergedWeights:
     # -- the mean
 
     def show_mean(self) -> None:
-        """Replace this rank's weights and buffers by the mean, until `show_own`. Collective."""
+        """Replace the module's weights and buffers with the ranks' mean, until `show_own`. Collective."""
         if self._own is None:
             parameters, buffers = self._parameters(), dict(self._module.named_buffers())
             self._own = {name: tensor.detach().clone() for name, tensor in {**parameters, **buffers}.items()}
@@ -80,7 +80,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Restore this rank's weights and buffers."""
+        """Restore the rank's own weights and buffers after `show_mean`."""
         if self._own is not None:
             _copy(self._own, self._tensors())
             self._own = None
@@ -219,7 +219,7 @@ class HookedLocalSteps:
     # -- a window
 
     def round(self) -> None:
-        """Record that a round of gradients starts. The hook itself counts rounds."""
+        """Record that a round of gradient reduction starts."""
         if self._diverges and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
 
@@ -245,20 +245,20 @@ class HookedLocalSteps:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks: the number of steps, and the outer optimizer."""
+        """Return the state that is equal on all ranks, such as the number of steps and the outer optimizer."""
         return {"start": self._start, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Restore the result of `state_dict`."""
         self._start_averaging(state["start"])
         self._averager.load_state_dict(state["averager"])
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the state of this rank: its own weights and optimizers."""
+        """Return the state of this rank, with the weights and optimizers that differ from other ranks."""
         return self.apart.state_dict(self.leader)
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's own weights. Without any, all ranks continue from the checkpoint's, which are the mean."""
+        """Load this rank's own weights. Without ``states`` all ranks continue from the mean in the checkpoint."""
         if states:
             self.apart.load_state_dict(states)
         elif isinstance(self._averager, ParameterAverager):
@@ -273,7 +273,7 @@ POST_LOCAL = "start_localSGD_iter"
 
 
 class _TorchState(NamedTuple):
-    """State of one of torch's hooks on the way to another process."""
+    """State of one of torch's hooks in a form that can be pickled."""
 
     kind: type[Any]
     found: dict[str, Any]
@@ -306,7 +306,7 @@ class CommunicationHook(AttachableHook):
                 if value is not None:
                     shown = name_of(value) if callable(value) else type(value).__qualname__
                     raise MisconfigurationException(
-                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it. Give both."
+                        f"DDPStrategy({name}={shown}) without ddp_comm_hook has no effect. Give both arguments."
                     )
         elif not callable(hook):
             raise MisconfigurationException(
@@ -320,13 +320,13 @@ class CommunicationHook(AttachableHook):
         if self.is_local and period is None:
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
-                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never be "
+                f"round {getattr(state, POST_LOCAL)} on each node trains its own parameters, which would never be "
                 "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
         if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
             raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
-                "numbers to numbers of ranks."
+                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of "
+                "numbers of steps to numbers of ranks."
             )
         if isinstance(period, int) and period < 1:
             raise MisconfigurationException(
@@ -335,7 +335,7 @@ class CommunicationHook(AttachableHook):
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if not self.is_local and outer is not None:
             raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
+                f"DDPStrategy(outer_optimizer={dict(outer)}) works only with local steps. Give {needs} as well."
             )
         if not self.is_local and period is not None:
             rank_zero_warn(
@@ -358,7 +358,7 @@ class CommunicationHook(AttachableHook):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> HookedLocalSteps | None:
-        """Let the hook reduce ``reducer``'s buckets. Collective.
+        """Make the hook reduce the buckets of ``reducer``. Collective.
 
         Args:
             reducer: this fit's reducer, before its first round.
@@ -380,7 +380,7 @@ class CommunicationHook(AttachableHook):
         return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
     def _find_subgroup(self, node_rank: int) -> None:
-        """Set the state's subgroup to the ranks of this node, if it has none."""
+        """Assign a group of this node's ranks to the hook's state if it has no subgroup."""
         state = self.state
         together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
         if state.subgroup is not None or not together or comm.world_size() == 1:
@@ -446,7 +446,7 @@ class CommunicationHook(AttachableHook):
 
 
 def communication_hook(*arguments: Any) -> CommunicationHook | None:
-    """Return the hook that the arguments of `CommunicationHook` make; None where they name none."""
+    """Return a `CommunicationHook` with these arguments, or None if they contain no hook."""
     made = CommunicationHook(*arguments)
     return made if made.is_there else None
 
@@ -464,7 +464,7 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
 
 
 def _checked_outer(outer: object) -> dict[str, Any] | None:
-    """Return ``outer_optimizer`` as arguments of `OuterOptimizer`.
+    """Check and return the argument ``outer_optimizer`` as keyword arguments for `OuterOptimizer`.
 
     Raises:
         MisconfigurationException: it is not a dict of such arguments.

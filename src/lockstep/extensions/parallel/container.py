@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 NOT_COPIED = (
     *("process_group", "_reducer", "_make_reducer", "_watch", "_checks", "_late", "_release", "_world", "_holders"),
 )
-"""Attributes that a copy of a container makes itself."""
+"""Attributes that a copy of a container does not take over, but creates itself."""
 COMPILED_WHOLE = (
     "{name} is compiled as a whole: all gradients arrive at the end of its backward, so no reduction overlaps the "
     "computation. Compile its blocks instead: for block in model.blocks: block.compile()"
@@ -226,7 +226,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._attach()
 
     def _set_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
-        """Set the devices of the module, its replicas and its outputs."""
+        """Choose the devices of the module, the replicas and the outputs."""
         module = self.module
         self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
         self.device_type = self.device.type
@@ -246,7 +246,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
     def _attach(self) -> None:
-        """Make the reducer and the watcher of backwards. Collective."""
+        """Create the reducer and the watcher of backwards. Collective."""
         ignored = {*self.parameters_to_ignore, *self._frozen}
         named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
         plan = plan_buckets(infos_of(named), self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
@@ -293,7 +293,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 waiting_for_steps.pop(id(self), None)
 
     def use_reducer(self, make: Callable[..., Reducer]) -> None:
-        """Replace the reducer, between two steps. Collective.
+        """Replace the reducer between two steps. Collective.
 
         Args:
             make: called with the arguments of `Reducer`. Copies of the container do not keep it.
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 profiled.__exit__(None, None, None)
 
     def _run_together(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        """Run a collective forward, and watch for its backward."""
+        """Run a collective forward, and watch its outputs for the backward."""
         sync = grad and self.require_backward_grad_sync
         weight = self._prepare_forward(grad, sync)
         outputs = self._run(inputs, kwargs)
@@ -420,7 +420,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """Check, with check_reduction, that all ranks are at the same point and the last backward was complete."""
+        """Check that all ranks are at the same point and the last backward was complete, if ``check_reduction``."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -546,7 +546,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that ``torch.distributed.algorithms.Join`` calls on a rank without batches.
+        """Return the hook that ``torch.distributed.algorithms.Join`` calls on a rank that has run out of batches.
 
         Args:
             **kwargs: ``divide_by_initial_world_size`` as in `join`; default True.
@@ -555,12 +555,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Device of ``Join``'s collectives."""
+        """Device on which ``Join`` runs its collectives."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """Process group of ``Join``'s collectives."""
+        """Process group in which ``Join`` runs its collectives."""
         return self.process_group
 
     # -- devices

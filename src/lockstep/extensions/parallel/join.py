@@ -1,4 +1,4 @@
-"""Uneven batches: weighted means over ranks, and ranks that have run out of batches (``join``)."""
+"""Support for uneven batches, by weighted means over ranks and by ``join`` for ranks that have run out."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lockstep.ground.tree import tree_map
 
 
 def check_weight(n: float, rank: int) -> float:
-    """Return a weight as a float.
+    """Return the weight of a batch as a float.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: the weight is negative or not finite.
     """
     weight = float(n)
     if not math.isfinite(weight) or weight < 0:
@@ -133,7 +133,7 @@ class JoinAgreement(NamedTuple):
 
 
 def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
-    """Exchange which ranks have a batch and what they do next, in one message. Collective, also for joined ranks.
+    """Exchange in one message which ranks have a batch and what they do next. Collective, also for joined ranks.
 
     Args:
         group: process group of the ranks.
@@ -172,7 +172,7 @@ class FollowingHook(JoinHook):
         self._follow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Leave the join after the last batch of all ranks."""
+        """Take the final model after the last batch of all ranks."""
         self._leave(is_last_joiner)
 
 

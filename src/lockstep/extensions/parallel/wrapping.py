@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
-    """Return the process group of a container: the given one, that of the mesh, or the default one.
+    """Return the process group of a container, from the given group, the mesh, or the default group.
 
     Args:
         group: a process group; None is the default one.
@@ -42,7 +42,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
             "torch.distributed.init_process_group(...) first, on every rank"
         )
     if group is not None and mesh is not None:
-        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give one of them")
+        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give only one")
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
@@ -126,7 +126,7 @@ def _yields(container: nn.Module, group: comm.Group) -> bool:
 
 
 def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Return whether forwards synchronize buffers, from a container's two arguments.
+    """Return True if forwards synchronize buffers, according to a container's two arguments.
 
     ``broadcast_buffers`` is deprecated, as in torch. Default: True.
     """
@@ -144,7 +144,7 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
 
 
 def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Describe a parameter whose gradient would not be averaged; None without one.
+    """Describe a parameter whose gradient would not be averaged, or return None if there is none.
 
     The caller puts the rank in front of the sentence.
 
@@ -167,7 +167,7 @@ def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -
 
 
 def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Describe a parameter whose dtype, shape or device no longer fits its bucket; None without one.
+    """Describe a parameter whose dtype, shape or device no longer fits its bucket; return None if all fit.
 
     The caller puts the rank in front of the sentence.
     """

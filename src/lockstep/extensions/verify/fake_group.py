@@ -1,4 +1,4 @@
-"""A process group without other ranks, for simulated ranks: collectives return at once and send nothing."""
+"""Process group for simulated ranks, whose collectives return at once and send nothing."""
 
 import functools
 import pickle
@@ -25,7 +25,7 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Let broadcasts and scatters return what rank 0, which ran first, has sent.
+    """Make broadcasts and scatters return the values that rank 0 sent in its run, before the other ranks.
 
     The fake backend leaves receive buffers as they are, so that ranks would continue with whatever is in memory.
     """
@@ -36,10 +36,10 @@ def install(watch: Watch) -> None:
 
 
 class _SentByRankZero:
-    """Values that rank 0 broadcasts and scatters, in order. Rank 0 writes them to files, and the others read these.
+    """Values that rank 0 broadcasts and scatters, which it writes to files for the other ranks.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -49,7 +49,7 @@ class _SentByRankZero:
         self._number = 0
 
     def broadcast_tensor(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `broadcast` whose tensor is rank 0's afterwards."""
+        """Wrap `broadcast` so that the tensor has rank 0's values afterwards."""
 
         @functools.wraps(function)
         def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class _SentByRankZero:
         return broadcast
 
     def broadcast_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `broadcast_object_list` that gives rank 0's objects."""
+        """Wrap `broadcast_object_list` so that the list has rank 0's objects afterwards."""
 
         @functools.wraps(function)
         def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ class _SentByRankZero:
         return broadcast
 
     def scatter_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `scatter_object_list` that gives a rank its item of rank 0's objects."""
+        """Wrap `scatter_object_list` so that the output has this rank's item of rank 0's input list."""
 
         @functools.wraps(function)
         def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any) -> None:
@@ -93,11 +93,11 @@ class _SentByRankZero:
 
 
 def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
-    """Return a communication hook for DistributedDataParallel that notes each bucket and sends nothing."""
+    """Return a communication hook for DistributedDataParallel that records each bucket and sends nothing."""
 
     def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         note_collective(watch, "all_reduce", bucket.buffer())
-        # a rank waits in the collective that is its last event, so the end of this one is noted as well
+        # a rank waits in the collective that is its last event, so the end of this one is recorded as well
         watch.journal.note("collected", number=0)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())

@@ -1,4 +1,4 @@
-"""Observer of modules: how they are called, how their wrappers synchronize, where they read ranks, and backwards."""
+"""Observer of modules' calls, of the wrappers that synchronize them, of reads of the rank, and of backwards."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from lockstep.extensions.verify.watch import Watch, patch
 _ROUNDING_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _MAX_FORWARDS = 64
-"""Calls of outermost modules that are noted."""
+"""Maximum number of calls of outermost modules that are recorded."""
 
 
 class Forwards:
     """Observer of calls of modules, and of the wrappers that synchronize them.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
 
     Attributes:
         roots: modules that no other module calls, without the wrappers around them.
@@ -104,7 +104,7 @@ class Forwards:
     # -- wrappers
 
     def _watch_wrappers(self) -> None:
-        """Watch DistributedDataParallel, without communication hooks of torch's and without mixed precision."""
+        """Observe DistributedDataParallel, and disable its mixed precision and torch's own communication hooks."""
         original, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
         register = DistributedDataParallel.register_comm_hook
         watch = self.watch
@@ -156,7 +156,7 @@ class Forwards:
         patch(Join, "__init__", init)
 
     def watch_sharded(self, module: ModuleType) -> None:
-        """Watch `torch.distributed.fsdp`: which models it shards, and when they do not synchronize gradients."""
+        """Record which models `torch.distributed.fsdp` shards, and whether their gradients are synchronized."""
         original = module.FSDPModule.set_requires_gradient_sync
 
         @functools.wraps(original)
@@ -181,7 +181,7 @@ class Forwards:
     # -- the rank, read within a module
 
     def _watch_ranks(self) -> None:
-        """Note modules that read the rank; with the override "rank in modules" they all read 0."""
+        """Record modules that read the rank. With the override "rank in modules" they read 0 on all ranks."""
         is_fixed = "rank in modules" in self.watch.settings.overrides
         for owner in (dist, dist.distributed_c10d):
             original: Callable[..., int] = vars(owner)["get_rank"]
@@ -211,7 +211,7 @@ class Forwards:
         patch(os._Environ, "__getitem__", getitem_noted)
 
     def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Return True if a module runs a line that reads the rank, and note that."""
+        """Return True if a module runs the line that reads the rank, and record the line."""
         within = "a module's call" if self.watch.depth else ""
         caller: FrameType | None = frame
         # a few frames up: a module's method may call a function that reads the rank
@@ -252,7 +252,7 @@ class Forwards:
 
     @contextmanager
     def _one_backward(self, loss: Tensor) -> Iterator[None]:
-        """Note and count a backward, unless another one calls it."""
+        """Record and count a backward, unless it runs inside another backward."""
         if self._in_backward:
             yield
             return
@@ -278,7 +278,7 @@ class Forwards:
     # -- names
 
     def names(self) -> dict[int, str]:
-        """Return the names of parameters by id, without the prefixes that wrappers add."""
+        """Return parameter names by the parameter's id, without the prefixes that wrappers add."""
         found: dict[int, str] = {}
         models = list(filter(_has_parameters, self.roots))
         # the largest first: a part that is also called by itself keeps its name within the whole
@@ -302,7 +302,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _divisor(loss: Tensor) -> float | None:
-    """Return the number that divides a loss in its last operation; None if there is none."""
+    """Return the number that divides a loss in its last operation, or None if there is none."""
     node = loss.grad_fn
     name = type(node).__name__
     if name == "DivBackward0":
@@ -315,5 +315,5 @@ def _divisor(loss: Tensor) -> float | None:
 
 
 def _number(value: Tensor | None) -> float | None:
-    """Return a tensor of one element as a number, and None for all else."""
+    """Return the value of a one-element tensor, or None for anything else."""
     return float(value) if value is not None and value.numel() == 1 else None

@@ -1,4 +1,4 @@
-"""Observer of `torch.distributed`: the process group gets the ranks of the run, and collectives are noted."""
+"""Observer of `torch.distributed`, which gives process groups the ranks of the run and records collectives."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Groups:
-    """Observer of `torch.distributed`.
+    """Observer of process groups and collectives.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Let one process read the number of ranks, to see whether its learning rates are then theirs."""
+        """Make one process read the ranks' world size, to check if it then uses the ranks' learning rates."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 
@@ -101,7 +101,7 @@ class Groups:
         patch(dist, "get_world_size", size_for_user)
 
     def _noted(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
-        """Return a collective that is noted, unless another collective calls it.
+        """Wrap a collective so that its calls are recorded, except those inside another collective.
 
         Args:
             name: name of torch's function.

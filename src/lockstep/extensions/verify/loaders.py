@@ -1,4 +1,4 @@
-"""Observer of DataLoaders: ranks write what they are given, sample by sample, and one process is fed these samples."""
+"""Observer of DataLoaders, which writes the samples that ranks read and feeds them to one process."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 DRAWS = "draws"
-"""Kind of the event that is noted if a step draws random numbers of Python's or NumPy's."""
+"""Kind of the event for a step that draws random numbers from Python's or NumPy's generator."""
 
 _EVALUATED = 8
-"""First and last batches that an evaluation gets once the steps are made."""
+"""Number of first batches, and of last batches, that an evaluation after all steps reads."""
 _ORDER = 100_000
-"""Samples of an epoch's order that are noted."""
+"""Maximum number of samples of an epoch's order that are recorded."""
 
 Collate = Callable[[], Any]
-"""Puts the samples of a batch together."""
+"""Collates the samples of a batch."""
 Fetch = Callable[[], list[Any] | None]
-"""Reads the samples of a batch; None at the end of the data."""
+"""Reads the samples of a batch, and returns None at the end of the data."""
 
 
 def fingerprint(sample: object) -> str:
-    """Return 16 hexadecimal digits for the content of a sample; "" if it cannot be read."""
+    """Return a hash of a sample's content as 16 hexadecimal digits, or "" if it cannot be computed."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         _digest(sample, digest.update)
@@ -86,7 +86,7 @@ class Loaders:
     """Observer that replaces the iteration of every DataLoader.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -164,7 +164,7 @@ class Loaders:
         return self._tracked(number, self._recorded(loader, number, iteration))
 
     def _tracked(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """Yield the batches. An epoch of training ends once the steps are made."""
+        """Yield the batches, and end an epoch of training once all steps are made."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():
@@ -193,9 +193,9 @@ class Loaders:
                 watch.journal.note_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
-        """Write the states of Python's and NumPy's generators, or restore those of a rank; return the states.
+        """Write a rank's states of Python's and NumPy's generators. In one process restore a rank's states.
 
-        One process takes the states of the only rank that it is fed, or of rank 0.
+        One process uses the states of the only rank whose samples it is fed, or of rank 0. Return the states.
         """
         settings = self.watch.settings
         if settings.is_replay:
@@ -212,7 +212,7 @@ class Loaders:
     # -- recording
 
     def _describe(self, loader: DataLoader[Any], number: int, iteration: int) -> None:
-        """Note what determines a loader's order, before it is iterated."""
+        """Record what determines a loader's order, before its iteration."""
         dataset, sampler = loader.dataset, loader.sampler
         is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
@@ -289,7 +289,7 @@ class Loaders:
     # -- replay
 
     def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        """Yield the batches that the ranks got: put together, or those of one rank after another."""
+        """Yield the ranks' batches, joined to one batch or one rank after another."""
         settings = self.watch.settings
         seen: set[str] = set()
         for at in itertools.count():
@@ -315,7 +315,7 @@ class Loaders:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
     def _joined(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
-        """Join batches that the data set makes itself."""
+        """Join batches from a data set that collates its samples itself."""
         batches = [convert(part["samples"][0]) for part in parts]
         self.watch.chunks = tuple(
             next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
@@ -352,7 +352,7 @@ def joined(batches: list[Any]) -> Any:
     """
     flat = [tree_flatten(batch) for batch in batches]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("batches of several structures cannot be joined")
+        raise ValueError("the ranks' batches differ in structure and cannot be joined for one process")
     leaves = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         first = parts[0]
@@ -361,7 +361,10 @@ def joined(batches: list[Any]) -> Any:
         elif all(bool(part == first) for part in parts):
             leaves.append(first)
         else:
-            raise ValueError(f"values of type {type(first).__name__} that differ cannot be joined")
+            raise ValueError(
+                f"the ranks' batches differ in a {type(first).__name__} and cannot be joined for one process. Let the "
+                "data set return tensors with a row for each sample"
+            )
     return tree_unflatten(leaves, flat[0][1])
 
 
@@ -388,7 +391,7 @@ def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]
 
 
 def _plain(indices: Any, dataset: object) -> list[int] | None:
-    """Return indices as numbers, those of a Subset as numbers of the whole; None if they are not numbers."""
+    """Return indices into the full data set (also for a Subset) as integers, or None if they are not integers."""
     try:
         found = [int(index) for index in indices]
         while isinstance(dataset, Subset):

@@ -1,4 +1,4 @@
-"""Simulation of many ranks: each runs two steps without the others, and their collectives are compared."""
+"""Simulation of many ranks, which run two steps without each other and whose collectives are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.extensions.verify.runs import Request, Runs
 STEPS = 2
 """Optimizer steps of each rank."""
 _MAX_RANKS = 4
-"""Ranks that are listed in a message."""
+"""Maximum number of ranks that are listed in a message."""
 _COMPARED = "simulated ranks"
 
 
@@ -40,11 +40,11 @@ class Simulation:
             ranks = self.runs.on_simulated(self.request.devices, STEPS)
         failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.has_failed]
         if failed:
-            return self._of_failure(ranks, failed)
-        reason = refusals.of_ranks(ranks, STEPS)
+            return self._explain_failure(ranks, failed)
+        reason = refusals.check_ranks(ranks, STEPS)
         if not reason and not ranks.has("group"):
             reason = (
-                "the script creates no process group, so that its ranks would not be connected: call "
+                "the script creates no process group, so its ranks would not be connected: call "
                 "torch.distributed.init_process_group"
             )
         if not reason and not ranks.has("collective"):
@@ -57,7 +57,7 @@ class Simulation:
         steps = ranks.fewest_steps
         if steps < STEPS:
             return self._unknown(
-                f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or simulate fewer ranks"
+                f"each rank makes {steps} of {STEPS} optimizer steps: use more data, or simulate fewer ranks"
             )
         calls = len(ranks.first.find("collective", whole=True))
         groups = len(ranks.first.find("collective", whole=False))
@@ -73,11 +73,11 @@ class Simulation:
     def _unknown(self, reason: str) -> Certificate:
         return self.runs.certificate(reasons=[reason], compared=_COMPARED)
 
-    def _of_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
+    def _explain_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
         # a script that fails on one rank as well does not fail because of sizes
         alone = self.runs.on_simulated(1, STEPS)
         if alone.first.ending.has_failed:
-            return self._unknown(refusals.of_ranks(ranks, STEPS))
+            return self._unknown(refusals.check_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
         text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
         cause = f"the script does not support {self.request.devices} ranks"
@@ -85,7 +85,7 @@ class Simulation:
         return self._different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
 
     def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
-        """Return the first place where ranks call different collectives."""
+        """Find the first collective that differs between ranks, and the cause."""
         calls = [rank.find("collective", whole=True) for rank in ranks.ranks]
         for number, events in enumerate(zip_longest(*calls)):
             ranks_by_call: dict[str, list[int]] = {}
@@ -98,8 +98,8 @@ class Simulation:
             if len(ranks_by_call) > 1:
                 listed = "; ".join(f"rank{_several(who)}: {texts[call]}" for call, who in ranks_by_call.items())
                 cause = (
-                    "ranks call different collectives: a call that only some ranks make, or in another order, or with "
-                    "another shape, makes the others wait or mixes up what is sent"
+                    "ranks call different collectives: a call that only some ranks make, or in a different order or "
+                    "with a different shape, makes the others wait or mixes up what is sent"
                 )
                 where = next((event["where"] for event in events if event is not None), "")
                 difference = Difference(COLLECTIVES, -1, number, "", text=f"collective {number}: {listed}")
@@ -118,7 +118,7 @@ class Simulation:
 
 
 def _several(ranks: Sequence[int]) -> str:
-    """Format numbers of ranks, with the "s" of a plural.
+    """Format ranks for a message that ends with "rank", with the "s" of a plural.
 
     Example:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])

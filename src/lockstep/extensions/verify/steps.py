@@ -1,4 +1,4 @@
-"""Observer of optimizers: gradients before each step, parameters after it, and what each backward contributed."""
+"""Observer of optimizers, which writes gradients before each step, parameters after it, and each backward's part."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lockstep.extensions.verify.watch import Stop, Watch, patch
 from lockstep.ground.parameters import starts_of
 
 FOLLOW = "parameters of the ranks"
-"""Override by which one process takes over rank 0's parameters after each step."""
+"""Override that makes one process copy rank 0's parameters after each step."""
 STRIDE = 13
-"""Number of sums that represent a gradient, to find its micro-batches: a prime, unlike the sizes of layers."""
+"""Number of sums that represent a gradient; a prime, so that the sizes of layers are rarely multiples."""
 
 
 class Steps:
-    """Observer of optimizers.
+    """Observer of optimizers, gradients and clipping.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
         forwards: observer of the models.
     """
 
@@ -83,7 +83,7 @@ class Steps:
         self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
 
     def _register(self, optimizer: Optimizer) -> None:
-        """Give the newest parameters of an optimizer their keys, and watch their gradients."""
+        """Assign keys to an optimizer's newest parameters, and observe their gradients."""
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
@@ -100,7 +100,7 @@ class Steps:
                 parameter.register_hook(functools.partial(self._accumulate, parameter))
 
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of a backward on this rank: the hook runs before any wrapper synchronizes it."""
+        """Add a backward's gradient on this rank, in a hook that runs before any wrapper synchronizes it."""
         own = self._own[id(parameter)]
         # set to None without zero_grad
         if parameter.grad is None:
@@ -110,7 +110,7 @@ class Steps:
         own[number] = own[number] + sums if number in own else sums
 
     def _noted_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
-        """Return a clipping function that writes the gradients first. ``bound`` is the name of its limit."""
+        """Wrap a clipping function so that gradients are written first. ``bound`` is the name of its limit argument."""
         signature = inspect.signature(clip)
         is_off = "clipping" in self.watch.settings.overrides
 
@@ -173,7 +173,7 @@ class Steps:
             self._note(optimizer, parameters, closure=False)
 
     def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
-        """Note a step, its parameters and their gradients."""
+        """Record a step, and write its gradients."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
@@ -195,7 +195,7 @@ class Steps:
         )
 
     def _use_rates_of_ranks(self, optimizer: Optimizer) -> None:
-        """Train one process at the ranks' learning rates: a difference of rates would make all else differ."""
+        """Use the ranks' learning rates in one process, since different rates would change all later values."""
         update, own = self.watch.updates, self._own_rates
         if update >= len(self._ranks_rates) or len(self._ranks_rates[update]) != len(own):
             return
@@ -229,20 +229,20 @@ class Steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _load_first_parameters(self) -> None:
-        """Start one process with the parameters with which rank 0 started."""
+        """Load the ranks' initial parameters into one process."""
         for number in self._made:
             own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
             self._take_over(f"first-{number}", own)
 
     def _divide_overrides(self) -> None:
-        """Start each rank with its share of the parameters that an override counts once."""
+        """Divide the parameters that an override counts once by the number of ranks."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
-        """Copy values that the ranks have written: those of rank 0, or the parts of all ranks put together."""
+        """Copy parameters that the ranks have written, from rank 0 or, if they are parts, from all ranks."""
         ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:
@@ -293,7 +293,7 @@ class Steps:
 def strided_sums(gradient: Tensor) -> Tensor:
     """Return a gradient as `STRIDE` sums over its elements, in float64.
 
-    The sums are linear: those of a sum of gradients are the sums of theirs.
+    They are linear: the strided sums of a sum of gradients are the sum of the gradients' strided sums.
     """
     flat = dense(gradient.detach()).reshape(-1).double()
     missing = -len(flat) % STRIDE
@@ -311,7 +311,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _described(tensor: Tensor) -> Value:
-    """Return a dense tensor, or this rank's shard of a DTensor with its place in the whole."""
+    """Return a dense tensor, or this rank's shard of a DTensor with its offset in the full tensor."""
     if not _is_sharded(tensor):
         return dense(tensor)
     from torch.distributed.tensor import DTensor
@@ -322,10 +322,10 @@ def _described(tensor: Tensor) -> Value:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor, without importing its module, which is slow."""
+    """Return True for a DTensor. This avoids importing its module, which is slow."""
     return hasattr(tensor, "placements")
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor as a dense one, and all else as it is."""
+    """Return a sparse tensor as a dense tensor, and a dense one unchanged."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()

@@ -1,4 +1,4 @@
-"""Verification: run a script on N ranks and as one process, compare the two, and certify the result."""
+"""Verification of a script, which runs it on N ranks and as one process, and compares the two runs."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
 
 _SPREAD = 30.0
-"""Factor by which a difference may exceed the spread of rounding."""
+"""Factor by which a difference may exceed the spread that rounding causes."""
 _OWN_PRECISION = 1e-5
-"""The least tolerance for a script that computes in its own precision."""
+"""Smallest tolerance for a script that computes in its own precision."""
 _CERTAIN = 1e-5
 """Differences in float64 above this are not rounding; smaller ones are compared with the spread of rounding."""
 _MAX_UNTRAINED = 0.1
-"""The largest fraction of a model's elements that may get no gradient."""
+"""Largest fraction of a model's elements that may get no gradient."""
 
 _NOTES_OF_RANKS = {
-    "dropout": "dropout was off: ranks drop other elements than one process does",
-    MIXED_PRECISION: "{name} was off: it rounds parameters or gradients to a smaller type",
-    "comm hook": "the communication hook {name} was off: it rounds gradients or delays parts of them",
+    "dropout": "dropout was disabled: ranks drop different elements from one process",
+    MIXED_PRECISION: "{name} was disabled: it rounds parameters or gradients to a smaller dtype",
+    "comm hook": "the communication hook {name} was disabled: it rounds gradients or delays parts of them",
 }
 _NOTES_OF_SINGLE = {
-    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples, as the ranks do",
-    **dict.fromkeys(KEPT, "random numbers of {where} could not be given to one process"),
+    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples separately",
+    **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
 
 class Check(Protocol):
-    """A check of a script."""
+    """Check of a script, which returns a certificate."""
 
     def certify(self) -> Certificate:
         """Run the script and return the certificate."""
@@ -85,7 +85,7 @@ def verify(
             except ServerDied as error:
                 certificate = runs.certificate(reasons=[str(error)])
             except (MemoryError, RuntimeError, OSError) as error:
-                reason = refusals.of_memory(error)
+                reason = refusals.explain_memory_error(error)
                 if not reason:
                     raise
                 certificate = runs.certificate(reasons=[reason])
@@ -123,7 +123,7 @@ class Verification:
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
             return self._different(ranks, *deadlock)
-        reason = refusals.of_ranks(ranks, self.request.steps)
+        reason = refusals.check_ranks(ranks, self.request.steps)
         if reason:
             return self._unknown(reason)
         if ranks.has("join"):
@@ -132,14 +132,14 @@ class Verification:
         self.samples = samples.Samples(ranks, self.splits_model).check()
         self.notes += self.samples.notes
         if self.samples.differences:
-            reason = refusals.of_two_dimensions(ranks)
+            reason = refusals.check_mesh(ranks)
             return self._unknown(reason) if reason else self._different(ranks, *self.samples.differences[0])
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
         """Run one process, and compare the ranks with it."""
         single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
-        reason = refusals.of_one(single)
+        reason = refusals.check_single(single)
         if reason:
             return self._unknown(reason)
         first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
@@ -151,14 +151,16 @@ class Verification:
         expected, windows = [size * times for size in _windows(ranks)], _windows(single)
         if any(a != b for a, b in zip(expected, windows, strict=False)):
             return self._unknown(
-                f"one process makes steps of {windows} backwards, but should make steps of {expected}: choose a number "
-                "of micro-batches per step that does not depend on the number of ranks, or divide by it"
+                f"one process runs {windows} backwards in its steps, but should run {expected}: choose a number of "
+                "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
         if not ranks.has("batch"):
             if self.comparison.first is not None:
                 return self._unknown(refusals.NO_LOADER)
-            self.notes.append("the data come from no DataLoader, but one process chose the same samples as the ranks")
+            self.notes.append(
+                "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
+            )
         self.notes += _notes_of(ranks, single)
         return self._judge(ranks, single)
 
@@ -196,10 +198,10 @@ class Verification:
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
         steps = _steps_of(ranks)
         if 1 < steps < self.request.steps:
-            self.notes.append(f"the script made {steps} of {self.request.steps} optimizer steps: these were compared")
+            self.notes.append(f"the script made {steps} of {self.request.steps} optimizer steps, which were compared")
         elif steps < self.request.steps:
             reasons.append(
-                f"the script made {steps} of {self.request.steps} optimizer steps: request fewer by --steps {steps}, "
+                f"the script made {steps} of {self.request.steps} optimizer steps: request fewer with --steps {steps}, "
                 "or let it train longer"
             )
         if not self.comparison.vacuous:
@@ -207,20 +209,20 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _untrained(self) -> list[str]:
-        """Note parameters that no gradient verifies. Return a reason if they are a large part of the model."""
+        """Add notes on parameters without gradients. Return a reason instead if these are a large part of the model."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
-                "no gradient, or only rounding compared with the largest, reaches "
-                f"{self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}): give the optimizer "
-                "only those that are trained, or request more --steps"
+                f"{self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}) get no gradient, or "
+                "only a rounding error compared with the largest one: give the optimizer only parameters that are "
+                "trained, or request more --steps"
             ]
         if untouched:
             self.notes.append(f"no gradient reaches {_some(untouched)}: not verified")
         if zero:
             self.notes.append(
-                f"the gradient of {_some(zero)} is zero, or rounding compared with the largest, in all steps: not "
-                "verified"
+                f"the gradient of {_some(zero)} is zero, or a rounding error compared with the largest one, in all "
+                "steps: not verified"
             )
         return []
 
@@ -244,7 +246,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare exactly, and small differences with the spread that another order of summation makes."""
+        """Compare exactly, then small differences with the spread that a different order of summation causes."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
@@ -264,7 +266,7 @@ class Verification:
     def _agrees_with(self, override: str) -> bool:
         """Return True if ranks and one process agree when both run with an override."""
         ranks = self.runs.on_ranks(override)
-        if refusals.of_ranks(ranks, 1):
+        if refusals.check_ranks(ranks, 1):
             return False
         if override.startswith("once"):
             # only the first step: later ones update a share of the parameter on each rank
@@ -272,20 +274,20 @@ class Verification:
             found = Numbers(ranks, single, exact).compare().differences
             return not any(each.kind == GRADIENTS and each.update == 0 for each in found)
         single = self.runs.on_one(ranks, override)
-        if refusals.of_one(single):
+        if refusals.check_single(single):
             return False
         return self._compare(ranks, single).first is None
 
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
-        """Drop expected differences: the end of a Join, and learning rates that depend on the number of ranks."""
+        """Drop expected differences at the end of a Join, and in learning rates that depend on the number of ranks."""
         uneven = ranks.uneven_from
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
             if uneven == 0:
-                self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
+                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank some")
             elif self.comparison.drop_from(uneven):
                 self.notes.append(
-                    f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
+                    f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"
                 )
         first = self.comparison.first
         if first is None or first.kind != RATES or first.ranks:
@@ -300,22 +302,22 @@ class Verification:
         with_size = self.runs.on_one(ranks, "world size")
         if [each["rates"] for each in with_size.first.steps] == [each["rates"] for each in ranks.first.steps]:
             self.comparison.drop(RATES)
-            self.notes.append("the learning rate depends on the number of ranks; one process used theirs")
+            self.notes.append("the learning rate depends on the number of ranks; one process used the ranks' rates")
 
 
 def _steps_of(ranks: Recording) -> int:
-    """Return the steps that ranks made, as the user counts them; within Join those of the rank that made most."""
+    """Return the number of steps that all ranks made, or inside Join the rank that made the most."""
     counts = [max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks]
     return max(counts) if ranks.has("join") else min(counts)
 
 
 def _windows(recording: Recording) -> list[int]:
-    """Return the number of backwards of each step."""
+    """Return the number of backwards in each step."""
     return [event["backwards"] for event in recording.first.steps if not event["closure"]]
 
 
 def _splits_model(ranks: Recording) -> bool:
-    """Return True if ranks hold parts of a model: DTensors without data parallelism, or parameters of other shapes."""
+    """Return True if ranks have parts of a model, as DTensors without data parallelism or as different parameters."""
     if ranks.has("sharded data parallel"):
         return False
     if ranks.is_sharded or ranks.has("tensor parallel"):
@@ -327,14 +329,14 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield what was switched off in the runs, or given from one to the other."""
+    """Yield notes on what was disabled in the runs, and on random numbers that one process used from the ranks."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)
     if ranks.has("draw"):
-        yield "random numbers of a step: one process used those of the ranks"
+        yield "one process used the ranks' random numbers in each step"
 
 
 def _some(names: list[str]) -> str:
-    """Return the first three names."""
+    """Format the first three names for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -18,7 +18,7 @@ TOGETHER = 2**24
 
 
 def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of ``tensors`` on ``device``; small ones of a dtype share a transfer."""
+    """Return copies of ``tensors`` on ``device``. Small tensors of one dtype share a transfer."""
     found: dict[int, Tensor] = {}
     # not to the CPU: it would read memory before the copy has arrived
     non_blocking = has_pinned_memory(device.type)

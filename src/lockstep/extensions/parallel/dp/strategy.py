@@ -1,4 +1,4 @@
-"""Data parallel strategy in one process: the loader's batch is split over the devices, and parts run in threads."""
+"""Data parallel strategy in one process, which splits the loader's batch over devices and runs the parts in threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engines.strategy import Strategy
-from lockstep.extensions.parallel.dp.replicas import cut, gather, in_threads, join, replicate, rows_of, scatter
+from lockstep.extensions.parallel.dp.replicas import gather, in_threads, join, part_sizes, replicate, rows_of, scatter
 from lockstep.ground.comm import reduction_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.transfer import has_pinned_memory, move_data_to_device
@@ -21,7 +21,7 @@ from lockstep.module import LightningModule
 
 
 class DataParallelStrategy(Strategy):
-    """One process for all devices of its node; ``batch_size`` is the total over the devices.
+    """Strategy that uses one process for all devices of a node; ``batch_size`` is the total over the devices.
 
     Each step method runs once for each device, on a replica of the module and a part of the batch. The loss and
     logged values are means over the parts, weighted by their rows, so that they are those of one device with the
@@ -34,7 +34,7 @@ class DataParallelStrategy(Strategy):
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Refuse several nodes."""
+        """Raise an error if there are several nodes."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
                 f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
@@ -56,15 +56,15 @@ class DataParallelStrategy(Strategy):
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
             return super().run(fn, *args)
-        sizes = cut(rows, len(self.devices))
+        sizes = part_sizes(rows, len(self.devices))
         parts = scatter(args[0], self.devices)
         turn = threading.RLock()
-        stand_ins: dict[int, Any] = {}
+        shared_metrics: dict[int, Any] = {}
 
         def shared(module: nn.Module) -> Any:
             if not _is_metric(module):
                 return None
-            return stand_ins.setdefault(id(module), _SharedMetric(module, turn))
+            return shared_metrics.setdefault(id(module), _SharedMetric(module, turn))
 
         module = self.module
         assert module is not None
@@ -141,7 +141,7 @@ def _is_metric(module: object) -> bool:
 
 
 def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replace metrics in the module itself by their stand-ins, and return what has to be restored."""
+    """Replace the module's own metrics with shared ones, and return the originals with their places."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():

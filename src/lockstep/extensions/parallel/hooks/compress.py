@@ -1,4 +1,4 @@
-"""Means over ranks, plain or in 16 bits: the exchange, the hooks, and wrappers."""
+"""Communication hooks for the mean over ranks, plain or sent in 16 bits, and wrappers for other hooks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks by one all-reduce in the gradients' dtype, as without a hook.
+    """Average gradients over the ranks with one all-reduce in their dtype, as without a hook.
 
     Args:
         state: the process group; ``None`` is the default group.
@@ -100,7 +100,7 @@ def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def fp16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks, sent as float16 and summed in float32: half the bytes of float32.
+    """Average gradients over the ranks, sent as float16 (half the bytes of float32) and summed in float32.
 
     Each gradient is rounded once before it is sent, and the mean once after the sum; a 16-bit all-reduce would also
     round each of the W - 1 partial sums. There are two messages: slices all-to-all, then an all-gather of the slices
@@ -115,7 +115,7 @@ def fp16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def bf16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks, sent as bfloat16 and summed in float32.
+    """Average gradients over the ranks, sent as bfloat16 and summed in float32.
 
     Like `fp16`, with float32's range and 8 bits of precision.
     """
