@@ -19,7 +19,7 @@ from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import RankRecording, Recording
-from lockstep.extensions.verify.refusals import deadlock, explain_memory_error, check_ranks, short_window
+from lockstep.extensions.verify.refusals import check_ranks, deadlock, explain_memory_error, short_window
 from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.steps import strided_sums
 

@@ -1,4 +1,4 @@
-"""Periodic averaging of parameters over ranks, for training with local steps in between.
+"""Periodic averaging of parameters over ranks, for training with local steps between the averages.
 
 `OuterOptimizer` makes an outer step at each average (DiLoCo: Douillard et al., 2023).
 """
@@ -19,6 +19,7 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 
 _TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
+_AVERAGERS = ("PeriodicModelAverager", "HierarchicalModelAverager")
 
 
 class ParameterAverager:
@@ -36,9 +37,9 @@ class ParameterAverager:
         parameters: the same on every rank, in the same order.
         period: steps between two averages. A mapping ``{period: ranks}`` averages in a hierarchy: if a step's distance
             from ``start`` is a multiple of several periods, the largest of them counts, and parameters are averaged
-            over its number of neighboring ranks. Larger periods have more ranks, and the largest has all. A
-            ``ModelAverager`` of torch brings its periods, groups and ``warmup_steps``; a user's own averager is
-            called after each step.
+            over its number of neighboring ranks. Larger periods have more ranks, and the largest has all. Torch's
+            ``PeriodicModelAverager`` and ``HierarchicalModelAverager`` bring their periods, groups and
+            ``warmup_steps``.
         start: step of the first average.
         group: process group of the ranks; ``None`` is the default group.
         buffers: tensors that are averaged as well, such as BatchNorm's running statistics, which differ after local
@@ -76,7 +77,6 @@ class ParameterAverager:
         self._awake: list[Tensor] = []
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._torchs: Any = None
-        self._every: Callable[[list[Tensor]], Any] | None = None
         self.steps = 0
         self.agreed = True
         self.collectives = 0
@@ -88,28 +88,24 @@ class ParameterAverager:
             _check_periods(periods, start, comm.world_size(group))
             self._groups = dict(_groups(periods, group))
         else:
-            self._groups = self._of_torch(period)
+            self._groups = self._read_torch_averager(period)
         self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
 
-    def _of_torch(self, averager: Any) -> dict[int, Any]:
+    def _read_torch_averager(self, averager: Any) -> dict[int, Any]:
         """Read the settings of torch's averager, and return its groups by period, smallest first."""
-        if not callable(getattr(averager, "average_parameters", None)):
+        name = type(averager).__name__
+        if name not in _AVERAGERS or not type(averager).__module__.startswith(_TORCH_AVERAGERS):
             raise MisconfigurationException(
                 f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
-                "numbers of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+                f"numbers of ranks, or torch's {' or '.join(_AVERAGERS)}"
             )
         self._torchs = averager
         self.steps = averager.step
-        known = type(averager).__module__.startswith(_TORCH_AVERAGERS)
-        if known and type(averager).__name__ == "PeriodicModelAverager":
-            self._start = self._origin = averager.warmup_steps
+        self._start = self._origin = averager.warmup_steps
+        if name == "PeriodicModelAverager":
             return {averager.period: averager.process_group}
-        if known and type(averager).__name__ == "HierarchicalModelAverager":
-            # torch's hierarchical averager counts multiples from step 0, also with a warmup
-            self._start, self._origin = averager.warmup_steps, 0
-            return dict(averager.period_process_group_dict)
-        self._every = averager.average_parameters
-        return {}
+        self._origin = 0  # torch's hierarchical averager counts multiples from step 0, also with a warmup
+        return dict(averager.period_process_group_dict)
 
     def step(self) -> bool:
         """Count an optimizer step, and average parameters if a period ends; collective then.
@@ -123,10 +119,6 @@ class ParameterAverager:
             self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
         step = self.steps
         self.steps += 1
-        # the user's averager counts its steps itself
-        if self._every is not None:
-            self._every(self._awake)
-            return False
         if self._torchs is not None:
             self._torchs.step = self.steps
         if step < self._start:

@@ -103,19 +103,19 @@ class WatchedContainer(Protocol):
     def _distributed_rank(self) -> int: ...
 
     def _before_backward(self) -> None:
-        """Check ranks inside a synchronized backward, before its round is prepared."""
+        """Check that ranks agree, inside a synchronized backward and before its round is prepared."""
         ...
 
     def _prepare(self) -> None:
-        """Start the round."""
+        """Start the round of gradient reduction."""
         ...
 
     def _backward_ended(self) -> None:
-        """Finish the round."""
+        """Finish the round of gradient reduction."""
         ...
 
     def skip_backward(self) -> None:
-        """Make a round from the parameters' ``.grad``."""
+        """Run a round without a backward, from the gradients in ``.grad``."""
         ...
 
 
@@ -283,7 +283,7 @@ class BackwardWatcher:
 
 
 def _is_part(start: Node) -> bool:
-    """Return True if the current backward skips a part of the graph from ``start``.
+    """Return True if the current backward runs only a part of the graph below ``start``.
 
     `torch.autograd.grad` with respect to inputs does so.
     """
@@ -312,13 +312,9 @@ def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
         yield item
     elif item is None or isinstance(item, str | bytes | int | float | complex | type) or id(item) in seen:
         return
-    elif isinstance(item, list | tuple | set | frozenset):
+    elif isinstance(item, list | tuple | set | frozenset | Mapping):
         seen.add(id(item))
-        for part in item:
-            yield from _find(part, depth, seen)
-    elif isinstance(item, Mapping):
-        seen.add(id(item))
-        for part in item.values():
+        for part in item.values() if isinstance(item, Mapping) else item:
             yield from _find(part, depth, seen)
     elif (depth > 0 and not callable(item)) or dataclasses.is_dataclass(item):
         seen.add(id(item))

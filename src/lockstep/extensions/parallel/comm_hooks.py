@@ -19,7 +19,7 @@ from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAver
 from lockstep.extensions.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.extensions.parallel.hooks.error_feedback import load_state, save_state, share_states
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of, torch_name
-from lockstep.extensions.parallel.hooks.local_sgd import group_of, marks_of
+from lockstep.extensions.parallel.hooks.local_sgd import averages_locally, group_of, marks_of, rounds_of
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import beside
@@ -64,7 +64,7 @@ class DivergedWeights:
         self.differ = self.has_diverged = True
 
     def become_equal(self) -> None:
-        """Record that all ranks have the same parameters."""
+        """Record that all ranks have the same parameters again."""
         self.differ = False
 
     # -- the mean
@@ -148,7 +148,7 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class HookedLocalSteps:
-    """Post-local SGD in a fit: local steps counted by the hook's state, and averages after steps.
+    """Local steps of post-local SGD in a fit, and averages of parameters after them.
 
     Args:
         state: the hook's state, lockstep's or torch's, with its subgroup.
@@ -188,15 +188,14 @@ class HookedLocalSteps:
         self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
         self._take_buffers = take_buffers
-        together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
         members = [comm.rank()]
-        if together:
-            members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
+        if averages_locally(state) and state.subgroup is not None:
+            members = sorted(dist.get_process_group_ranks(state.subgroup))
         self.leader = members[0]
         self._members = members
         self._diverges = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
         self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
-        self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
+        self._start_averaging(max(0, state.start_localSGD_iter - rounds_of(state)))
 
     def _start_averaging(self, start: int) -> None:
         parameters, self._start = list(self.apart.named_parameters().values()), start
@@ -206,10 +205,9 @@ class HookedLocalSteps:
             self._averager = OuterOptimizer(parameters, self._period, start, **self._outer)  # type: ignore[arg-type]
 
     @property
-    def _rounds(self) -> int:
-        state = self._state
-        # torch's state has `iter`, lockstep's `iteration`
-        return int(state.iter if hasattr(state, "iter") else state.iteration)
+    def _is_local(self) -> bool:
+        """True if the next round is a local step."""
+        return rounds_of(self._state) >= int(self._state.start_localSGD_iter)
 
     @property
     def differ(self) -> bool:
@@ -220,13 +218,12 @@ class HookedLocalSteps:
 
     def round(self) -> None:
         """Record that a round of gradient reduction starts."""
-        if self._diverges and self._rounds >= self._state.start_localSGD_iter:
+        if self._diverges and self._is_local:
             self.apart.step()
 
     def averaged_ranks(self) -> Sequence[int]:
         """Return the ranks over which the next round's gradients are averaged."""
-        local = self._rounds >= self._state.start_localSGD_iter
-        return self._members if local else range(comm.world_size())
+        return self._members if self._is_local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
         """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
@@ -323,14 +320,11 @@ class CommunicationHook(AttachableHook):
                 f"round {getattr(state, POST_LOCAL)} on each node trains its own parameters, which would never be "
                 "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
-        if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
+        is_steps = isinstance(period, int) and not isinstance(period, bool) and period > 0
+        if not is_steps and period is not None and not isinstance(period, Mapping):
             raise MisconfigurationException(
                 f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of "
                 "numbers of steps to numbers of ranks."
-            )
-        if isinstance(period, int) and period < 1:
-            raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
             )
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if not self.is_local and outer is not None:
@@ -347,11 +341,6 @@ class CommunicationHook(AttachableHook):
         self._period, self._outer = period, outer
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
         self._owns_subgroup = False
-
-    @property
-    def is_there(self) -> bool:
-        """True if there is a hook."""
-        return self.hook is not None
 
     # -- a fit
 
@@ -382,8 +371,7 @@ class CommunicationHook(AttachableHook):
     def _find_subgroup(self, node_rank: int) -> None:
         """Assign a group of this node's ranks to the hook's state if it has no subgroup."""
         state = self.state
-        together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
-        if state.subgroup is not None or not together or comm.world_size() == 1:
+        if state.subgroup is not None or not averages_locally(state) or comm.world_size() == 1:
             return
         # a second fit in the same default group uses the same subgroup
         if self._nodes is None or self._nodes[0] is not dist.group.WORLD:
@@ -448,7 +436,7 @@ class CommunicationHook(AttachableHook):
 def communication_hook(*arguments: Any) -> CommunicationHook | None:
     """Return a `CommunicationHook` with these arguments, or None if they contain no hook."""
     made = CommunicationHook(*arguments)
-    return made if made.is_there else None
+    return None if made.hook is None else made
 
 
 def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:

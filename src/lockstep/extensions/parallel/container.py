@@ -1,4 +1,4 @@
-"""DistributedDataParallel for hand-written loops: a replacement of torch's container, based on lockstep's reducer."""
+"""Replacement of torch's DistributedDataParallel for hand-written loops, based on lockstep's reducer."""
 
 from __future__ import annotations
 
@@ -478,7 +478,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def weight(self, n: float) -> Iterator[None]:
-        """Weight the gradients of forwards inside by ``n``: they become the weighted mean over the ranks.
+        """Weight the gradients of forwards inside by ``n``, so that they become the weighted mean over the ranks.
 
         With the number of samples and a loss that is a mean, this is the mean over all samples. Every rank passes its
         own weight; if all are zero, there are no gradients.
@@ -584,7 +584,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return copies.gather(outputs, as_device(output_device), self.dim)
 
     def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Move inputs and keyword arguments to one device, and return each as the only part."""
+        """Move inputs and keyword arguments to one device, and return each as a tuple of one part."""
         device = as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
 

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +38,7 @@ def check_weight(n: float, rank: int) -> float:
 
 
 class Weight:
-    """Weight of one forward, and the factor of its gradients. Collective.
+    """Weight of one forward, and the factor by which its gradients are multiplied. Collective.
 
     Args:
         weight: weight of this rank's batch.
@@ -154,28 +153,6 @@ def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buf
     return JoinAgreement(len(there), there[-1] if there else 0, found[world] > 0, found[world + 1] > 0)
 
 
-class FollowingHook(JoinHook):
-    """Hook that ``Join`` calls on a rank that has run out of batches.
-
-    Args:
-        follow: takes part in the collectives of the others' forward and backward, with zero gradients.
-        leave: takes the model of the last rank that trained; its argument is True on that rank.
-    """
-
-    def __init__(self, follow: Callable[[], None], leave: Callable[[bool], None]) -> None:
-        self._follow = follow
-        self._leave = leave
-        super().__init__()
-
-    def main_hook(self) -> None:
-        """Follow one forward and backward of the other ranks."""
-        self._follow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the final model after the last batch of all ranks."""
-        self._leave(is_last_joiner)
-
-
 class JoinedContainer(Protocol):
     """Members of `DistributedDataParallel` that a join uses."""
 
@@ -195,7 +172,7 @@ class JoinedContainer(Protocol):
         ...
 
     def skip_backward(self) -> None:
-        """Take part in the others' backward without one of this rank."""
+        """Take part in the other ranks' backward without running one on this rank."""
         ...
 
     def _align_buffers(self, src: int) -> None: ...
@@ -226,7 +203,7 @@ def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
     """Return the hook that ``Join`` calls on a rank that has run out of batches."""
     container.joining.by_all = by_all
     _joined.add(container)
-    return FollowingHook(partial(_follow, container), partial(_leave, container))
+    return _FollowingHook(container)
 
 
 def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> None:
@@ -257,33 +234,43 @@ def _apply_agreement(container: JoinedContainer, found: JoinAgreement) -> None:
         container._align_buffers(found.leader)
 
 
-def _follow(container: JoinedContainer) -> None:
-    found = agree(container.process_group, container.device, False, False, False)
-    _apply_agreement(container, found)
-    if found.sync:
-        # those of this rank's last batch have been averaged already
-        _drop_gradients(container)
-        # leaves the others' mean in `.grad`, by which an optimizer that joins as well steps
-        container.skip_backward()
-        container.joining.has_followed = True
+class _FollowingHook(JoinHook):
+    """Hook that ``Join`` calls on a rank that has run out of batches."""
 
+    def __init__(self, container: JoinedContainer) -> None:
+        self._container = container
+        super().__init__()
 
-def _leave(container: JoinedContainer, is_last_joiner: bool) -> None:
-    leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
-    container.reducer.divisor = comm.world_size(container.process_group)
-    container._authoritative_rank = leader  # torch's name for the rank whose weights all have
-    container._join_config = _JoinConfig.construct_disabled_join_config()
-    if container.joining.has_followed:
-        container.joining.has_followed = False
-        # the next backward would add to the others' mean
-        _drop_gradients(container)
-    broadcast_module_state(
-        container.module,
-        container.process_group,
-        src=leader,
-        ignored=container.parameters_to_ignore,
-        buffers=container.forward_sync_buffers,
-    )
+    def main_hook(self) -> None:
+        """Take part in the collectives of the other ranks' forward and backward, with zero gradients."""
+        container = self._container
+        found = agree(container.process_group, container.device, False, False, False)
+        _apply_agreement(container, found)
+        if found.sync:
+            # those of this rank's last batch have been averaged already
+            _drop_gradients(container)
+            # leaves the others' mean in `.grad`, by which an optimizer that joins as well steps
+            container.skip_backward()
+            container.joining.has_followed = True
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the model of the last rank that trained, after the last batch of all ranks."""
+        container = self._container
+        leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
+        container.reducer.divisor = comm.world_size(container.process_group)
+        container._authoritative_rank = leader  # torch's name for the rank whose weights all have
+        container._join_config = _JoinConfig.construct_disabled_join_config()
+        if container.joining.has_followed:
+            container.joining.has_followed = False
+            # the next backward would add to the others' mean
+            _drop_gradients(container)
+        broadcast_module_state(
+            container.module,
+            container.process_group,
+            src=leader,
+            ignored=container.parameters_to_ignore,
+            buffers=container.forward_sync_buffers,
+        )
 
 
 def _drop_gradients(container: JoinedContainer) -> None:

@@ -149,7 +149,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always False: the reduction has finished when a backward returns."""
+        """Always False, because the reduction has finished when a backward returns."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -163,7 +163,7 @@ class TorchNames:
         return False
 
     def finalize_backward(self) -> None:
-        """Raise an error, as in torch's class: the backward has finished by itself.
+        """Raise an error, because the backward finishes the reduction itself.
 
         Raises:
             MisconfigurationException: always.

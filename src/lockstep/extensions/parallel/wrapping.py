@@ -1,4 +1,4 @@
-"""Checks of a container's module: its process group, reasons not to wrap it, and changes after it was wrapped."""
+"""Checks of a container's module and process group, when the module is wrapped and later."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     return found
 
 
-def _problem_of(parameter: Tensor) -> str | None:
+def _find_problem(parameter: Tensor) -> str | None:
     """Return the reason why a parameter's gradient cannot be averaged, with a remedy; None if it can."""
     if isinstance(parameter, UninitializedParameter):
         return "belongs to a lazy module and has no shape yet. Run one batch through the model before you wrap it"
@@ -94,7 +94,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     kind = type(module).__name__
     for name, parameter in named:
-        problem = _problem_of(parameter)
+        problem = _find_problem(parameter)
         if problem is not None:
             return f"parameter {name!r} of {kind} {problem}"
     trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
@@ -102,7 +102,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
         own = (id(parameter) for parameter in part.parameters())
         # by this attribute, which torch's container has as well
         averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
-        if averages and not (part is module and _yields(part, group)):
+        if averages and not (part is module and _can_be_wrapped(part, group)):
             where = f"part {inner!r} of {kind}" if inner else "the module"
             return (
                 f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
@@ -116,7 +116,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     return None
 
 
-def _yields(container: nn.Module, group: comm.Group) -> bool:
+def _can_be_wrapped(container: nn.Module, group: comm.Group) -> bool:
     """Return True if a container can be wrapped again over ``group``, so that the outer one averages."""
     if not hasattr(container, "use_reducer"):
         return False

@@ -42,7 +42,7 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class AloneFinding:
-    """Result of the runs with one rank's samples.
+    """Result of comparing ranks, one by one, with one process.
 
     Attributes:
         nature: why ranks and one process are expected to differ; "" if they are not.

@@ -22,12 +22,12 @@ from lockstep.extensions.verify.compare import (
     by_rank,
     clips_first,
     own_gradients,
+    shortened,
     uneven,
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.recordings import Event, Recording, Value, place_of
 
-_MAX_NAMES = 3
 _SCALED = 1e-5
 """Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
 _SCALARS: tuple[list[int], list[int]] = ([], [1])
@@ -76,7 +76,7 @@ class Causes:
         return self.ranks.first.find("step", update=self.update)[0]
 
     def find(self) -> Reason | None:
-        """Return the cause, or None if it was not found."""
+        """Return the cause of the difference, or None if it was not found."""
         finders: dict[str, Callable[[], Reason | None]] = {
             FIRST: self._explain_first_parameters,
             RATES: self._explain_rates,
@@ -140,8 +140,7 @@ class Causes:
         shares = [parts.shares(gradient, deviating) for gradient in gradients]
         names = ""
         if len(deviating) < len(parts.keys):
-            names = ", ".join(self.step["names"][key] for key in deviating[:_MAX_NAMES])
-            names += ", ..." if len(deviating) > _MAX_NAMES else ""
+            names = shortened([self.step["names"][key] for key in deviating])
         if all(parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)):
             is_mean = self._shares_of_single(parts).all_are(1 / self.size)
             proof = "the mean of the ranks' own gradients is the gradient of one process" if is_mean else ""
@@ -352,9 +351,6 @@ class Causes:
                     pairs.append((part, reference))
         ratio = gradient_factor(pairs)
         if ratio is None:
-            where = self.ranks.first.line_of("backward", update=self.update, synchronizes=False)
-            if where:
-                return Reason("gradients are not reduced: synchronization is off", where)
             return self._explain_shard_factors(expected)
         where = self.last_backward
         proof = f"they are {ratio:.4g} times those of one process, in all parameters"

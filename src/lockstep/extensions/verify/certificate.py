@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import wrap
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
-EXIT_CODES = {ALIKE: 0, DIFFERENT: 1, UNKNOWN: 2}
 _WIDTH = 140
 """Characters in a line of the plot's text."""
 
@@ -71,7 +70,7 @@ class Certificate:
     @property
     def exit_code(self) -> int:
         """Exit code of the command: 0 if alike, 1 if different, 2 if unknown."""
-        return EXIT_CODES[self.verdict]
+        return (ALIKE, DIFFERENT, UNKNOWN).index(self.verdict)
 
     def __str__(self) -> str:
         title = f"{self.script}: {self.devices} {self.compared}, {self.steps} steps, {self._precision()}"

@@ -32,7 +32,7 @@ def run(settings: Settings) -> None:
     watch = Watch(settings)
     HOME[0] = settings.home
     os.chdir(settings.working_folder)
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(SEED + settings.rank)
     if settings.float64:

@@ -95,6 +95,16 @@ def by_rank(values: Iterable[tuple[int, object]]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in values)
 
 
+def shortened(names: Sequence[object], most: int = 3) -> str:
+    """Format the first names of a list for a message.
+
+    Example:
+        >>> shortened("abcd")
+        'a, b, c, ...'
+    """
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
+
+
 def uneven(where: str) -> Reason:
     """Return the cause of a difference if ranks have different numbers of batches."""
     text = "ranks get different numbers of batches: use a DistributedSampler, or train inside a Join context"
@@ -133,7 +143,7 @@ class Comparison:
         return min(self.differences, key=_place, default=None)
 
     def drop(self, *kinds: str) -> None:
-        """Drop the differences of some kinds."""
+        """Drop the differences of the given kinds."""
         self.differences = [each for each in self.differences if each.kind not in kinds]
 
     def drop_from(self, update: int) -> bool:

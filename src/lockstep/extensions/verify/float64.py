@@ -12,7 +12,6 @@ import torch
 import torch.serialization
 import torch.storage
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lockstep.extensions.verify.watch import patch
 
@@ -30,11 +29,6 @@ def widened(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float16):
         return value.astype(np.float64)
     return value
-
-
-def widened_tree(batch: Any) -> Any:
-    """Return a batch with its tensors and arrays in float64."""
-    return tree_map(widened, batch)
 
 
 def widen_module(module: nn.Module) -> None:
@@ -70,7 +64,7 @@ def _is_smaller(value: object) -> bool:
 
 
 def enter() -> None:
-    """Make float64 the default type, and disable autocast and gradient scalers."""
+    """Make float64 the default dtype, and disable autocast and gradient scalers."""
     torch.set_default_dtype(torch.float64)
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy

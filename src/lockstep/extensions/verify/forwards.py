@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.extensions.verify import fake_group
-from lockstep.extensions.verify.float64 import widen_module, widened_tree
+from lockstep.extensions.verify.float64 import widen_module, widened
 from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.loaders import fingerprint
 from lockstep.extensions.verify.nudge import Nudge
@@ -95,7 +95,7 @@ class Forwards:
                     rows=[len(tensor) for tensor in tensors if tensor.dim()],
                     update=watch.updates,
                 )
-        return widened_tree(args) if watch.settings.float64 else None
+        return tree_map(widened, args) if watch.settings.float64 else None
 
     def _after(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         self.watch.depth -= 1

@@ -42,7 +42,7 @@ class Imports(MetaPathFinder):
         self.changes = changes
 
     def install(self) -> None:
-        """Change the modules that are imported already, and wait for the others."""
+        """Change the modules that are imported already, and register the import hook for the others."""
         for name, change in self.changes.items():
             if name in sys.modules:
                 change(sys.modules[name])
@@ -51,7 +51,7 @@ class Imports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader changes the module, or None if the module stays as it is."""
+        """Return a spec whose loader changes the module, or None if the module is not changed."""
         if fullname not in self.changes:
             return None
         # find_spec of importlib would call this finder again

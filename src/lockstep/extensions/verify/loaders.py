@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.extensions.verify.float64 import widened_tree
+from lockstep.extensions.verify.float64 import widened
 from lockstep.extensions.verify.nudge import NUDGED, moved_batch
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
@@ -67,7 +67,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 @dataclass
 class KnownLoader:
-    """A loader of the script.
+    """DataLoader of the script, with the lines that created it.
 
     Attributes:
         loader: the loader; the reference keeps another one from getting its id.
@@ -187,7 +187,7 @@ class Loaders:
             watch.collates = False
             if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
-            yield widened_tree(batch) if settings.float64 else batch
+            yield tree_map(widened, batch) if settings.float64 else batch
             # the generators have moved while the script made its step
             if states != _random_states():
                 watch.journal.note_once(DRAWS, where=location())
@@ -345,7 +345,7 @@ def _probe(dataset: Any) -> str:
 
 
 def joined(batches: list[Any]) -> Any:
-    """Join batches of the same structure: tensors are concatenated along their first dimension.
+    """Join batches of the same structure by concatenating tensors along their first dimension.
 
     Raises:
         ValueError: the batches differ in structure, or in a value that is not a tensor.

@@ -24,7 +24,7 @@ _DEADLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended.
+    """Status and error of a process that has ended.
 
     Attributes:
         status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or
@@ -51,7 +51,7 @@ class Ending:
 
     @property
     def short(self) -> str:
-        """First line of the message, at most 200 characters."""
+        """First line of the error message, at most 200 characters."""
         lines = self.message.strip().splitlines()
         return lines[0][:200] if lines else "without a message"
 
@@ -111,7 +111,7 @@ class Server:
         self.process.wait()
 
     def start(self, settings: Settings) -> Forked:
-        """Start a process with these settings.
+        """Fork a process that runs the script with these settings.
 
         Raises:
             ServerDied: the server has ended.
@@ -143,7 +143,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Forked:
-    """A process that the server has forked.
+    """Handle of a process that the server has forked.
 
     Attributes:
         number: process id.

@@ -1,4 +1,4 @@
-"""Recordings: the events and tensors that the ranks of a run have written."""
+"""Recordings of runs, which contain the events and tensors that the ranks have written."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Recording:
 
     @property
     def first(self) -> RankRecording:
-        """The recording of rank 0."""
+        """Recording of rank 0."""
         return self.ranks[0]
 
     def find(self, *kinds: str, **wanted: object) -> Iterator[tuple[int, Event]]:

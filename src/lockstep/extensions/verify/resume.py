@@ -40,7 +40,7 @@ Finding = tuple[Difference, Reason]
 
 
 class ResumeCheck:
-    """Check that runs a script undisturbed and with a stop, and compares samples and numbers after the stop.
+    """Check that runs a script with and without a stop, and compares samples and numbers after the stop.
 
     In all runs an epoch of training ends after ``steps`` steps, so that scripts that save at the end of an epoch do so.
     A second stop is within the first epoch, by SIGTERM. A script that saves then, or every few steps, can resume.

@@ -1,4 +1,4 @@
-"""Runs of a script: on ranks, as one process, or on simulated ranks; each in a copy of the current folder."""
+"""Runs of a script on ranks, as one process, or on simulated ranks, each in a copy of the current folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ENTRIES = 3000
 
 @dataclass(frozen=True)
 class Request:
-    """A request to verify a script.
+    """Request to verify a script.
 
     Attributes:
         words: the script and its arguments, or ``-m``, a module and its arguments.
@@ -42,7 +42,7 @@ class Request:
 
 
 class Runs:
-    """Runs of one script.
+    """Runner of one script in different ways.
 
     Args:
         request: what to verify.
@@ -123,7 +123,9 @@ class Runs:
         course: Iterable[float] = (),
         compared: str = "ranks and one process",
     ) -> Certificate:
-        """Return the certificate: "different" if something was found, "could not tell" if there are reasons.
+        """Return a certificate, whose verdict follows from ``found`` and ``reasons``.
+
+        It is "different" if something was found, else "could not tell" if there are reasons, else "alike".
 
         Args:
             steps: optimizer steps that were compared.

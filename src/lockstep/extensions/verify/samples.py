@@ -305,7 +305,7 @@ class Samples:
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
-    """Return the numbers of the loaders that are used in training: a backward ran between their batches."""
+    """Return the numbers of the loaders for training, which are those with a backward between their batches."""
     found: set[int] = set()
     for rank in ranks.ranks:
         newest: int | None = None

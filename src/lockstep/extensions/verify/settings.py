@@ -39,7 +39,6 @@ class Settings:
         deduplicated: numbers of the loaders that give a sample of several ranks only once.
         home: the user's current folder; the script runs in a copy of it.
         port: free port that the script reads as MASTER_PORT.
-        threads: threads of torch.
         simulated: True if the other ranks do not exist and collectives send nothing.
     """
 
@@ -59,22 +58,21 @@ class Settings:
     deduplicated: tuple[int, ...] = ()
     home: str = ""
     port: int = 0
-    threads: int = 1
     simulated: bool = False
 
     @property
     def own_folder(self) -> Path:
-        """The folder of this rank."""
+        """Folder into which this rank writes."""
         return Path(self.folder) / f"rank-{self.rank}"
 
     @property
     def working_folder(self) -> Path:
-        """The folder in which the script runs."""
+        """Folder in which the script runs."""
         return Path(self.folder) / "work"
 
     @property
     def folder_of_ranks(self) -> Path:
-        """The folder of the run whose samples are fed."""
+        """Folder of the run whose samples are fed."""
         return Path(self.feed[0]).parent
 
     @property
@@ -113,7 +111,7 @@ class Journal:
         self._noted: set[str] = set()
 
     def note(self, kind: str, **values: object) -> None:
-        """Write an event."""
+        """Write an event to the journal."""
         self._events.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def note_once(self, kind: str, **values: object) -> None:

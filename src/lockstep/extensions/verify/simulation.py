@@ -8,15 +8,13 @@ from itertools import zip_longest
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.certificate import Certificate, Row
-from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, uneven
+from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, shortened, uneven
 from lockstep.extensions.verify.compare import STEPS as OPTIMIZER_STEPS
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
 
 STEPS = 2
 """Optimizer steps of each rank."""
-_MAX_RANKS = 4
-"""Maximum number of ranks that are listed in a message."""
 _COMPARED = "simulated ranks"
 
 
@@ -124,5 +122,4 @@ def _several(ranks: Sequence[int]) -> str:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])
         ('rank 3', 'ranks 0, 1, 2, 3, ...')
     """
-    listed = ", ".join(map(str, ranks[:_MAX_RANKS])) + (", ..." if len(ranks) > _MAX_RANKS else "")
-    return f"{'s' * (len(ranks) > 1)} {listed}"
+    return f"{'s' * (len(ranks) > 1)} {shortened(ranks, 4)}"

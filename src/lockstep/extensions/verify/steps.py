@@ -322,7 +322,7 @@ def _described(tensor: Tensor) -> Value:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor. This avoids importing its module, which is slow."""
+    """Return True for a DTensor, without the slow import of `torch.distributed.tensor`."""
     return hasattr(tensor, "placements")
 
 

@@ -31,6 +31,7 @@ from lockstep.extensions.verify.compare import (
     Reason,
     are_equal,
     exact,
+    shortened,
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
@@ -96,7 +97,7 @@ def verify(
 
 
 class Verification:
-    """Check that compares a script on one number of ranks with one process.
+    """Check that compares a script's run on N ranks with its run in one process.
 
     Args:
         request: what to verify.
@@ -194,7 +195,7 @@ class Verification:
         return self._alike(ranks)
 
     def _alike(self, ranks: Recording) -> Certificate:
-        """Certify that the runs agree, unless that proves nothing."""
+        """Certify that the runs agree, or return the reasons why their agreement proves nothing."""
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
         steps = _steps_of(ranks)
         if 1 < steps < self.request.steps:
@@ -213,15 +214,15 @@ class Verification:
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
-                f"{self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}) get no gradient, or "
-                "only a rounding error compared with the largest one: give the optimizer only parameters that are "
+                f"{self.comparison.zero_share:.0%} of the parameters ({shortened(untouched + zero)}) get no gradient, "
+                "or only a rounding error compared with the largest one: give the optimizer only parameters that are "
                 "trained, or request more --steps"
             ]
         if untouched:
-            self.notes.append(f"no gradient reaches {_some(untouched)}: not verified")
+            self.notes.append(f"no gradient reaches {shortened(untouched)}: not verified")
         if zero:
             self.notes.append(
-                f"the gradient of {_some(zero)} is zero, or a rounding error compared with the largest one, in all "
+                f"the gradient of {shortened(zero)} is zero, or a rounding error compared with the largest one, in all "
                 "steps: not verified"
             )
         return []
@@ -335,8 +336,3 @@ def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
             yield texts[event["kind"]].format(**event)
     if ranks.has("draw"):
         yield "one process used the ranks' random numbers in each step"
-
-
-def _some(names: list[str]) -> str:
-    """Format the first three names for a message."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -18,7 +18,7 @@ class Stop(BaseException):
 
 
 class Watch:
-    """Progress of an observed process.
+    """State of an observed process that its observers share.
 
     Attributes:
         settings: settings of the process.

@@ -1,4 +1,4 @@
-"""Data parallel in one process: a batch is split over devices, and each part runs on a replica in a thread."""
+"""Data parallel in one process, which splits a batch over devices and runs each part on a replica in a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class DataParallel(nn.Module):
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
         """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden."""
-        calls = [_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)]
+        calls = [partial(replica, *i, **k) for replica, (i, k) in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
@@ -167,7 +168,7 @@ def replicate(
     Args:
         module: the module, on the first device.
         devices: devices of the replicas.
-        substitute: called with each submodule. A result other than None is used in all replicas instead of a copy.
+        substitute: called with each submodule. A result other than None replaces the copy in all replicas.
 
     Raises:
         ValueError: the module is lazy and not initialized.
@@ -252,12 +253,12 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context for any thread that selects ``device`` and this thread's current stream on it."""
+    """Return a context that selects ``device``, with this thread's current stream, in any other thread."""
     return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Join the outputs of the parts: tensors along ``dim``; dicts, lists, tuples and dataclasses member by member.
+    """Join the outputs of the parts. Tensors are joined along ``dim``, and containers member by member.
 
     Tensors without dimensions become one with an element for each part, as in torch. Lists without tensors are
     concatenated. Other objects must be equal in all parts.
@@ -274,7 +275,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Join the outputs of the parts; ``tensors`` joins the tensors at the same place."""
+    """Join the outputs of the parts, where the function ``tensors`` joins the tensors at the same position."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return tensors(list(outputs))
@@ -337,10 +338,6 @@ def _is_same(one: object, other: object) -> bool:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):  # comparing arrays gives an array
         return False
-
-
-def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:
-    return lambda: replica(*inputs, **kwargs)
 
 
 # -- devices inside of DistributedDataParallel ---------------------------------------------------------------

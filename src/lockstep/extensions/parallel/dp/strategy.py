@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class DataParallelStrategy(Strategy):
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Raise an error if there are several nodes."""
+        """Check that there is only one node, then set up as usual."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
                 f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
@@ -43,7 +44,7 @@ class DataParallelStrategy(Strategy):
         super().setup_environment()
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Set up the module on the first device; replicas are made in each step."""
+        """Set up the module on the first device. Each step creates the replicas."""
         if not module.automatic_optimization:
             raise MisconfigurationException(
                 'Trainer(strategy="dp") with `automatic_optimization = False`: `training_step` runs on all devices at '
@@ -76,7 +77,7 @@ class DataParallelStrategy(Strategy):
             for replica, log in zip(replicas, logs, strict=True):
                 replica.__dict__["log"] = _collect(log)
             method = fn.__func__  # type: ignore[attr-defined]
-            calls = [_call(method, replica, part, args[1:]) for replica, part in zip(replicas, parts, strict=True)]
+            calls = [partial(method, replica, part, *args[1:]) for replica, part in zip(replicas, parts, strict=True)]
             outputs = super().run(in_threads, calls, self.devices)
         finally:
             module.__dict__.pop("log", None)
@@ -108,7 +109,7 @@ class DataParallelStrategy(Strategy):
 
 
 class _LoggedInPart:
-    """Arguments of a call of ``self.log`` in one part; options by name."""
+    """Value and options, by name, of a call to ``self.log`` in one part."""
 
     def __init__(self, value: object, options: dict[str, Any]) -> None:
         self.value, self.options = value, options
@@ -161,10 +162,6 @@ def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
         log[name] = _LoggedInPart(value, {**dict(zip(_OPTIONS, args, strict=False)), **kwargs})
 
     return collect
-
-
-def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: method(replica, part, *rest)
 
 
 def _mean(values: list[Tensor], weights: list[float]) -> Tensor:

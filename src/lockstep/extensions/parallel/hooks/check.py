@@ -29,7 +29,7 @@ _DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
 
 
 def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
-    """Check that ``hook(state, bucket)`` can work.
+    """Raise an error if a communication hook cannot work with its state and the parameters.
 
     Args:
         state: the hook's first argument.
@@ -97,9 +97,7 @@ def _allows(annotation: object, word: str) -> bool:
 
 
 def _annotation_name(annotation: object) -> str:
-    if isinstance(annotation, type):
-        return annotation.__qualname__
-    return str(annotation)
+    return annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
 
 
 def _check_state(state: object, inner: object) -> None:
@@ -122,7 +120,7 @@ def _check_state(state: object, inner: object) -> None:
 
 
 def _takes_group(inner: object) -> bool:
-    """Return True if the hook's state is its process group."""
+    """Return True if a hook's state is a process group."""
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lockstep.engines.ddp.transport import all_gather
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
-from lockstep.extensions.parallel.hooks.hook_transport import completed, future_of, submit, tensor_of
+from lockstep.extensions.parallel.hooks.hook_transport import Hook, completed, future_of, submit, tensor_of
 from lockstep.ground import comm
 
 # -- exchange ------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a 1-D real view of a tensor, with two numbers for each complex one."""
+    """Return a 1-D real view of a tensor, with two numbers for each complex number."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
 
 
@@ -135,9 +134,6 @@ def _in_halves(group: comm.Group, bucket: GradBucket, dtype: torch.dtype) -> tor
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------
-
-
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 
 
 def fp16_wrapper(hook: Hook) -> Hook:

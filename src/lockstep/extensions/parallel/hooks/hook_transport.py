@@ -90,7 +90,7 @@ def _own_group(group: dist.ProcessGroup) -> Any:
 
 
 class OrderedQueue:
-    """Queue that runs jobs at once, over the group itself."""
+    """Queue that runs each job immediately, with the given process group."""
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
@@ -99,13 +99,13 @@ class OrderedQueue:
 
 
 class StreamQueue(OrderedQueue):
-    """Queue that runs jobs at once, with kernels and messages on a stream of its own."""
+    """Queue that runs each job immediately, with kernels and messages on the queue's own stream."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """Run a job, and return a future of its result. A stream that waits for it waits for this queue's stream."""
+        """Run a job, and return a future of the result that makes waiting streams wait for this queue's stream."""
         future = _future(device)
         with self._on_stream(device):
             _complete(future, job, group)
@@ -117,11 +117,11 @@ class StreamQueue(OrderedQueue):
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = new_stream(device)
-        return _OnStream(self._streams[device], current_stream(device).record_event())
+        return _on_stream(self._streams[device], current_stream(device).record_event())
 
 
 class ThreadQueue(StreamQueue):
-    """Queue that runs jobs on a thread, over a ``group`` of its own. The thread ends with the last job."""
+    """Queue that runs jobs on a thread, with its own process group. The thread ends after the last job."""
 
     def __init__(self, group: comm.Group) -> None:
         super().__init__()
@@ -151,19 +151,12 @@ class ThreadQueue(StreamQueue):
             del future, job, context  # otherwise their tensors would live until the next job
 
 
-class _OnStream:
-    """Context on ``stream``, after ``event``."""
-
-    def __init__(self, stream: Any, event: Any) -> None:
-        self._stream, self._event = stream, event
-
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._context = in_stream(self._stream)
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+@contextmanager
+def _on_stream(stream: Any, event: Any) -> Iterator[None]:
+    """Select ``stream``, and make it wait for ``event``."""
+    stream.wait_event(event)
+    with in_stream(stream):
+        yield
 
 
 @cache
@@ -184,7 +177,7 @@ def has_futures(kind: str) -> bool:
 
 
 def _has_queue(device: torch.device) -> bool:
-    """Return True if jobs can run on a stream of their own, for which other streams wait by a future."""
+    """Return True if jobs can run on their own stream, and a future makes other streams wait for it."""
     return has_streams(device) and has_futures(device.type)
 
 
@@ -345,7 +338,7 @@ class CallbackErrors:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record errors of the callbacks that this thread registers inside."""
+        """Record errors in the callbacks that this thread registers inside the context."""
         before, _current.errors = getattr(_current, "errors", None), self
         try:
             yield
@@ -436,7 +429,7 @@ def in_order(hook: Hook, group: comm.Group = None) -> Hook:
 
 
 class _InQueue:
-    """Hook that runs torch's PowerSGD in a queue, over the queue's group."""
+    """Hook that runs torch's PowerSGD in a queue, with the queue's process group."""
 
     overlaps = True
 
@@ -485,7 +478,7 @@ def _in_turn(group: comm.Group, bucket: GradBucket) -> bool:
 
 
 class HookTransport(AllReduce):
-    """Transport that reduces buckets by a communication hook, which divides gradients itself.
+    """Transport that reduces buckets with a communication hook, which divides gradients itself.
 
     On gloo a future's callback runs in a thread at an undefined time. A hook that starts another collective there
     (torch's PowerSGD) could start those of two buckets in different orders on two ranks. So the hook is called for a

@@ -122,7 +122,7 @@ class PostLocalSGDState:
 
     @property
     def start_localSGD_iter(self) -> int:
-        """Name of ``start`` in torch's state."""
+        """Alias of ``start``, with the name in torch's state."""
         return self.start
 
     def prepare(self) -> None:
@@ -183,25 +183,23 @@ def marks_of(hook: object, state: Any) -> RoundGroup | None:
         its own gradients and nothing is exchanged.
     """
     inner = innermost(hook)
-    if inner is post_local_sgd:
-        return lambda: _group_of_round(
-            state.iteration < state.start, state.process_group, state.subgroup, state.local_allreduce
-        )
-    if torch_name(inner) == "post_localSGD_hook":
-        return lambda: _group_of_round(
-            state.iter < state.start_localSGD_iter,
-            state.process_group,
-            state.subgroup,
-            state.post_local_gradient_allreduce,
-        )
-    return None
+    if inner is not post_local_sgd and torch_name(inner) != "post_localSGD_hook":
+        return None
+
+    def group_of_round() -> comm.Group | Literal[False]:
+        if rounds_of(state) < state.start_localSGD_iter:
+            return state.process_group
+        is_local = state.subgroup is None or comm.world_size(state.subgroup) == 1
+        return False if is_local or not averages_locally(state) else state.subgroup
+
+    return group_of_round
 
 
-def _group_of_round(
-    whole: bool, group: comm.Group, subgroup: comm.Group, together: bool
-) -> comm.Group | Literal[False]:
-    if whole:
-        return group
-    if not together or subgroup is None or comm.world_size(subgroup) == 1:
-        return False
-    return subgroup
+def rounds_of(state: Any) -> int:
+    """Return the number of rounds so far, from torch's or lockstep's state of post-local SGD."""
+    return int(state.iter if hasattr(state, "iter") else state.iteration)
+
+
+def averages_locally(state: Any) -> bool:
+    """Return True if local steps average over a subgroup, according to torch's or lockstep's state."""
+    return bool(getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True)))

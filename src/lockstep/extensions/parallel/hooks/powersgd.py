@@ -229,7 +229,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values in the mean."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the values in the mean."""
         if not self.half:
             mean(message, group)
             return
@@ -256,7 +256,7 @@ def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
-    """Return matrices with orthonormal columns that span those of the given thin ones.
+    """Return, for each thin matrix, a matrix with orthonormal columns that span the same space.
 
     Adjacent matrices of one shape are handled in one call.
     """
