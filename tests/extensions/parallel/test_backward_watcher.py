@@ -57,7 +57,7 @@ class Watched:
 
     def __call__(self, outputs: Any, sync: bool = True) -> Any:
         self.watch.before_forward()
-        self.watch.outputs(outputs, sync)
+        self.watch.watch_outputs(outputs, sync)
         return outputs
 
     def told(self) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import lockstep.trainer
 from lockstep.extensions.verify import settings
 from lockstep.extensions.verify.calls import first_other_line
-from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, aligned, exact
+from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, align, exact
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
@@ -67,9 +67,9 @@ def test_parts_of_a_tensor_are_put_together() -> None:
     whole = torch.arange(12.0).view(4, 3)
     flat = whole.reshape(-1)
     for parts in ([whole[:2], whole[2:]], [whole[:, :1], whole[:, 1:]], [flat[:7], flat[7:]], [torch.empty(0), flat]):
-        assert torch.equal(aligned(parts, whole)[0], whole)
-    assert len(aligned([whole, whole], whole)) == 2
-    assert len(aligned([None, whole], whole)) == 2, "a gradient that a rank lacks is not a part"
+        assert torch.equal(align(parts, whole)[0], whole)
+    assert len(align([whole, whole], whole)) == 2
+    assert len(align([None, whole], whole)) == 2, "a gradient that a rank lacks is not a part"
 
 
 @pytest.mark.parametrize("divisor", [2.0, 1.0])

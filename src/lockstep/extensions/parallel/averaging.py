@@ -73,8 +73,8 @@ class ParameterAverager:
         *,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        self._asleep = list(parameters)
-        self._awake: list[Tensor] = []
+        self._frozen = list(parameters)
+        self._trained: list[Tensor] = []
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._torchs: Any = None
         self.steps = 0
@@ -114,9 +114,9 @@ class ParameterAverager:
             True if parameters were averaged, over all ranks or some of them.
         """
         # a parameter that is unfrozen later takes part from then on, and stays if it is frozen again
-        if self._asleep:
-            self._awake += [parameter for parameter in self._asleep if parameter.requires_grad]
-            self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
+        if self._frozen:
+            self._trained += [parameter for parameter in self._frozen if parameter.requires_grad]
+            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         step = self.steps
         self.steps += 1
         if self._torchs is not None:
@@ -126,15 +126,12 @@ class ParameterAverager:
         self.agreed = False
         for period, group in reversed(self._groups.items()):
             if (step - self._origin) % period == 0:
-                self._average(group)
+                collectives, sent = average([*self._trained, *self._buffers], group)
+                self.collectives += collectives
+                self.bytes += sent
+                self.agreed = comm.world_size(group) == self._world
                 return True
         return False
-
-    def _average(self, group: comm.Group) -> None:
-        collectives, sent = average([*self._awake, *self._buffers], group)
-        self.collectives += collectives
-        self.bytes += sent
-        self.agreed = comm.world_size(group) == self._world
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "agreed": self.agreed}

@@ -167,7 +167,7 @@ class BackwardWatcher:
         if self._self_stepping is None:
             self._self_stepping = remove_step_hooks(self.parameters)
 
-    def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
+    def watch_outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
         """Watch the outputs of a forward with gradients.
 
         Args:

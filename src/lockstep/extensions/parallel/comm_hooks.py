@@ -63,10 +63,6 @@ class DivergedWeights:
         """Record a step with the gradients of this rank or node only."""
         self.differ = self.has_diverged = True
 
-    def become_equal(self) -> None:
-        """Record that all ranks have the same parameters again."""
-        self.differ = False
-
     # -- the mean
 
     def show_mean(self) -> None:
@@ -183,7 +179,8 @@ class HookedLocalSteps:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
-                    "averages or shards over the ranks itself. Return the inner one from `configure_optimizers`."
+                    "averages or shards over the ranks itself. Return the optimizer inside it from "
+                    "`configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
@@ -235,7 +232,7 @@ class HookedLocalSteps:
     def step(self) -> None:
         """Record an optimizer's step, and average if a period ends; collective then."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
-            self.apart.become_equal()
+            self.apart.differ = False
             if self._take_buffers is not None:
                 self._take_buffers()
 
@@ -297,7 +294,7 @@ class CommunicationHook(AttachableHook):
         period: int | Mapping[int, int] | None,
         outer: Mapping[str, Any] | None,
     ) -> None:
-        outer = _checked_outer(outer)
+        outer = _check_outer(outer)
         if hook is None:
             for name, value in (("ddp_comm_wrapper", wrapper), ("ddp_comm_state", state)):
                 if value is not None:
@@ -308,10 +305,10 @@ class CommunicationHook(AttachableHook):
         elif not callable(hook):
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_hook={type(hook).__qualname__}(...)): a hook is a function of a state and a "
-                "bucket. Give its state as ddp_comm_state."
+                "bucket, but this object cannot be called. Pass a hook's state as ddp_comm_state."
             )
         else:
-            hook = _wrapped(hook, wrapper)
+            hook = _wrap(hook, wrapper)
             check_pair(state, hook)
         self.is_local = hasattr(state, POST_LOCAL)
         if self.is_local and period is None:
@@ -333,7 +330,7 @@ class CommunicationHook(AttachableHook):
             )
         if not self.is_local and period is not None:
             rank_zero_warn(
-                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
+                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs}, gradients are averaged "
                 "in every step."
             )
         self.hook = hook
@@ -439,7 +436,7 @@ def communication_hook(*arguments: Any) -> CommunicationHook | None:
     return None if made.hook is None else made
 
 
-def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
+def _wrap(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
     if wrapper is None:
         return hook
     try:
@@ -451,7 +448,7 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
         ) from None
 
 
-def _checked_outer(outer: object) -> dict[str, Any] | None:
+def _check_outer(outer: object) -> dict[str, Any] | None:
     """Check and return the argument ``outer_optimizer`` as keyword arguments for `OuterOptimizer`.
 
     Raises:
@@ -464,6 +461,6 @@ def _checked_outer(outer: object) -> dict[str, Any] | None:
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
             f"DDPStrategy(outer_optimizer={outer!r:.100}): give a dict of arguments of lockstep's OuterOptimizer "
-            f"({', '.join(names)}); {{}} uses DiLoCo's."
+            f"({', '.join(names)}); an empty dict uses DiLoCo's."
         )
     return dict(outer)

@@ -348,7 +348,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             if torch._C._current_graph_task_id() != -1:
                 outputs = self._run(inputs, kwargs)
                 if grad and self._world > 1:
-                    self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+                    self._watch.watch_outputs(outputs, self.require_backward_grad_sync, expected=False)
                 return outputs
             alone = self._world == 1 and self._comm_hook is None
             if alone and self._weight is None and not self._join_config.enable:
@@ -378,7 +378,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             if weight is not None:
                 outputs = weight.apply(outputs)
             empty = weight is not None and weight.weight == 0
-            self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
+            self._watch.watch_outputs(outputs, sync, empty, expected=sync and self.training)
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._join_config.enable:
             if self._weight is not None:
                 raise MisconfigurationException(
-                    "weight() inside join(): a rank without batches has no weight. Use one of the two"
+                    "weight() inside join(): a rank without batches has no weight. Use either weight() or join()"
                 )
             Join.notify_join_context(self)
             agree_on_forward(self, sync, buffers)
@@ -538,8 +538,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if enable and self.steps_together:
             raise RuntimeError(
-                "join() with sharded optimizers: a rank without batches would have to step as well. Let it continue "
-                "with any batch under `with model.weight(0):`, where its gradients do not count"
+                "join() with sharded optimizers: a rank without batches would have to step as well. Let that rank "
+                "continue with any batch under `with model.weight(0):`, so that its gradients do not count"
             )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -612,7 +612,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- copies
 
-    def _copied_state(self) -> dict[str, Any]:
+    def _state_to_copy(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -625,7 +625,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
                 "other groups cannot be restored. Pickle model.module, or its state dict"
             )
-        return self._copied_state()
+        return self._state_to_copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._restore(state, find_group(None, None, state["_modules"]["module"]))
@@ -634,7 +634,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
-        made._restore(copy.deepcopy(self._copied_state(), memo), self.process_group)
+        made._restore(copy.deepcopy(self._state_to_copy(), memo), self.process_group)
         return made
 
     # -- buffers

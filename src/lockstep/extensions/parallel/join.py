@@ -218,8 +218,8 @@ def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> N
         if other._join_config.enable and other._watch.expected and missed:
             raise RuntimeError(
                 f"join, rank {comm.rank(container.process_group)}: a forward of this model is between the forward and "
-                "the backward of another one, and ranks without batches cannot follow that. Wrap both models as one "
-                "module, or run each one's backward before the next one's forward"
+                "the backward of another model, and ranks without batches cannot follow that order. Wrap both models "
+                "as one module, or run each model's backward before the next model's forward"
             )
     _apply_agreement(container, agree(container.process_group, container.device, True, sync, buffers))
 

@@ -12,7 +12,7 @@ from lockstep.ground import comm
 
 USED_LATER = (
     "skip_all_reduce_unused_params=True: parameter {name!r} has a gradient, but its bucket is not reduced, since no "
-    "rank used it in the first backward. Remove the argument if unused parameters change"
+    "rank used it in the first backward. Remove the argument if the unused parameters differ between steps"
 )
 
 

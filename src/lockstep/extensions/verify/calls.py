@@ -48,7 +48,7 @@ class Calls:
         self._is_late, self._update = found[0] if found else (False, -1)
         self._remaining = _MAX_CALLS
 
-    def note(self, name: str, result: object) -> None:
+    def record(self, name: str, result: object) -> None:
         """Record a call if its update is traced."""
         # most calls are of updates that are not traced: that is checked first
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
@@ -63,7 +63,7 @@ class Calls:
             values = result.detach().double()
             # the sum of sizes is the scale against which rounding is judged
             sums = [values.sum().item(), values.abs().sum().item()]
-            self.watch.journal.note("call", name=name, where=where, sums=sums, shape=list(result.shape))
+            self.watch.journal.record("call", name=name, where=where, sums=sums, shape=list(result.shape))
 
 
 def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:

@@ -18,11 +18,11 @@ from lockstep.extensions.verify.compare import (
     STEPS,
     Difference,
     Reason,
-    aligned,
+    align,
     by_rank,
     clips_first,
     own_gradients,
-    shortened,
+    shorten,
     uneven,
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
@@ -140,7 +140,7 @@ class Causes:
         shares = [parts.shares(gradient, deviating) for gradient in gradients]
         names = ""
         if len(deviating) < len(parts.keys):
-            names = shortened([self.step["names"][key] for key in deviating])
+            names = shorten([self.step["names"][key] for key in deviating])
         if all(parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)):
             is_mean = self._shares_of_single(parts).all_are(1 / self.size)
             proof = "the mean of the ranks' own gradients is the gradient of one process" if is_mean else ""
@@ -346,7 +346,7 @@ class Causes:
         found = self.ranks.assembled("gradients", self.update)
         pairs: list[tuple[Tensor, Tensor]] = []
         for key, reference in expected.items():
-            for part in aligned([values.get(key) for values in found], reference)[:1]:
+            for part in align([values.get(key) for values in found], reference)[:1]:
                 if part is not None and reference is not None and part.shape == reference.shape:
                     pairs.append((part, reference))
         ratio = gradient_factor(pairs)
@@ -376,7 +376,7 @@ class Causes:
             factors.append(factor)
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         where = self.clipping or self.step["where"]
-        return Reason(text, where, f"by rank they are {_listed(factors)} times those of one process")
+        return Reason(text, where, f"by rank they are {_format(factors)} times those of one process")
 
     # -- clipping and updates
 
@@ -391,9 +391,9 @@ class Causes:
             cause = "clipping: max_norm depends on the number of ranks, but the norm does not"
             if len(set(bounds)) > 1:
                 cause = "clipping: ranks clip by different values of max_norm"
-            return Reason(cause, where, f"max_norm by rank: {_listed(bounds)}; in one process: {own:.4g}")
+            return Reason(cause, where, f"max_norm by rank: {_format(bounds)}; in one process: {own:.4g}")
         *norms, own = [call["norm"] for (call,) in calls]
-        return Reason(text, where, f"total norm by rank: {_listed(norms)}; in one process: {own:.4g}")
+        return Reason(text, where, f"total norm by rank: {_format(norms)}; in one process: {own:.4g}")
 
     def _explain_update(self) -> Reason:
         proof = "the gradients before the step agree"
@@ -428,7 +428,7 @@ class Causes:
         return next((_call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
-def _listed(numbers: Sequence[float]) -> str:
+def _format(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.4g}" for number in numbers)
 
 

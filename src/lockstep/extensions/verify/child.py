@@ -48,7 +48,7 @@ def run(settings: Settings) -> None:
         each.install()
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
-    sys.addaudithook(partial(_note_process, watch))
+    sys.addaudithook(partial(_record_process, watch))
     try:
         with Functions(watch):
             _start(list(settings.words))
@@ -72,10 +72,10 @@ def run(settings: Settings) -> None:
         watch.journal.end("ended", steps=watch.steps)
 
 
-def _note_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
+def _record_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
     """Audit hook that records when the script starts another Python process."""
     if event == "subprocess.Popen" and "python" in os.path.basename(str(args[0])):
-        watch.journal.note_once("process", where=location())
+        watch.journal.record_once("process", where=location())
 
 
 def _do_not_compile(model: object = None, *args: object, **kwargs: object) -> object:

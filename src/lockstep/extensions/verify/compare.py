@@ -95,11 +95,11 @@ def by_rank(values: Iterable[tuple[int, object]]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in values)
 
 
-def shortened(names: Sequence[object], most: int = 3) -> str:
+def shorten(names: Sequence[object], most: int = 3) -> str:
     """Format the first names of a list for a message.
 
     Example:
-        >>> shortened("abcd")
+        >>> shorten("abcd")
         'a, b, c, ...'
     """
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
@@ -282,7 +282,7 @@ class Numbers:
         """Compare one tensor, and return its difference on each rank, as a fraction of ``scale``."""
         update, members = event["update"], tuple(found)
         parts = [values.get(key) for values in found.values()]
-        sizes = [self._distance(kind, key, part, reference, scale) for part in aligned(parts, reference)]
+        sizes = [self._distance(kind, key, part, reference, scale) for part in align(parts, reference)]
         # "not <=", since NaN is never above the tolerance
         deviating = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(kind, update))
         self.result.count(kind)
@@ -401,11 +401,11 @@ def are_equal(values: Sequence[Mapping[str, Value]]) -> bool:
     return True
 
 
-def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
+def align(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
     """Return the ranks' values, with parts of a tensor concatenated to the shape of ``reference``.
 
     Example:
-        >>> [len(each) for each in aligned([torch.ones(2), torch.ones(2)], torch.ones(4))]
+        >>> [len(each) for each in align([torch.ones(2), torch.ones(2)], torch.ones(4))]
         [4]
     """
     there = [part for part in parts if part is not None]

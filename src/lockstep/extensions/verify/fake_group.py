@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.extensions.verify.watch import Watch, note_collective, patch
+from lockstep.extensions.verify.watch import Watch, patch, record_collective
 
 BACKEND = "fake"
 """Name of torch's backend that sends nothing."""
@@ -72,12 +72,12 @@ def install(watch: Watch) -> None:
 def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
     """Return a communication hook for DistributedDataParallel that records each bucket and sends nothing."""
 
-    def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        note_collective(watch, "all_reduce", bucket.buffer())
+    def record_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        record_collective(watch, "all_reduce", bucket.buffer())
         # a rank waits in the collective that is its last event, so the end of this one is recorded as well
-        watch.journal.note("collected", number=0)
+        watch.journal.record("collected", number=0)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    return note_bucket
+    return record_bucket

@@ -22,7 +22,7 @@ _READERS = {torch._utils.__file__, torch.storage.__file__, torch.serialization._
 _FROM_OUTSIDE = {"tensor", "as_tensor", "from_numpy", "asarray", "frombuffer"}
 
 
-def widened(value: Any) -> Any:
+def widen(value: Any) -> Any:
     """Return tensors and arrays of float32 or smaller dtypes as float64, and any other value unchanged."""
     if isinstance(value, Tensor) and value.dtype in _SMALLER and type(value) is Tensor:
         return value.double()
@@ -56,7 +56,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = {key: torch.float64 if _is_smaller(value) else value for key, value in kwargs.items()}
     result = function(*args, **kwargs)
     # these take the type of their input, not the default one
-    return widened(result) if name in _FROM_OUTSIDE else result
+    return widen(result) if name in _FROM_OUTSIDE else result
 
 
 def _is_smaller(value: object) -> bool:
@@ -69,7 +69,7 @@ def enter() -> None:
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
     # the mode of functions.py does not see this function
-    patch(torch, "from_numpy", lambda array: widened(from_numpy(array)))
+    patch(torch, "from_numpy", lambda array: widen(from_numpy(array)))
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
         original: Callable[..., None] = vars(kind)["__init__"]
 

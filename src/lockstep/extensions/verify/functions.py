@@ -68,7 +68,7 @@ class Functions(TorchFunctionMode):
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if training and probability:
-                self._note("dropout", "dropout")
+                self._record("dropout", "dropout")
             return args[0]
         if name in _DRAWS_WITHIN:
             # within a mode torch switches it off; the function itself then has to be kept from dispatching again
@@ -82,7 +82,7 @@ class Functions(TorchFunctionMode):
             at = next((at for at, value in enumerate(args) if isinstance(value, float)), None)
             if at is not None and args[at]:
                 if args[at + 1]:  # in training
-                    self._note("dropout", "recurrent layers")
+                    self._record("dropout", "recurrent layers")
                 args = (*args[:at], 0.0, *args[at + 1 :])
         elif name == "batch_norm" and len(watch.chunks) > 1:
             return self._batch_norm_by_rank(func, args, kwargs)
@@ -90,7 +90,7 @@ class Functions(TorchFunctionMode):
         # random numbers in a loader belong to the data, which is replayed as a whole
         if isinstance(result, Tensor) and name in _DRAWS and watch.is_training and not watch.in_loader:
             result = self._shared_draw(name, result)
-        self._calls.note(name, result)
+        self._calls.record(name, result)
         return result
 
     # -- random numbers
@@ -107,7 +107,7 @@ class Functions(TorchFunctionMode):
         file = f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
         if not settings.is_replay:
             torch.save(result.detach(), self.watch.journal.folder / file)
-            self._note("draw", name)
+            self._record("draw", name)
             return result
         feed = settings.feed
         folders = (feed[self.watch.backwards % len(feed)],) if settings.rank_by_rank else feed
@@ -120,10 +120,10 @@ class Functions(TorchFunctionMode):
         else:
             shared = _fitting(parts, result)
         if shared is None:
-            self._note("own draw", name)
+            self._record("own draw", name)
             return result
         if shared is parts[0] and any(not torch.equal(part, shared) for part in parts):
-            self._note("rank 0's draw", name)
+            self._record("rank 0's draw", name)
         if name.endswith("_"):
             with torch.no_grad():
                 return result.copy_(shared)
@@ -132,8 +132,8 @@ class Functions(TorchFunctionMode):
             return result
         return shared.to(result.dtype)
 
-    def _note(self, kind: str, name: str) -> None:
-        self.watch.journal.note_once(kind, name=name, where=location(), grad=torch.is_grad_enabled())
+    def _record(self, kind: str, name: str) -> None:
+        self.watch.journal.record_once(kind, name=name, where=location(), grad=torch.is_grad_enabled())
 
     # -- dropout and batch normalization
 
@@ -141,7 +141,7 @@ class Functions(TorchFunctionMode):
         """Return the arguments with `dropout_p`, which has the position ``at``, set to 0."""
         if (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) == 0.0:
             return args, kwargs
-        self._note("dropout", "attention")
+        self._record("dropout", "attention")
         if len(args) > at:
             return (*args[:at], 0.0, *args[at + 1 :]), kwargs
         return args, {**kwargs, "dropout_p": 0.0}
@@ -154,7 +154,7 @@ class Functions(TorchFunctionMode):
         # a batch of other rows than the loader's cannot be split by ranks
         if not arguments.get("training") or len(batch) % total:
             return func(*args, **kwargs)
-        self._note("batch norm", "batch_norm")
+        self._record("batch norm", "batch_norm")
         rows = [chunk * (len(batch) // total) for chunk in self.watch.chunks]
         mean, var = arguments.pop("running_mean", None), arguments.pop("running_var", None)
         parts = []

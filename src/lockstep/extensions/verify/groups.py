@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.extensions.verify import fake_group
 from lockstep.extensions.verify.settings import is_user_code, location
-from lockstep.extensions.verify.watch import Watch, note_collective, patch
+from lockstep.extensions.verify.watch import Watch, patch, record_collective
 from lockstep.ground.comm import COLLECTIVES, RENAMED
 
 TIMEOUT = timedelta(seconds=60)
@@ -47,7 +47,7 @@ class Groups:
         for name, payload in {**COLLECTIVES, **renamed}.items():
             function = getattr(dist, name, None)
             if function is not None:
-                self._patch(name, self._noted(name, function, payload))
+                self._patch(name, self._wrap(name, function, payload))
 
     def _patch(self, name: str, function: Callable[..., Any]) -> None:
         # torch's own code looks these functions up in distributed_c10d
@@ -67,7 +67,7 @@ class Groups:
                 # a file instead of a port: nothing else on the machine can take it
                 place = f"file://{Path(settings.folder) / 'store'}"
                 init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
-            self.watch.journal.note("group", where=location())
+            self.watch.journal.record("group", where=location())
 
         @functools.wraps(new_group)
         def new(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class Groups:
 
         patch(dist, "get_world_size", size_for_user)
 
-    def _noted(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
+    def _wrap(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
         """Wrap a collective so that its calls are recorded, except those inside another collective.
 
         Args:
@@ -111,21 +111,21 @@ class Groups:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return function(*args, **kwargs)
             arguments = signature.bind(*args, **kwargs).arguments
             group = arguments.get("group")
             whole = group is None or dist.get_world_size(group) == self.watch.settings.world
             self._number += 1
-            note_collective(self.watch, name, arguments.get(payload), self._number, whole)
+            record_collective(self.watch, name, arguments.get(payload), self._number, whole)
             self._is_inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._is_inside = False
             # a rank whose last event is a collective waits in it
-            self.watch.journal.note("collected", number=self._number)
+            self.watch.journal.record("collected", number=self._number)
             return result
 
-        return noted
+        return recorded

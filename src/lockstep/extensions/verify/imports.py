@@ -161,6 +161,6 @@ def drop_mixed_precision(watch: Watch, module: ModuleType) -> None:
                 for each in requested:
                     object.__setattr__(policy, each, None)  # a policy is frozen
                 if requested:
-                    watch.journal.note(MIXED_PRECISION, name=name)
+                    watch.journal.record(MIXED_PRECISION, name=name)
 
             patch(kind, "__init__", init)

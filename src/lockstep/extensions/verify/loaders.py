@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.extensions.verify.float64 import widened
-from lockstep.extensions.verify.nudge import NUDGED, moved_batch
+from lockstep.extensions.verify.float64 import widen
+from lockstep.extensions.verify.nudge import NUDGED, move_batch
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
@@ -116,7 +116,7 @@ class Loaders:
                 return self._lengths[known.place] * times
             found = length(loader)
             if known is not None and not self.watch.settings.is_replay:
-                self.watch.journal.note("length", loader=known.place, length=found)
+                self.watch.journal.record("length", loader=known.place, length=found)
             return found
 
         patch(DataLoader, "__init__", init)
@@ -155,15 +155,15 @@ class Loaders:
                     self._describe(loader, number, iteration)
                     order = itertools.islice(_indexed(loader), _ORDER)
                     indices = [index for found, _ in order for index in found or ()][:_ORDER]
-                    self.watch.journal.note("order", loader=number, iteration=iteration, indices=indices)
+                    self.watch.journal.record("order", loader=number, iteration=iteration, indices=indices)
             raise Stop
         self._iterations[number] += 1
         if settings.is_replay:
-            return self._tracked(number, self._replayed(loader, number, iteration))
+            return self._track(number, self._replay_batches(loader, number, iteration))
         self._describe(loader, number, iteration)
-        return self._tracked(number, self._recorded(loader, number, iteration))
+        return self._track(number, self._record_batches(loader, number, iteration))
 
-    def _tracked(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
+    def _track(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
         """Yield the batches, and end an epoch of training once all steps are made."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
@@ -186,11 +186,11 @@ class Loaders:
             batch = collate()
             watch.collates = False
             if NUDGED in settings.overrides:
-                batch = moved_batch(batch)
-            yield tree_map(widened, batch) if settings.float64 else batch
+                batch = move_batch(batch)
+            yield tree_map(widen, batch) if settings.float64 else batch
             # the generators have moved while the script made its step
             if states != _random_states():
-                watch.journal.note_once(DRAWS, where=location())
+                watch.journal.record_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
         """Write a rank's states of Python's and NumPy's generators. In one process restore a rank's states.
@@ -221,7 +221,7 @@ class Loaders:
         whole: Any = dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
-        self.watch.journal.note(
+        self.watch.journal.record(
             "iteration",
             loader=number,
             iteration=iteration,
@@ -242,7 +242,7 @@ class Loaders:
             where=location(),
         )
 
-    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
+    def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         """Yield the batches of a loader, and write their samples."""
         # torch's iterators draw their seed so; without it, later random numbers would be others
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -256,7 +256,7 @@ class Loaders:
             found = next(source, None)
             samples = None if found is None else found[1]()
             if found is None or samples is None:
-                journal.note("iterated", loader=number, iteration=iteration, batches=at)
+                journal.record("iterated", loader=number, iteration=iteration, batches=at)
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
             path = journal.folder / _name(number, iteration, at)
@@ -266,7 +266,7 @@ class Loaders:
             except Exception as error:  # any error of an object that cannot be pickled
                 path.unlink(missing_ok=True)
                 error_text = f"{type(error).__name__}: {error}"
-            journal.note(
+            journal.record(
                 "batch",
                 loader=number,
                 iteration=iteration,
@@ -283,12 +283,12 @@ class Loaders:
                 # the epoch ends early; its remaining order still shows which samples ranks share
                 with contextlib.suppress(Exception):  # a user's sampler may raise anything
                     rest = [index for indices, _ in itertools.islice(source, _ORDER) for index in indices or ()]
-                    journal.note("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
+                    journal.record("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
                 raise
 
     # -- replay
 
-    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
+    def _replay_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         """Yield the ranks' batches, joined to one batch or one rank after another."""
         settings = self.watch.settings
         seen: set[str] = set()
@@ -310,18 +310,18 @@ class Loaders:
                 parts = [part for part in parts if part["samples"]] or parts[:1]
             self.watch.chunks = tuple(len(part["samples"]) for part in parts)
             if parts[0]["whole"]:
-                yield functools.partial(self._joined, loader.collate_fn or default_convert, parts)
+                yield functools.partial(self._join, loader.collate_fn or default_convert, parts)
             else:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
-    def _joined(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
+    def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
         """Join batches from a data set that collates its samples itself."""
         batches = [convert(part["samples"][0]) for part in parts]
         self.watch.chunks = tuple(
             next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
             for batch in batches
         )
-        return joined(batches)
+        return join_batches(batches)
 
 
 def _random_states() -> bytes:
@@ -344,7 +344,7 @@ def _probe(dataset: Any) -> str:
         random.setstate(states[1])
 
 
-def joined(batches: list[Any]) -> Any:
+def join_batches(batches: list[Any]) -> Any:
     """Join batches of the same structure by concatenating tensors along their first dimension.
 
     Raises:

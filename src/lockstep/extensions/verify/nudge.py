@@ -21,7 +21,7 @@ _STEP = 1e-3
 _ROUNDING = 1e-12
 
 
-def moved(value: Tensor) -> Tensor:
+def move(value: Tensor) -> Tensor:
     """Return a tensor with its first row moved. A row of whole numbers (labels, masks, counts) is not changed."""
     step = torch.zeros_like(value)
     own = value.detach()[0]
@@ -30,9 +30,9 @@ def moved(value: Tensor) -> Tensor:
     return value + step
 
 
-def moved_batch(batch: Any) -> Any:
+def move_batch(batch: Any) -> Any:
     """Return a batch with its first sample moved."""
-    return tree_map(lambda leaf: moved(leaf) if _has_rows(leaf) else leaf, batch)
+    return tree_map(lambda leaf: move(leaf) if _has_rows(leaf) else leaf, batch)
 
 
 class Nudge:
@@ -57,15 +57,15 @@ class Nudge:
         if next(module.children(), None) is not None:
             return None
         assert isinstance(output, Tensor)
-        result = moved(output) if self._moves else output
+        result = move(output) if self._moves else output
         if result.requires_grad:
-            result.register_hook(functools.partial(self._note, self._number))
+            result.register_hook(functools.partial(self._record, self._number))
             self._number += 1
         return result
 
-    def _note(self, number: int, gradient: Tensor) -> None:
+    def _record(self, number: int, gradient: Tensor) -> None:
         rows = gradient.detach()[1:].double().flatten(1)
-        self.watch.journal.note("rows", number=number, sums=rows.sum(1).tolist(), sizes=rows.abs().sum(1).tolist())
+        self.watch.journal.record("rows", number=number, sums=rows.sum(1).tolist(), sizes=rows.abs().sum(1).tolist())
 
 
 def _has_rows(output: object) -> bool:

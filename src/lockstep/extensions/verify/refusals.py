@@ -161,8 +161,8 @@ def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
         # ranks that finish may be stopped at different places after their steps
         if is_missing and has_finished:
             return None
-        if is_missing or len({described(event) for event in there}) > 1:
-            calls = ["none" if each is None else f"{described(each)} at {each['where']}" for each in events]
+        if is_missing or len({describe(event) for event in there}) > 1:
+            calls = ["none" if each is None else f"{describe(each)} at {each['where']}" for each in events]
             text = "; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             step = ranks.fewest_steps
             everywhere = tuple(range(len(events)))
@@ -175,7 +175,7 @@ def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
     return None
 
 
-def described(event: Event) -> str:
+def describe(event: Event) -> str:
     """Return the name of a collective, with the shape of its tensor if that must be equal on all ranks."""
     shape = event["shape"] if event["name"] in ("all_reduce", "broadcast", "all_gather") else None
     return f"{event['name']} {shape}"

@@ -172,11 +172,11 @@ class Samples:
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
         epochs = [event["epoch"] for event in own]
         if len(set(numbers)) < len(own):
-            return f"is created with rank={_listed(numbers)} on the ranks: pass rank=dist.get_rank()"
+            return f"is created with rank={_format(numbers)} on the ranks: pass rank=dist.get_rank()"
         if len(set(seeds)) > 1:
-            return f"is created with seed={_listed(seeds)} on the ranks: pass the same seed on all ranks"
+            return f"is created with seed={_format(seeds)} on the ranks: pass the same seed on all ranks"
         if len(set(epochs)) > 1:
-            return f"has the epochs {_listed(epochs)} on the ranks: call set_epoch() with the same epoch on all ranks"
+            return f"has the epochs {_format(epochs)} on the ranks: call set_epoch() with the same epoch on all ranks"
         if first["cut"] and set(replicas) == {len(own)}:
             return (
                 "splits a Subset that differs between ranks: create the Subset with the same random numbers on all "
@@ -348,5 +348,5 @@ def counted_twice(
     return None
 
 
-def _listed(values: Sequence[object]) -> str:
+def _format(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))

@@ -108,18 +108,18 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         # buffered by line: the process may be killed at any moment, and its last events explain why it hung
         self._events = open(folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
-        self._noted: set[str] = set()
+        self._written: set[str] = set()
 
-    def note(self, kind: str, **values: object) -> None:
+    def record(self, kind: str, **values: object) -> None:
         """Write an event to the journal."""
         self._events.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def note_once(self, kind: str, **values: object) -> None:
+    def record_once(self, kind: str, **values: object) -> None:
         """Write an event, unless an equal one was written before."""
         key = f"{kind} {values}"
-        if key not in self._noted:
-            self._noted.add(key)
-            self.note(kind, **values)
+        if key not in self._written:
+            self._written.add(key)
+            self.record(kind, **values)
 
     def end(self, status: str, **values: object) -> None:
         """Write how the process ended, after its last event."""

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.certificate import Certificate, Row
-from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, shortened, uneven
+from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, shorten, uneven
 from lockstep.extensions.verify.compare import STEPS as OPTIMIZER_STEPS
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
@@ -48,13 +48,13 @@ class Simulation:
         if not reason and not ranks.has("collective"):
             reason = "no rank calls a collective: wrap the model in DistributedDataParallel, or shard it"
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         found = self._other_collectives(ranks) or self._other_steps(ranks)
         if found is not None:
-            return self._different(*found)
+            return self._certify_different(*found)
         steps = ranks.fewest_steps
         if steps < STEPS:
-            return self._unknown(
+            return self._certify_unknown(
                 f"each rank makes {steps} of {STEPS} optimizer steps: use more data, or simulate fewer ranks"
             )
         calls = len(ranks.first.find("collective", whole=True))
@@ -65,22 +65,22 @@ class Simulation:
         rows.append(Row("optimizer steps", str(steps), "on all ranks"))
         return self.runs.certificate(STEPS, rows, compared=_COMPARED)
 
-    def _different(self, difference: Difference, reason: Reason) -> Certificate:
+    def _certify_different(self, difference: Difference, reason: Reason) -> Certificate:
         return self.runs.certificate(STEPS, found=(difference, reason), compared=_COMPARED)
 
-    def _unknown(self, reason: str) -> Certificate:
+    def _certify_unknown(self, reason: str) -> Certificate:
         return self.runs.certificate(reasons=[reason], compared=_COMPARED)
 
     def _explain_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
         # a script that fails on one rank as well does not fail because of sizes
         alone = self.runs.on_simulated(1, STEPS)
         if alone.first.ending.has_failed:
-            return self._unknown(refusals.check_ranks(ranks, STEPS))
+            return self._certify_unknown(refusals.check_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
         text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
         cause = f"the script does not support {self.request.devices} ranks"
         difference = Difference(COLLECTIVES, -1, 0, "", tuple(failed), text=text)
-        return self._different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
+        return self._certify_different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
 
     def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
         """Find the first collective that differs between ranks, and the cause."""
@@ -89,7 +89,7 @@ class Simulation:
             ranks_by_call: dict[str, list[int]] = {}
             texts: dict[str, str] = {}
             for rank, event in enumerate(events):
-                call = "none" if event is None else refusals.described(event)
+                call = "none" if event is None else refusals.describe(event)
                 # the same call may come from different lines: the first one is shown
                 texts.setdefault(call, call if event is None else f"{call} at {event['where']}")
                 ranks_by_call.setdefault(call, []).append(rank)
@@ -122,4 +122,4 @@ def _several(ranks: Sequence[int]) -> str:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])
         ('rank 3', 'ranks 0, 1, 2, 3, ...')
     """
-    return f"{'s' * (len(ranks) > 1)} {shortened(ranks, 4)}"
+    return f"{'s' * (len(ranks) > 1)} {shorten(ranks, 4)}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.extensions.verify.compare import aligned
+from lockstep.extensions.verify.compare import align
 from lockstep.extensions.verify.float64 import widen_in_place
 from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
@@ -75,7 +75,7 @@ class Steps:
 
             patch(kind, "zero_grad", zero_grad)
         for name, bound in (("clip_grad_norm_", "max_norm"), ("clip_grad_value_", "clip_value")):
-            clip = self._noted_clipping(getattr(nn.utils.clip_grad, name), bound)
+            clip = self._wrap_clipping(getattr(nn.utils.clip_grad, name), bound)
             patch(nn.utils.clip_grad, name, clip)
             patch(nn.utils, name, clip)
         self._watch_schedulers()
@@ -109,13 +109,13 @@ class Steps:
         sums = strided_sums(gradient)
         own[number] = own[number] + sums if number in own else sums
 
-    def _noted_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
+    def _wrap_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
         """Wrap a clipping function so that gradients are written first. ``bound`` is the name of its limit argument."""
         signature = inspect.signature(clip)
         is_off = "clipping" in self.watch.settings.overrides
 
         @functools.wraps(clip)
-        def noted(*args: Any, **kwargs: Any) -> object:
+        def recorded(*args: Any, **kwargs: Any) -> object:
             arguments = signature.bind(*args, **kwargs).arguments
             parameters = arguments["parameters"]
             # an iterator could be used only once
@@ -129,10 +129,10 @@ class Steps:
             if isinstance(norm, Tensor):
                 total = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
             limit = float(arguments[bound])
-            self.watch.journal.note("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
+            self.watch.journal.record("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
             return norm
 
-        return noted
+        return recorded
 
     def _watch_schedulers(self) -> None:
         from torch.optim import lr_scheduler
@@ -143,14 +143,14 @@ class Steps:
                 continue
 
             @functools.wraps(step)
-            def noted(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
+            def recorded(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
                 lines = stack()
                 # the constructor steps as well, before training
                 if self.watch.is_training and lines:
-                    self.watch.journal.note("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
+                    self.watch.journal.record("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
                 return step(scheduler, *args, **kwargs)
 
-            patch(kind, "step", noted)
+            patch(kind, "step", recorded)
 
     # -- one step
 
@@ -170,14 +170,14 @@ class Steps:
         self._use_rates_of_ranks(optimizer)
         # a closure makes the gradients within the step
         if not _has_closure(args, kwargs):
-            self._note(optimizer, parameters, closure=False)
+            self._record(optimizer, parameters, closure=False)
 
-    def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
+    def _record(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
         """Record a step, and write its gradients."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
-        self.watch.journal.note(
+        self.watch.journal.record(
             "step",
             update=self.watch.updates,
             optimizer=number,
@@ -207,7 +207,7 @@ class Steps:
         self._depth -= 1
         number, parameters = self._numbers[id(optimizer)], list(_parameters(optimizer))
         if not self._depth and _has_closure(args, kwargs):
-            self._note(optimizer, parameters, closure=True)
+            self._record(optimizer, parameters, closure=True)
         self._made[number] += 1
         if self._depth:
             return
@@ -250,7 +250,7 @@ class Steps:
             parts = [value for value in (values.get(key) for values in found) if isinstance(value, Tensor)]
             if not parts or type(parameter.data) is not Tensor:
                 continue
-            value = aligned(parts, parameter.detach())[0]
+            value = align(parts, parameter.detach())[0]
             if f"once {key}" in self.watch.settings.overrides:
                 value = torch.stack(parts).sum(0)  # each rank has a share of it
             if value is not None and value.shape == parameter.shape:
@@ -259,7 +259,7 @@ class Steps:
     # -- what is written
 
     def _values(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
-        return {self._keys[id(p)]: _described(p.detach()) for p in parameters}
+        return {self._keys[id(p)]: _to_value(p.detach()) for p in parameters}
 
     def _gradients(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
         found: dict[str, Value] = {}
@@ -269,9 +269,9 @@ class Steps:
                 continue
             if not parameter.numel():
                 # a rank's shard may be empty: its gradient is not missing, but empty
-                found[key] = _described(parameter.detach())
+                found[key] = _to_value(parameter.detach())
             else:
-                found[key] = None if parameter.grad is None else _described(parameter.grad.detach())
+                found[key] = None if parameter.grad is None else _to_value(parameter.grad.detach())
         return found
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
@@ -310,7 +310,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-def _described(tensor: Tensor) -> Value:
+def _to_value(tensor: Tensor) -> Value:
     """Return a dense tensor, or this rank's shard of a DTensor with its offset in the full tensor."""
     if not _is_sharded(tensor):
         return dense(tensor)

@@ -31,7 +31,7 @@ from lockstep.extensions.verify.compare import (
     Reason,
     are_equal,
     exact,
-    shortened,
+    shorten,
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
@@ -123,10 +123,10 @@ class Verification:
         # first, since ranks that wait for each other have failed or are stuck as well
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
-            return self._different(ranks, *deadlock)
+            return self._certify_different(ranks, *deadlock)
         reason = refusals.check_ranks(ranks, self.request.steps)
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         if ranks.has("join"):
             ranks = ranks.joined()
         self.splits_model = _splits_model(ranks)
@@ -134,7 +134,11 @@ class Verification:
         self.notes += self.samples.notes
         if self.samples.differences:
             reason = refusals.check_mesh(ranks)
-            return self._unknown(reason) if reason else self._different(ranks, *self.samples.differences[0])
+            return (
+                self._certify_unknown(reason)
+                if reason
+                else self._certify_different(ranks, *self.samples.differences[0])
+            )
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
@@ -142,7 +146,7 @@ class Verification:
         single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
         reason = refusals.check_single(single)
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
         if first and first == [size * self.request.devices for size in _windows(ranks)[:1]]:
             # the script accumulates by the number of ranks: one process gets the micro-batches one after another
@@ -151,14 +155,14 @@ class Verification:
         times = self.request.devices if self.runs.rank_by_rank else 1
         expected, windows = [size * times for size in _windows(ranks)], _windows(single)
         if any(a != b for a, b in zip(expected, windows, strict=False)):
-            return self._unknown(
+            return self._certify_unknown(
                 f"one process runs {windows} backwards in its steps, but should run {expected}: choose a number of "
                 "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
         if not ranks.has("batch"):
             if self.comparison.first is not None:
-                return self._unknown(refusals.NO_LOADER)
+                return self._certify_unknown(refusals.NO_LOADER)
             self.notes.append(
                 "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
             )
@@ -170,7 +174,7 @@ class Verification:
         window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks)
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
-            return self._different(ranks, *window)
+            return self._certify_different(ranks, *window)
         if first is not None:
             late_calls = lambda update: self.runs.on_ranks(f"{TRACE_LATE} {update}")  # noqa: E731
             cause = Causes(first, ranks, single, self._agrees_with, self.splits_model, late_calls).find()
@@ -178,23 +182,23 @@ class Verification:
             if cause is None and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
             if alone.unknown:
-                return self._unknown(alone.unknown)
+                return self._certify_unknown(alone.unknown)
             if not alone.nature:
-                return self._different(ranks, first, alone.cause)
+                return self._certify_different(ranks, first, alone.cause)
             self.notes.append(alone.nature)
             # all that follows from the gradients
             self.comparison.drop(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
             if self.comparison.first is not None:
-                return self._different(ranks, self.comparison.first, None)
+                return self._certify_different(ranks, self.comparison.first, None)
         padded = self.samples.padded
         if padded:
             found = samples.counted_twice(ranks, single, padded, self.runs)
             if found is not None:
-                return self._different(ranks, *found)
+                return self._certify_different(ranks, *found)
             self.notes.append(f"{padded[0]}: no printed number shows it")
-        return self._alike(ranks)
+        return self._certify_alike(ranks)
 
-    def _alike(self, ranks: Recording) -> Certificate:
+    def _certify_alike(self, ranks: Recording) -> Certificate:
         """Certify that the runs agree, or return the reasons why their agreement proves nothing."""
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
         steps = _steps_of(ranks)
@@ -206,34 +210,34 @@ class Verification:
                 "or let it train longer"
             )
         if not self.comparison.vacuous:
-            reasons += self._untrained()
+            reasons += self._check_untrained()
         return self._certificate(ranks, reasons=reasons)
 
-    def _untrained(self) -> list[str]:
+    def _check_untrained(self) -> list[str]:
         """Add notes on parameters without gradients. Return a reason instead if these are a large part of the model."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
-                f"{self.comparison.zero_share:.0%} of the parameters ({shortened(untouched + zero)}) get no gradient, "
+                f"{self.comparison.zero_share:.0%} of the parameters ({shorten(untouched + zero)}) get no gradient, "
                 "or only a rounding error compared with the largest one: give the optimizer only parameters that are "
                 "trained, or request more --steps"
             ]
         if untouched:
-            self.notes.append(f"no gradient reaches {shortened(untouched)}: not verified")
+            self.notes.append(f"no gradient reaches {shorten(untouched)}: not verified")
         if zero:
             self.notes.append(
-                f"the gradient of {shortened(zero)} is zero, or a rounding error compared with the largest one, in all "
+                f"the gradient of {shorten(zero)} is zero, or a rounding error compared with the largest one, in all "
                 "steps: not verified"
             )
         return []
 
-    def _different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
+    def _certify_different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
         # the rows of the table show it as well
         if difference not in self.comparison.differences:
             self.comparison.differences.append(difference)
         return self._certificate(ranks, found=(difference, cause))
 
-    def _unknown(self, reason: str) -> Certificate:
+    def _certify_unknown(self, reason: str) -> Certificate:
         return self.runs.certificate(reasons=[reason])
 
     def _certificate(

@@ -82,7 +82,7 @@ def patch(owner: object, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-def note_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
+def record_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
     """Record a collective.
 
     Args:
@@ -93,7 +93,7 @@ def note_collective(watch: Watch, name: str, payload: object, number: int = 0, w
         whole: True if all ranks take part.
     """
     lines = stack()
-    watch.journal.note(
+    watch.journal.record(
         "collective",
         name=name,
         number=number,

@@ -152,15 +152,15 @@ def fp16_wrapper(hook: Hook) -> Hook:
 
         model.register_comm_hook(PowerSGDState(rank=4), fp16_wrapper(power_sgd))
     """
-    return _wrapped(hook, torch.float16)
+    return _wrap(hook, torch.float16)
 
 
 def bf16_wrapper(hook: Hook) -> Hook:
     """Wrap a hook so that it receives the gradients in bfloat16, and its result is cast back; like `fp16_wrapper`."""
-    return _wrapped(hook, torch.bfloat16)
+    return _wrap(hook, torch.bfloat16)
 
 
-def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
+def _wrap(hook: Hook, dtype: torch.dtype) -> Hook:
     def wrapped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_complex():
