@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 from lockstep.extensions.parallel.averaging import ParameterAverager, average
@@ -201,27 +201,6 @@ def _resumed() -> tuple[list[Tensor], list[Tensor]]:
 def test_resumes_bitwise(ranks: RankPool) -> None:
     for whole, part in ranks(2).run(_resumed):
         assert all(torch.equal(one, other) for one, other in zip(whole, part, strict=True))
-
-
-class Mine(ModelAverager):
-    """A user's averager."""
-
-    def __init__(self) -> None:
-        self.process_group = None  # type: ignore[assignment]
-        self.step = 0
-
-    def average_parameters(self, params: Any) -> None:
-        self.step += 1
-        self.seen = list(params)
-
-
-def test_a_users_averager_is_called_after_each_step() -> None:
-    mine, parameters = Mine(), _parameters()
-    averager = ParameterAverager(parameters, mine)
-    averager.step()
-    averager.step()
-    assert (mine.step, averager.steps) == (2, 2)
-    assert all(one is other for one, other in zip(mine.seen, parameters, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.engines.ddp.transport import AllReduce
 from lockstep.extensions.parallel import absent_ranks
 from lockstep.extensions.parallel.absent_ranks import named_failure
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.extensions.parallel.wrapping import find_unusable
+from lockstep.extensions.parallel.wrapping import find_cast, find_unusable
 from tests.extensions.parallel.nets import batch_of, make_net
 from tests.tools.pool import RankPool
 
@@ -267,38 +269,22 @@ def test_every_tensor_of_the_state_dict_is_rank_zeros_at_construction(
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == alike
 
 
-def _lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(2))
-
-
-def _meta() -> nn.Module:
-    return nn.Linear(2, 2, device="meta")
-
-
 def _expanded() -> nn.Module:
     net = nn.Linear(2, 2)
     net.bias = nn.Parameter(torch.ones(1).expand(2))
     return net
 
 
-def _frozen() -> nn.Module:
-    return nn.Linear(2, 2).requires_grad_(False)
-
-
-def _empty() -> nn.Module:
-    return nn.ReLU()
-
-
 UNUSABLE = [
-    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* Run one batch"),
-    (_meta, r"parameter 'weight' of Linear is on the meta device .*to_empty"),
+    (lambda: nn.LazyLinear(2), "parameter 'weight' of LazyLinear belongs to a lazy module .* Run one batch"),
+    (lambda: nn.Linear(2, 2, device="meta"), r"parameter 'weight' of Linear is on the meta device .*to_empty"),
     (_expanded, r"parameter 'bias' of Linear is expanded: .*clone"),
-    (_frozen, "Linear: no parameter requires a gradient"),
-    (_empty, "ReLU: no parameter requires a gradient"),
+    (lambda: nn.Linear(2, 2).requires_grad_(False), "Linear: no parameter requires a gradient"),
+    (nn.ReLU, "ReLU: no parameter requires a gradient"),
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), UNUSABLE, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("make", "said"), UNUSABLE, ids=["lazy", "meta", "expanded", "frozen", "empty"])
 def test_what_cannot_be_wrapped_is_named_with_the_way_out(make: Any, said: str) -> None:
     assert re.match(said, find_unusable(make()) or "")
 
@@ -431,3 +417,14 @@ def _transposed() -> list[bool]:
 
 def test_parameters_that_are_not_contiguous_have_right_gradients(ranks: RankPool) -> None:
     assert ranks(2).run(_transposed) == [[True] * 3] * 2
+
+
+def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    reducer = Reducer(net.named_parameters(), transport=AllReduce(None))
+    assert find_cast(reducer.buckets) is None
+    net[0].bias.data = torch.zeros(3)
+    assert str(find_cast(reducer.buckets)).startswith("parameter '0.bias' is torch.float32 of shape (3,)")
+    net.double()
+    assert str(find_cast(reducer.buckets)).startswith("parameter '1.bias' is torch.float64 of shape (2,)")
+    reducer.detach()

@@ -15,20 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lockstep.engines.ddp.bucket import distinct, infos_of, plan_buckets
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.ground.errors import MisconfigurationException
-from tests.extensions.parallel.nets import batch_of, make_net
+from tests.extensions.parallel.nets import batch_of, is_right, make_net
 from tests.tools.pool import RankPool
 
 TORCHS = nn.parallel.DistributedDataParallel
-
-
-def _right(model: nn.Module, step: int = 0) -> bool:
-    alone = make_net()
-    for rank in range(2):
-        (alone(batch_of(step, rank)).square().mean() / 2).backward()
-    model.zero_grad()
-    model(batch_of(step, dist.get_rank())).square().mean().backward()
-    pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
-    return all(bool((a.grad - b.grad).abs().max() <= 1e-12 * b.grad.abs().max()) for a, b in pairs)  # type: ignore
 
 
 def test_every_argument_of_torchs_is_taken_in_its_place() -> None:
@@ -78,7 +68,7 @@ def _made(name: str) -> list[Any]:
     if name == "mesh":
         settings = {"device_mesh": torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))}
     model = DistributedDataParallel(net, **settings)
-    return [_right(model, step) for step in range(3)]
+    return [is_right(model, step) for step in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +175,7 @@ def _hooks() -> list[str]:
         with pytest.raises(RuntimeError) as twice:
             model.register_comm_hook(None, default_hooks.allreduce_hook)
         said.append(str(twice.value))
-    right = _right(model)
+    right = is_right(model)
     late = DistributedDataParallel(make_net())
     late(batch_of(0, 0)).sum().backward()
     with pytest.raises(RuntimeError) as after:

@@ -18,25 +18,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.data import DataLoader
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from tests.extensions.parallel.nets import batch_of, make_net
+from tests.extensions.parallel.nets import batch_of, expected, is_right, make_net
 from tests.tools.pool import RankPool
-
-
-def _expected(step: int, world: int = 2) -> list[Tensor]:
-    net = make_net()
-    for rank in range(world):
-        (net(batch_of(step, rank)).square().mean() / world).backward()
-    return [p.grad for p in net.parameters() if p.grad is not None]
-
-
-def _right(model: nn.Module, step: int = 0, world: int = 2) -> bool:
-    """Whether a step of ``model`` (weights as of `make_net`) has the gradients of one process."""
-    model.zero_grad()
-    model(batch_of(step, dist.get_rank())).square().mean().backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    pairs = list(zip(grads, _expected(step, world), strict=True))
-    return all(bool((grad - right).abs().max() <= 1e-12 * right.abs().max()) for grad, right in pairs)
-
 
 # -- buffers
 
@@ -123,7 +106,7 @@ def _module_hooks() -> list[list[str]]:
     net.register_full_backward_hook(lambda *_: heard.append("root backward"))
     model = DistributedDataParallel(net)
     model.register_forward_hook(lambda *_: heard.append("container after"))
-    right = _right(model)
+    right = is_right(model)
     return [heard, [str(right)]]
 
 
@@ -141,7 +124,7 @@ def _copies(how: str) -> list[bool]:
     model = DistributedDataParallel(
         make_net(), bucket_cap_mb=0.0002, device_ids=["cpu"], static_graph=how == "deepcopy"
     )
-    own = _right(model)
+    own = is_right(model)
     if how == "pickle":
         other = pickle.loads(pickle.dumps(model))
     elif how == "torch.save":
@@ -151,7 +134,7 @@ def _copies(how: str) -> list[bool]:
         other = torch.load(file, weights_only=False)
     else:
         other = copy.deepcopy(model)
-    found = [own, _right(other), _right(other, 1), _right(model, 1)]
+    found = [own, is_right(other), is_right(other, 1), is_right(model, 1)]
     with torch.no_grad():
         model.module[0].weight.zero_()
     found.append(bool(other.module[0].weight.abs().sum()))
@@ -170,7 +153,7 @@ def _copy_on_one_rank() -> bool:
         kept = copy.deepcopy(model)
         with torch.no_grad():
             kept(torch.ones(1, 4, dtype=torch.float64))
-    return _right(model)
+    return is_right(model)
 
 
 def test_a_copy_needs_no_other_rank(ranks: RankPool) -> None:
@@ -221,7 +204,7 @@ def _moved() -> list[bool]:
     with torch.no_grad():
         for mine, right in zip(model.parameters(), make_net().parameters(), strict=True):
             mine.copy_(right)
-    found = [_right(model), _right(model, 1)]
+    found = [is_right(model), is_right(model, 1)]
     assert model.eval() is model
     assert not model.module[0].training
     assert model.train().module[0].training
@@ -235,7 +218,7 @@ def test_a_container_can_be_cast_and_changes_mode(ranks: RankPool) -> None:
 def _static_later() -> list[bool]:
     late = DistributedDataParallel(make_net())
     late._set_static_graph()
-    return [_right(late), _right(late, 1), _right(late, 2)]
+    return [is_right(late), is_right(late, 1), is_right(late, 2)]
 
 
 def test_a_static_graph_can_be_promised_later(ranks: RankPool) -> None:
@@ -253,7 +236,7 @@ def _own_backend(address: str) -> list[bool]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("own", init_method=address, rank=rank, world_size=2)
     model = DistributedDataParallel(make_net(), shared_memory=False)
-    return [dist.get_backend() == "own", _right(model), _right(model, 1)]
+    return [dist.get_backend() == "own", is_right(model), is_right(model, 1)]
 
 
 def test_another_backend_than_gloo_and_nccl(ranks: RankPool, tmp_path: Path) -> None:
@@ -272,7 +255,7 @@ def _grad_on_one_rank() -> bool:
             several = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         assert found.shape == x.shape
         assert len(several) == 4
-    return _right(model)
+    return is_right(model)
 
 
 def test_autograd_grad_on_one_rank_hangs_nobody(ranks: RankPool) -> None:
@@ -282,7 +265,7 @@ def test_autograd_grad_on_one_rank_hangs_nobody(ranks: RankPool) -> None:
 def _with_func() -> list[bool]:
     """torch.func over the container on one rank, and steps before and after."""
     model = DistributedDataParallel(make_net())
-    before = _right(model)
+    before = is_right(model)
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     x = batch_of(0, 0)
     loss = lambda weights: torch.func.functional_call(model, weights, (x,)).square().mean()  # noqa: E731
@@ -290,7 +273,7 @@ def _with_func() -> list[bool]:
     alone = make_net()
     alone(x).square().mean().backward()
     same = [torch.allclose(found[f"module.{name}"], p.grad) for name, p in alone.named_parameters()]  # type: ignore
-    return [before, all(same), model.reducer.rounds == 1, _right(model, 1)]
+    return [before, all(same), model.reducer.rounds == 1, is_right(model, 1)]
 
 
 def test_torch_func_differentiates_the_container(ranks: RankPool) -> None:
@@ -388,7 +371,7 @@ def _with_workers() -> list[bool]:
         for step, batch in enumerate(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")):
             model.zero_grad()
             model(batch).square().mean().backward()
-            grad, right = model.module[0].weight.grad, _expected(step)[0]
+            grad, right = model.module[0].weight.grad, expected(step)[0]
             found.append(bool((grad - right).abs().max() <= 1e-12 * right.abs().max()))
     return found
 
@@ -472,7 +455,7 @@ def _dropped() -> list[int]:
     loss = DistributedDataParallel(net)(batch_of(0, dist.get_rank())).square().mean()
     kept = len(net[0].weight._post_accumulate_grad_hooks)
     loss.backward()  # the outputs keep their container until here
-    right = [torch.allclose(p.grad, g, rtol=1e-12) for p, g in zip(net.parameters(), _expected(0), strict=True)]
+    right = [torch.allclose(p.grad, g, rtol=1e-12) for p, g in zip(net.parameters(), expected(0), strict=True)]
     del loss
     return [kept > 0, all(right), len(net[0].weight._post_accumulate_grad_hooks)]
 
@@ -486,9 +469,9 @@ def _wrapped_again() -> list[bool]:
     found = []
     for _ in range(2):
         model = DistributedDataParallel(net)
-        found += [_right(model, 0), _right(model, 1)]
+        found += [is_right(model, 0), is_right(model, 1)]
     other = DistributedDataParallel(net)  # beside the last one
-    return [*found, _right(other), _right(model), _right(other, 2)]
+    return [*found, is_right(other), is_right(model), is_right(other, 2)]
 
 
 def test_a_model_can_be_wrapped_again(ranks: RankPool) -> None:

@@ -527,13 +527,6 @@ def test_optimizers_that_are_made_anew_let_the_first_reducer_go(ranks: RankPool)
     assert ranks(2).run(autograd_hooks, True) == ranks(2).run(autograd_hooks, False) == [1, 1]
 
 
-def test_a_strategy_with_a_hook_travels_to_spawned_ranks() -> None:
-    strategy = DDPStrategy(start_method="spawn", **HOOKS["torch's local steps"]())
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert copy._hook.state.start_localSGD_iter == 2
-    assert copy._hook.hook is post_localSGD_hook.post_localSGD_hook
-
-
 def twice() -> list[int]:
     on_nodes()
     strategy = DDPStrategy(**HOOKS["torch's local steps"]())

@@ -89,13 +89,17 @@ trainer.fit(Net(), loader)
 Changes = tuple[tuple[str, str], ...]
 
 
-def changed(*changes: tuple[str, str]) -> str:
-    """The script with some of its text replaced."""
-    text = SCRIPT
+def replaced(text: str, *changes: tuple[str, str]) -> str:
+    """A script with some of its text replaced."""
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
     return text
+
+
+def changed(*changes: tuple[str, str]) -> str:
+    """The script with some of its text replaced."""
+    return replaced(SCRIPT, *changes)
 
 
 def line_of(text: str, part: str) -> int:

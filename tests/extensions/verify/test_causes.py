@@ -6,12 +6,12 @@ import pytest
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.extensions.verify.compare import NOT_FINITE
+from tests.extensions.verify.bugs import BUGS
 from tests.extensions.verify.small_script import (
     LOCKSTEP,
     LOOP,
     LOSS,
     MODEL,
-    SCRIPTS,
     SET_EPOCH,
     SHARED_OUT,
     STEP,
@@ -70,11 +70,11 @@ COUNT = "        count = torch.tensor(float(len(x)))\n        dist.all_reduce(co
 SAMPLERS: dict[str, tuple[Changes, str]] = {
     "a sampler with a seed for each rank": (
         (("DistributedSampler(data)", "DistributedSampler(data, seed=rank)"),),
-        "ranks share samples: DistributedSampler is made with seed=0, 1 on the ranks",
+        "ranks share samples: DistributedSampler is created with seed=0, 1 on the ranks",
     ),
     "a sampler that has rank 0 everywhere": (
         (("DistributedSampler(data)", "DistributedSampler(data, num_replicas=world, rank=0)"),),
-        "DistributedSampler is made with rank=0, 0 on the ranks",
+        "DistributedSampler is created with rank=0, 0 on the ranks",
     ),
     "a stream that no rank takes a share of": (
         ((SHARED_OUT, ITERABLE), (SET_EPOCH, "")),
@@ -86,7 +86,7 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
     ),
     "a split that each rank draws by its own seed": (
         ((SHARED_OUT, SPLIT),),
-        "ranks share samples: DistributedSampler shares out a Subset that differs between ranks",
+        "ranks share samples: DistributedSampler splits a Subset that differs between ranks",
     ),
     "an epoch that the sampler gets after it": (
         ((SET_EPOCH, ""), ("dist.destroy", "    sampler.set_epoch(epoch)\ndist.destroy")),
@@ -97,12 +97,12 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
 NUMBERS: dict[str, tuple[Changes, str, str]] = {
     "a rank that leaves out some batches is not an in-batch loss": (
         ((LOSS, f"{LOSS} * (0.0 if rank == 1 and x[0, 0] > 0 else 1.0)"),),
-        "the loss of rank 1 is zero times that of one process for the same samples",
+        "the loss on rank 1 is zero times the loss in one process for the same samples",
         "loss = ",
     ),
     "a rank whose loss is scaled is not a mean of means": (
         ((LOSS, f"{LOSS} * (0.9 if rank == 1 else 1)"),),
-        "the loss of rank 1 is 0.9 times that of one process for the same samples",
+        "the loss on rank 1 is 0.9 times the loss in one process for the same samples",
         "loss = ",
     ),
     "noise on one rank": (
@@ -137,7 +137,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
                 "        if loss.item() > 2.2:\n            continue\n        optimizer.zero_grad()\n",
             ),
         ),
-        "ranks leave out different batches",
+        "ranks skip different batches",
         "for i, (x, y)",
     ),
     "a criterion with parameters, which is in no wrapper": (
@@ -151,7 +151,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
     ),
     "features of other ranks that are gathered without their gradients": (
         (("for epoch", GATHER), (LOSS, CONTRASTIVE)),
-        "the loss uses what all ranks gather, but all_gather returns no gradient to the other ranks",
+        "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks",
         "dist.all_gather(",
     ),
     "synchronization that is switched off, and never on again": (
@@ -168,7 +168,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
             *((old, new.replace(", p.grad.div_(world)", "")) for old, new in BY_HAND),
             (LOSS, f"{LOSS} / world + 0.1 * sum((p**2).sum() for p in model.parameters())"),
         ),
-        "a part of the loss that each rank adds as a whole (a penalty on the weights, perhaps)",
+        "a part of the loss that every rank adds in full (such as a penalty on the weights)",
         "dist.all_reduce",
     ),
     "a loss that is divided by all ranks' samples, and averaged": (
@@ -335,7 +335,7 @@ def test_epochs_of_other_lengths_within_join_are_alike(by_all: bool, certify: Ce
     text = changed((SHARED_OUT, UNEVEN), (LOOP, loop)).replace("import os,", "import contextlib, os,")
     certificate = certify(text)
     assert certificate.verdict == ALIKE, str(certificate)
-    assert ("step 3 and those after it are smaller" in str(certificate)) is by_all
+    assert ("gradients are smaller from step 3 on" in str(certificate)) is by_all
 
 
 @pytest.mark.slow
@@ -352,10 +352,9 @@ def test_a_gradient_that_a_rank_scales_is_named_with_its_line(certify: Certify) 
 
 @pytest.mark.slow
 def test_parts_of_a_model_that_are_drawn_by_the_number_of_ranks_are_put_together(certify: Certify) -> None:
-    text = (SCRIPTS / "bugs/bias_twice.py").read_text()
-    certificate = certify(text.replace("manual_seed(5)", "manual_seed(5 + dist.get_world_size())"))
+    certificate = certify(BUGS["bias_twice"].text.replace("manual_seed(5)", "manual_seed(5 + dist.get_world_size())"))
     assert certificate.verdict == DIFFERENT, str(certificate)
-    assert "down.bias, which every rank holds as a whole, counts once for each rank" in certificate.cause
+    assert "down.bias, which is replicated on all ranks, counts once for each rank" in certificate.cause
 
 
 LIGHTNING = """\
@@ -399,9 +398,9 @@ def test_a_mean_of_means_of_lightnings_is_named_with_the_modules_names(certify: 
 BF16 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
 POLICY = ((MODEL + "\n", SHARDED.replace("fully_shard(model)", BF16)), (LOSS, "F.mse_loss(model(x).float(), y)"))
 EXPECTED: dict[str, Changes] = {
-    "MixedPrecisionPolicy was off": POLICY,
+    "MixedPrecisionPolicy was disabled": POLICY,
     "in-batch negatives": ((LOSS, "F.cross_entropy(-torch.cdist(model(x), y), torch.arange(len(x)))"),),
-    "each rank draws its own random numbers of Python's": (
+    "each rank draws its own random numbers from Python's": (
         (LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)"),
     ),
 }
@@ -437,7 +436,7 @@ REFUSED: dict[str, tuple[Changes, str]] = {
     # they were called comparisons of samples, and the scripts alike
     "means of a model that no layer shows": (
         ((MODEL_OF_LAYERS, FLAT), (LOSS, PARTED_LOSS)),
-        "or it divides by each rank's own counts",
+        "or each rank divides it by its own",
     ),
     "an optimizer that is older than the shards": (
         ((MADE_OF, ""), (MODEL + "\n", OLDER_OPTIMIZER)),

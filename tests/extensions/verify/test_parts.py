@@ -14,12 +14,12 @@ from torch import Tensor
 import lockstep.trainer
 from lockstep.extensions.verify import settings
 from lockstep.extensions.verify.calls import first_other_line
-from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, aligned, exact
+from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, align, exact
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import RankRecording, Recording
-from lockstep.extensions.verify.refusals import deadlock, of_memory, of_ranks, short_window
+from lockstep.extensions.verify.refusals import check_ranks, deadlock, explain_memory_error, short_window
 from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.steps import strided_sums
 
@@ -67,9 +67,9 @@ def test_parts_of_a_tensor_are_put_together() -> None:
     whole = torch.arange(12.0).view(4, 3)
     flat = whole.reshape(-1)
     for parts in ([whole[:2], whole[2:]], [whole[:, :1], whole[:, 1:]], [flat[:7], flat[7:]], [torch.empty(0), flat]):
-        assert torch.equal(aligned(parts, whole)[0], whole)
-    assert len(aligned([whole, whole], whole)) == 2
-    assert len(aligned([None, whole], whole)) == 2, "a gradient that a rank lacks is not a part"
+        assert torch.equal(align(parts, whole)[0], whole)
+    assert len(align([whole, whole], whole)) == 2
+    assert len(align([None, whole], whole)) == 2, "a gradient that a rank lacks is not a part"
 
 
 @pytest.mark.parametrize("divisor", [2.0, 1.0])
@@ -207,7 +207,7 @@ FAILED = [
 @pytest.mark.parametrize(("message", "words", "way_out"), FAILED)
 def test_a_failure_is_reported_with_the_way_out(message: str, words: str, way_out: str, tmp_path: Path) -> None:
     failed = RankRecording(rank(tmp_path / "0").folder, Ending("failed", message=message, where="train.py:3"))
-    reason = of_ranks(Recording((failed,)), 5)
+    reason = check_ranks(Recording((failed,)), 5)
     assert words in reason
     assert way_out in reason
 
@@ -215,8 +215,8 @@ def test_a_failure_is_reported_with_the_way_out(message: str, words: str, way_ou
 def test_a_comparison_without_memory_is_reported_with_the_way_out() -> None:
     """It was a traceback."""
     for error in (MemoryError(), RuntimeError("unable to mmap 536872448 bytes: Cannot allocate memory (12)")):
-        assert "fewer --devices" in of_memory(error)
-    assert not of_memory(RuntimeError("shapes do not match"))
+        assert "fewer --devices" in explain_memory_error(error)
+    assert not explain_memory_error(RuntimeError("shapes do not match"))
 
 
 def test_updates_within_join_are_numbered_as_one_process_makes_them(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN
 from lockstep.extensions.verify.resume import ResumeCheck
-from tests.extensions.verify.small_script import SCRIPTS, Certify
+from tests.extensions.verify.bugs import BUGS
+from tests.extensions.verify.small_script import Certify
 
-SCRIPT = (SCRIPTS / "bugs/resume_first_order.py").read_text()
+SCRIPT = BUGS["resume_first_order"].text
 RIGHT = SCRIPT.replace("for epoch in range(args.epochs - done):", "for epoch in range(done, args.epochs):").replace(
     "done + epoch", "epoch"
 )
@@ -23,7 +24,7 @@ SAVES_AT_SIGTERM = (
     ),
     ('done = state["epochs"]', 'done, at = state["epochs"], state.get("at", 0)'),
     (
-        "for x, y in loader:\n",
+        "for i, (x, y) in enumerate(loader):\n",
         "for i, (x, y) in enumerate(loader):\n            if epoch == done and i < at: continue\n",
     ),
     ("            optimizer.step()\n", "            optimizer.step()\n            if stops: break\n"),
@@ -35,18 +36,18 @@ SAVES_AT_SIGTERM = (
     ('"epochs": done}', '"epochs": done, "at": at}'),
 )
 WITHIN = functools.reduce(lambda text, change: text.replace(*change), SAVES_AT_SIGTERM, RIGHT)
-NORMED = RIGHT.replace("nn.Tanh()", "nn.BatchNorm1d(24), nn.Tanh()")
+NORMED = RIGHT.replace("nn.Tanh()", "nn.BatchNorm1d(32), nn.Tanh()")
 WITHOUT_BUFFERS = NORMED.replace("model.module.state_dict()", "dict(model.module.named_parameters())").replace(
     '(state["model"])', '(state["model"], strict=False)'
 )
 FIRST = "step 3 (0 after the stop)"
 LOST = {
-    "the order of epoch 0": (SCRIPT, FIRST, "the order of epoch 0 comes again", True),
+    "the order of epoch 0": (SCRIPT, FIRST, "the order of epoch 0 is repeated", True),
     # each loader had a number of its own: the first stop came too late, and gradients seemed to differ
     "the order of a loader for each epoch": (
-        SCRIPT.replace("in loader:", "in DataLoader(dataset, 8, sampler=sampler):"),
+        SCRIPT.replace("in enumerate(loader):", "in enumerate(DataLoader(dataset, 8, sampler=sampler)):"),
         f"{FIRST} on rank 0 trains on sample ",
-        "the order of epoch 0 comes again",
+        "the order of epoch 0 is repeated",
         True,
     ),
     "the optimizer's state": (
@@ -72,7 +73,7 @@ LOST = {
     "the place within an epoch": (
         WITHIN.replace("i < at", "i < 0"),
         "step 1 (0 after a stop within the epoch)",
-        "the place within the epoch is not restored",
+        "the position within the epoch is not restored",
         True,
     ),
 }
@@ -83,7 +84,7 @@ LOST = {
 def test_a_script_that_resumes_is_alike(text: str, certify: Certify) -> None:
     certificate = certify(text, ResumeCheck)
     assert certificate.verdict == ALIKE, str(certificate)
-    assert "leaves no checkpoint of that place" in certificate.nature[0]
+    assert "leaves no checkpoint at that step" in certificate.nature[0]
     assert not Path("checkpoint.pt").exists()
 
 

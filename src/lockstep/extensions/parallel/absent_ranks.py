@@ -15,9 +15,9 @@ PATIENCE = 3.0
 """Seconds to wait for the reports of ranks whose collective failed as well; they fail at almost the same time."""
 
 LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
-"""Words in the error of a failed collective, which an error of this rank does not have."""
+"""Words in the error of a failed collective that do not occur in an error which this rank itself caused."""
 QUOTED = re.compile("'[^']*'")
-"""Names in an error; they are ignored, since a parameter may be called "left"."""
+"""Quoted names in an error, which are ignored because a parameter may be called "left"."""
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Publish an error that this rank is about to raise, for the ranks that wait for it in round ``number``."""
+    """Publish an error that this rank is about to raise, for the ranks that wait for this one in round ``number``."""
     # without a store, or with one whose process has ended, the error itself is still raised
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
@@ -75,7 +75,7 @@ def describe_absent(group: comm.Group, moment: str, number: int) -> str:
                     errors[rank] = store.get(f"{failed}{rank}").decode()
             time.sleep(0.05)
     except RuntimeError:  # the base of DistError
-        return "the ranks' store does not answer: its process, that of rank 0, has ended"
+        return "the ranks' store does not reply, because rank 0's process, which serves the store, has ended"
     if not absent:
         return "no rank is missing: the connection between the ranks failed"
     for rank in absent:
@@ -83,6 +83,6 @@ def describe_absent(group: comm.Group, moment: str, number: int) -> str:
             return f"rank {rank} is missing: it raised {errors[rank]}"
     who = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
     return (
-        f"{who} missing: ended, failed, or elsewhere in its program (a loss that depends on no output of the model, or "
-        "another number of batches: see skip_backward() and join())"
+        f"{who} missing: the process has ended or failed, its loss depends on no output of the model (call "
+        "skip_backward()), or it has a different number of batches (use join())"
     )

@@ -1,4 +1,4 @@
-"""Periodic averaging of parameters over ranks, for training with local steps in between.
+"""Periodic averaging of parameters over ranks, for training with local steps between the averages.
 
 `OuterOptimizer` makes an outer step at each average (DiLoCo: Douillard et al., 2023).
 """
@@ -19,10 +19,11 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 
 _TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
+_AVERAGERS = ("PeriodicModelAverager", "HierarchicalModelAverager")
 
 
 class ParameterAverager:
-    """Average of parameters over ranks after every ``period``-th optimizer step, from step ``start`` on.
+    """Averager of parameters over ranks after every ``period``-th optimizer step, starting with step ``start``.
 
     Use it with `lockstep.engines.ddp.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average
     gradients over all ranks, later ones only within a node, and this class averages the nodes' parameters. Steps are
@@ -36,9 +37,9 @@ class ParameterAverager:
         parameters: the same on every rank, in the same order.
         period: steps between two averages. A mapping ``{period: ranks}`` averages in a hierarchy: if a step's distance
             from ``start`` is a multiple of several periods, the largest of them counts, and parameters are averaged
-            over its number of neighboring ranks. Larger periods have more ranks, and the largest has all. A
-            ``ModelAverager`` of torch brings its periods, groups and ``warmup_steps``; a user's own averager is
-            called after each step.
+            over its number of neighboring ranks. Larger periods have more ranks, and the largest has all. Torch's
+            ``PeriodicModelAverager`` and ``HierarchicalModelAverager`` bring their periods, groups and
+            ``warmup_steps``.
         start: step of the first average.
         group: process group of the ranks; ``None`` is the default group.
         buffers: tensors that are averaged as well, such as BatchNorm's running statistics, which differ after local
@@ -72,11 +73,10 @@ class ParameterAverager:
         *,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        self._asleep = list(parameters)
-        self._awake: list[Tensor] = []
+        self._frozen = list(parameters)
+        self._trained: list[Tensor] = []
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._torchs: Any = None
-        self._every: Callable[[list[Tensor]], Any] | None = None
         self.steps = 0
         self.agreed = True
         self.collectives = 0
@@ -88,45 +88,37 @@ class ParameterAverager:
             _check_periods(periods, start, comm.world_size(group))
             self._groups = dict(_groups(periods, group))
         else:
-            self._groups = self._of_torch(period)
+            self._groups = self._read_torch_averager(period)
         self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
 
-    def _of_torch(self, averager: Any) -> dict[int, Any]:
-        """Return the groups of torch's averager by period, smallest first."""
-        if not callable(getattr(averager, "average_parameters", None)):
+    def _read_torch_averager(self, averager: Any) -> dict[int, Any]:
+        """Read the settings of torch's averager, and return its groups by period, smallest first."""
+        name = type(averager).__name__
+        if name not in _AVERAGERS or not type(averager).__module__.startswith(_TORCH_AVERAGERS):
             raise MisconfigurationException(
                 f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
-                "numbers of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+                f"numbers of ranks, or torch's {' or '.join(_AVERAGERS)}"
             )
         self._torchs = averager
         self.steps = averager.step
-        known = type(averager).__module__.startswith(_TORCH_AVERAGERS)
-        if known and type(averager).__name__ == "PeriodicModelAverager":
-            self._start = self._origin = averager.warmup_steps
+        self._start = self._origin = averager.warmup_steps
+        if name == "PeriodicModelAverager":
             return {averager.period: averager.process_group}
-        if known and type(averager).__name__ == "HierarchicalModelAverager":
-            # torch's hierarchical averager counts multiples from step 0, also with a warmup
-            self._start, self._origin = averager.warmup_steps, 0
-            return dict(averager.period_process_group_dict)
-        self._every = averager.average_parameters
-        return {}
+        self._origin = 0  # torch's hierarchical averager counts multiples from step 0, also with a warmup
+        return dict(averager.period_process_group_dict)
 
     def step(self) -> bool:
-        """Count an optimizer step, and average if a period ends; collective then.
+        """Count an optimizer step, and average parameters if a period ends; collective then.
 
         Returns:
             True if parameters were averaged, over all ranks or some of them.
         """
         # a parameter that is unfrozen later takes part from then on, and stays if it is frozen again
-        if self._asleep:
-            self._awake += [parameter for parameter in self._asleep if parameter.requires_grad]
-            self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
+        if self._frozen:
+            self._trained += [parameter for parameter in self._frozen if parameter.requires_grad]
+            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         step = self.steps
         self.steps += 1
-        # the user's averager counts its steps itself
-        if self._every is not None:
-            self._every(self._awake)
-            return False
         if self._torchs is not None:
             self._torchs.step = self.steps
         if step < self._start:
@@ -134,15 +126,12 @@ class ParameterAverager:
         self.agreed = False
         for period, group in reversed(self._groups.items()):
             if (step - self._origin) % period == 0:
-                self._average(group)
+                collectives, sent = average([*self._trained, *self._buffers], group)
+                self.collectives += collectives
+                self.bytes += sent
+                self.agreed = comm.world_size(group) == self._world
                 return True
         return False
-
-    def _average(self, group: comm.Group) -> None:
-        collectives, sent = average([*self._awake, *self._buffers], group)
-        self.collectives += collectives
-        self.bytes += sent
-        self.agreed = comm.world_size(group) == self._world
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "agreed": self.agreed}
@@ -169,7 +158,7 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
 
 
 def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
-    """Yield each period and its group, smallest first. Groups are made here. Collective."""
+    """Yield (period, process group), smallest period first, and create the groups. Collective."""
     made: dict[int, Any] = {comm.world_size(group): group}
     rank = comm.rank(group)
     for period, size in sorted(periods.items()):
@@ -351,14 +340,14 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _start_local(self) -> None:
-        """Record the current parameters, which are the same on all ranks, as the start of the next outer step."""
+        """Record the current parameters, which are equal on all ranks, as the origin of the next outer step."""
         self._origins = [
             Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters
         ]
         self.optimizer = self._make(self._origins)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters at the last outer step, the outer optimizer's state, and the number of steps.
+        """Return the number of steps, the parameters at the last outer step, and the outer optimizer's state.
 
         The result has tensors and plain types, and is the same on all ranks.
         """

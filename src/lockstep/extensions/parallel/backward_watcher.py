@@ -52,13 +52,13 @@ def is_in_context() -> bool:
 
 
 APPLY = "torch.distributed.optim.apply_optimizer_in_backward"
-"""Torch's module; if it has not been imported, no parameter has such an optimizer."""
+"""Torch's module for these optimizers; if it has not been imported, no parameter has one."""
 
 
 def remove_step_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Return the parameters with such optimizers, and remove the hooks that step them on this rank's own gradient.
+    """Remove the hooks of optimizers that step inside the backward, and return the parameters of these optimizers.
 
-    `step_all` steps them when the gradients are averaged.
+    The hooks would step on this rank's own gradient; `step_all` steps when gradients are averaged.
     """
     apply = sys.modules.get(APPLY)
     if apply is None:
@@ -71,7 +71,7 @@ def remove_step_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def step_all(parameters: Iterable[Parameter]) -> None:
-    """Step the optimizers of ``parameters`` and drop their gradients, as at the end of torch's backward."""
+    """Step the in-backward optimizers of ``parameters``, and drop the gradients, as torch does in the backward."""
     for parameter in parameters:
         for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
             optimizer.step()
@@ -83,8 +83,8 @@ def step_all(parameters: Iterable[Parameter]) -> None:
 
 SKIPPED = (
     "rank {rank}: an optimizer steps, but no backward has reached the outputs of the last forward in training mode. "
-    "The other ranks may wait for this one, so it takes part now with zero gradients; clipping and unscaling before "
-    "the step did not include the others' gradients. Call skip_backward() instead of the backward, or let the loss "
+    "Other ranks may wait for this rank, so it takes part now with zero gradients; clipping and unscaling before "
+    "the step did not include other ranks' gradients. Call skip_backward() instead of the backward, or let the loss "
     "depend on the outputs (loss + 0 * outputs.sum()). Run forwards without a backward under torch.no_grad()"
 )
 DEPTH = 3
@@ -103,19 +103,19 @@ class WatchedContainer(Protocol):
     def _distributed_rank(self) -> int: ...
 
     def _before_backward(self) -> None:
-        """Check ranks inside a synchronized backward, before its round is prepared."""
+        """Check that ranks agree, inside a synchronized backward and before its round is prepared."""
         ...
 
     def _prepare(self) -> None:
-        """Start the round."""
+        """Start the round of gradient reduction."""
         ...
 
     def _backward_ended(self) -> None:
-        """Finish the round."""
+        """Finish the round of gradient reduction."""
         ...
 
     def skip_backward(self) -> None:
-        """Make a round from the parameters' ``.grad``."""
+        """Run a round without a backward, from the gradients in ``.grad``."""
         ...
 
 
@@ -160,14 +160,14 @@ class BackwardWatcher:
         self._self_stepping: list[Parameter] | None = None
 
     def before_forward(self) -> None:
-        """Reset before a forward that is not part of a backward."""
+        """Reset the state before a forward that is not part of a backward."""
         self._prepared = False  # a backward that is still prepared has raised
         self._current_task = -1
         # not at construction: torch's function may be called after the model was wrapped
         if self._self_stepping is None:
             self._self_stepping = remove_step_hooks(self.parameters)
 
-    def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
+    def watch_outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
         """Watch the outputs of a forward with gradients.
 
         Args:
@@ -231,7 +231,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Let the next backward reduce, even if its forwards were not synchronized. Torch's reducer has this call."""
+        """Let the next backward reduce, even if its forwards were not synchronized; named as in torch's reducer."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
@@ -254,16 +254,16 @@ class BackwardWatcher:
                 container._backward_ended()
 
     def step(self) -> None:
-        """Step the optimizers that torch would step inside the backward, after a reduction."""
+        """Step the in-backward optimizers if the gradients were reduced."""
         if self._self_stepping and self._reducer.sync:
             step_all(self._self_stepping)
 
     def reset(self) -> None:
-        """Reset: no forward waits for its backward any more."""
+        """Reset the state, so that no forward waits for its backward."""
         self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
-        """Return True in a backward, False in `torch.autograd.grad`, None if it cannot be determined."""
+        """Return True in a backward, False in `torch.autograd.grad`, or None if neither can be determined."""
         # the parameter of the last backward is tried first: usually one check is enough
         count, first = len(self.parameters), self._index
         for step in range(count):
@@ -283,7 +283,7 @@ class BackwardWatcher:
 
 
 def _is_part(start: Node) -> bool:
-    """Return True if the current backward skips a part of the graph from ``start``.
+    """Return True if the current backward runs only a part of the graph below ``start``.
 
     `torch.autograd.grad` with respect to inputs does so.
     """
@@ -312,13 +312,9 @@ def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
         yield item
     elif item is None or isinstance(item, str | bytes | int | float | complex | type) or id(item) in seen:
         return
-    elif isinstance(item, list | tuple | set | frozenset):
+    elif isinstance(item, list | tuple | set | frozenset | Mapping):
         seen.add(id(item))
-        for part in item:
-            yield from _find(part, depth, seen)
-    elif isinstance(item, Mapping):
-        seen.add(id(item))
-        for part in item.values():
+        for part in item.values() if isinstance(item, Mapping) else item:
             yield from _find(part, depth, seen)
     elif (depth > 0 and not callable(item)) or dataclasses.is_dataclass(item):
         seen.add(id(item))
@@ -346,7 +342,7 @@ def watch_optimizers() -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Skip the backward of containers that still wait for it, if this optimizer would use their gradients."""
+    """Run `skip_backward` on containers that wait for a backward, if this optimizer has their parameters."""
     for container in list(waiting_for_steps.values()):
         if container._reducer is None or not container._watch.expected:
             continue

@@ -1,4 +1,4 @@
-"""Communication hooks of a fit (check, attach, save, resume), and local steps, after which weights differ."""
+"""Communication hooks of a fit, and local steps, after which weights differ between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAver
 from lockstep.extensions.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.extensions.parallel.hooks.error_feedback import load_state, save_state, share_states
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_of, torch_name
-from lockstep.extensions.parallel.hooks.local_sgd import group_of, marks_of
+from lockstep.extensions.parallel.hooks.local_sgd import averages_locally, group_of, marks_of, rounds_of
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import beside
@@ -56,21 +56,17 @@ class DivergedWeights:
 
     @property
     def shown(self) -> bool:
-        """True while the module has the ranks' mean instead of this rank's own weights."""
+        """True while the module has the ranks' mean instead of the rank's own weights."""
         return self._own is not None
 
     def step(self) -> None:
         """Record a step with the gradients of this rank or node only."""
         self.differ = self.has_diverged = True
 
-    def become_equal(self) -> None:
-        """Record that all ranks have the same parameters."""
-        self.differ = False
-
     # -- the mean
 
     def show_mean(self) -> None:
-        """Replace this rank's weights and buffers by the mean, until `show_own`. Collective."""
+        """Replace the module's weights and buffers with the ranks' mean, until `show_own`. Collective."""
         if self._own is None:
             parameters, buffers = self._parameters(), dict(self._module.named_buffers())
             self._own = {name: tensor.detach().clone() for name, tensor in {**parameters, **buffers}.items()}
@@ -80,7 +76,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Restore this rank's weights and buffers."""
+        """Restore the rank's own weights and buffers after `show_mean`."""
         if self._own is not None:
             _copy(self._own, self._tensors())
             self._own = None
@@ -148,7 +144,7 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class HookedLocalSteps:
-    """Post-local SGD in a fit: local steps counted by the hook's state, and averages after steps.
+    """Local steps of post-local SGD in a fit, and averages of parameters after them.
 
     Args:
         state: the hook's state, lockstep's or torch's, with its subgroup.
@@ -183,20 +179,20 @@ class HookedLocalSteps:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
-                    "averages or shards over the ranks itself. Return the inner one from `configure_optimizers`."
+                    "averages or shards over the ranks itself. Return the optimizer inside it from "
+                    "`configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
         self._take_buffers = take_buffers
-        together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
         members = [comm.rank()]
-        if together:
-            members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
+        if averages_locally(state) and state.subgroup is not None:
+            members = sorted(dist.get_process_group_ranks(state.subgroup))
         self.leader = members[0]
         self._members = members
         self._diverges = len(members) < comm.world_size()  # False: all ranks still average every step's gradients
         self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
-        self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
+        self._start_averaging(max(0, state.start_localSGD_iter - rounds_of(state)))
 
     def _start_averaging(self, start: int) -> None:
         parameters, self._start = list(self.apart.named_parameters().values()), start
@@ -206,10 +202,9 @@ class HookedLocalSteps:
             self._averager = OuterOptimizer(parameters, self._period, start, **self._outer)  # type: ignore[arg-type]
 
     @property
-    def _rounds(self) -> int:
-        state = self._state
-        # torch's state has `iter`, lockstep's `iteration`
-        return int(state.iter if hasattr(state, "iter") else state.iteration)
+    def _is_local(self) -> bool:
+        """True if the next round is a local step."""
+        return rounds_of(self._state) >= int(self._state.start_localSGD_iter)
 
     @property
     def differ(self) -> bool:
@@ -219,14 +214,13 @@ class HookedLocalSteps:
     # -- a window
 
     def round(self) -> None:
-        """Record that a round of gradients starts. The hook itself counts rounds."""
-        if self._diverges and self._rounds >= self._state.start_localSGD_iter:
+        """Record that a round of gradient reduction starts."""
+        if self._diverges and self._is_local:
             self.apart.step()
 
     def averaged_ranks(self) -> Sequence[int]:
         """Return the ranks over which the next round's gradients are averaged."""
-        local = self._rounds >= self._state.start_localSGD_iter
-        return self._members if local else range(comm.world_size())
+        return self._members if self._is_local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
         """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
@@ -238,27 +232,27 @@ class HookedLocalSteps:
     def step(self) -> None:
         """Record an optimizer's step, and average if a period ends; collective then."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
-            self.apart.become_equal()
+            self.apart.differ = False
             if self._take_buffers is not None:
                 self._take_buffers()
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks: the number of steps, and the outer optimizer."""
+        """Return the state that is equal on all ranks, such as the number of steps and the outer optimizer."""
         return {"start": self._start, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Restore the result of `state_dict`."""
         self._start_averaging(state["start"])
         self._averager.load_state_dict(state["averager"])
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the state of this rank: its own weights and optimizers."""
+        """Return the state of this rank, with the weights and optimizers that differ from other ranks."""
         return self.apart.state_dict(self.leader)
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's own weights. Without any, all ranks continue from the checkpoint's, which are the mean."""
+        """Load this rank's own weights. Without ``states`` all ranks continue from the mean in the checkpoint."""
         if states:
             self.apart.load_state_dict(states)
         elif isinstance(self._averager, ParameterAverager):
@@ -273,7 +267,7 @@ POST_LOCAL = "start_localSGD_iter"
 
 
 class _TorchState(NamedTuple):
-    """State of one of torch's hooks on the way to another process."""
+    """State of one of torch's hooks in a form that can be pickled."""
 
     kind: type[Any]
     found: dict[str, Any]
@@ -300,46 +294,43 @@ class CommunicationHook(AttachableHook):
         period: int | Mapping[int, int] | None,
         outer: Mapping[str, Any] | None,
     ) -> None:
-        outer = _checked_outer(outer)
+        outer = _check_outer(outer)
         if hook is None:
             for name, value in (("ddp_comm_wrapper", wrapper), ("ddp_comm_state", state)):
                 if value is not None:
                     shown = name_of(value) if callable(value) else type(value).__qualname__
                     raise MisconfigurationException(
-                        f"DDPStrategy({name}={shown}) without ddp_comm_hook: there is no hook to use it. Give both."
+                        f"DDPStrategy({name}={shown}) without ddp_comm_hook has no effect. Give both arguments."
                     )
         elif not callable(hook):
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_hook={type(hook).__qualname__}(...)): a hook is a function of a state and a "
-                "bucket. Give its state as ddp_comm_state."
+                "bucket, but this object cannot be called. Pass a hook's state as ddp_comm_state."
             )
         else:
-            hook = _wrapped(hook, wrapper)
+            hook = _wrap(hook, wrapper)
             check_pair(state, hook)
         self.is_local = hasattr(state, POST_LOCAL)
         if self.is_local and period is None:
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
-                f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never be "
+                f"round {getattr(state, POST_LOCAL)} on each node trains its own parameters, which would never be "
                 "averaged. Give the number of steps between averages, for example model_averaging_period=4."
             )
-        if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
+        is_steps = isinstance(period, int) and not isinstance(period, bool) and period > 0
+        if not is_steps and period is not None and not isinstance(period, Mapping):
             raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of such "
-                "numbers to numbers of ranks."
-            )
-        if isinstance(period, int) and period < 1:
-            raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period}): give a number of steps above 0."
+                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of "
+                "numbers of steps to numbers of ranks."
             )
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if not self.is_local and outer is not None:
             raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) is for local steps. Use {needs}."
+                f"DDPStrategy(outer_optimizer={dict(outer)}) works only with local steps. Give {needs} as well."
             )
         if not self.is_local and period is not None:
             rank_zero_warn(
-                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs} gradients are averaged "
+                f"DDPStrategy(model_averaging_period={period}) has no effect: without {needs}, gradients are averaged "
                 "in every step."
             )
         self.hook = hook
@@ -348,17 +339,12 @@ class CommunicationHook(AttachableHook):
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the subgroup of this node
         self._owns_subgroup = False
 
-    @property
-    def is_there(self) -> bool:
-        """True if there is a hook."""
-        return self.hook is not None
-
     # -- a fit
 
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> HookedLocalSteps | None:
-        """Let the hook reduce ``reducer``'s buckets. Collective.
+        """Make the hook reduce the buckets of ``reducer``. Collective.
 
         Args:
             reducer: this fit's reducer, before its first round.
@@ -380,10 +366,9 @@ class CommunicationHook(AttachableHook):
         return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
     def _find_subgroup(self, node_rank: int) -> None:
-        """Set the state's subgroup to the ranks of this node, if it has none."""
+        """Assign a group of this node's ranks to the hook's state if it has no subgroup."""
         state = self.state
-        together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
-        if state.subgroup is not None or not together or comm.world_size() == 1:
+        if state.subgroup is not None or not averages_locally(state) or comm.world_size() == 1:
             return
         # a second fit in the same default group uses the same subgroup
         if self._nodes is None or self._nodes[0] is not dist.group.WORLD:
@@ -446,12 +431,12 @@ class CommunicationHook(AttachableHook):
 
 
 def communication_hook(*arguments: Any) -> CommunicationHook | None:
-    """Return the hook that the arguments of `CommunicationHook` make; None where they name none."""
+    """Return a `CommunicationHook` with these arguments, or None if they contain no hook."""
     made = CommunicationHook(*arguments)
-    return made if made.is_there else None
+    return None if made.hook is None else made
 
 
-def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
+def _wrap(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
     if wrapper is None:
         return hook
     try:
@@ -463,8 +448,8 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
         ) from None
 
 
-def _checked_outer(outer: object) -> dict[str, Any] | None:
-    """Return ``outer_optimizer`` as arguments of `OuterOptimizer`.
+def _check_outer(outer: object) -> dict[str, Any] | None:
+    """Check and return the argument ``outer_optimizer`` as keyword arguments for `OuterOptimizer`.
 
     Raises:
         MisconfigurationException: it is not a dict of such arguments.
@@ -476,6 +461,6 @@ def _checked_outer(outer: object) -> dict[str, Any] | None:
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
             f"DDPStrategy(outer_optimizer={outer!r:.100}): give a dict of arguments of lockstep's OuterOptimizer "
-            f"({', '.join(names)}); {{}} uses DiLoCo's."
+            f"({', '.join(names)}); an empty dict uses DiLoCo's."
         )
     return dict(outer)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel for hand-written loops: a replacement of torch's container, based on lockstep's reducer."""
+"""Replacement of torch's DistributedDataParallel for hand-written loops, based on lockstep's reducer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 NOT_COPIED = (
     *("process_group", "_reducer", "_make_reducer", "_watch", "_checks", "_late", "_release", "_world", "_holders"),
 )
-"""Attributes that a copy of a container makes itself."""
+"""Attributes that a copy of a container does not take over, but creates itself."""
 COMPILED_WHOLE = (
     "{name} is compiled as a whole: all gradients arrive at the end of its backward, so no reduction overlaps the "
     "computation. Compile its blocks instead: for block in model.blocks: block.compile()"
@@ -226,7 +226,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._attach()
 
     def _set_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
-        """Set the devices of the module, its replicas and its outputs."""
+        """Choose the devices of the module, the replicas and the outputs."""
         module = self.module
         self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
         self.device_type = self.device.type
@@ -246,7 +246,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
     def _attach(self) -> None:
-        """Make the reducer and the watcher of backwards. Collective."""
+        """Create the reducer and the watcher of backwards. Collective."""
         ignored = {*self.parameters_to_ignore, *self._frozen}
         named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
         plan = plan_buckets(infos_of(named), self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
@@ -293,7 +293,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 waiting_for_steps.pop(id(self), None)
 
     def use_reducer(self, make: Callable[..., Reducer]) -> None:
-        """Replace the reducer, between two steps. Collective.
+        """Replace the reducer between two steps. Collective.
 
         Args:
             make: called with the arguments of `Reducer`. Copies of the container do not keep it.
@@ -348,7 +348,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             if torch._C._current_graph_task_id() != -1:
                 outputs = self._run(inputs, kwargs)
                 if grad and self._world > 1:
-                    self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+                    self._watch.watch_outputs(outputs, self.require_backward_grad_sync, expected=False)
                 return outputs
             alone = self._world == 1 and self._comm_hook is None
             if alone and self._weight is None and not self._join_config.enable:
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 profiled.__exit__(None, None, None)
 
     def _run_together(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        """Run a collective forward, and watch for its backward."""
+        """Run a collective forward, and watch its outputs for the backward."""
         sync = grad and self.require_backward_grad_sync
         weight = self._prepare_forward(grad, sync)
         outputs = self._run(inputs, kwargs)
@@ -378,7 +378,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             if weight is not None:
                 outputs = weight.apply(outputs)
             empty = weight is not None and weight.weight == 0
-            self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
+            self._watch.watch_outputs(outputs, sync, empty, expected=sync and self.training)
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._join_config.enable:
             if self._weight is not None:
                 raise MisconfigurationException(
-                    "weight() inside join(): a rank without batches has no weight. Use one of the two"
+                    "weight() inside join(): a rank without batches has no weight. Use either weight() or join()"
                 )
             Join.notify_join_context(self)
             agree_on_forward(self, sync, buffers)
@@ -420,7 +420,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """Check, with check_reduction, that all ranks are at the same point and the last backward was complete."""
+        """Check that all ranks are at the same point and the last backward was complete, if ``check_reduction``."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -478,7 +478,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def weight(self, n: float) -> Iterator[None]:
-        """Weight the gradients of forwards inside by ``n``: they become the weighted mean over the ranks.
+        """Weight the gradients of forwards inside by ``n``, so that they become the weighted mean over the ranks.
 
         With the number of samples and a loss that is a mean, this is the mean over all samples. Every rank passes its
         own weight; if all are zero, there are no gradients.
@@ -538,15 +538,15 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if enable and self.steps_together:
             raise RuntimeError(
-                "join() with sharded optimizers: a rank without batches would have to step as well. Let it continue "
-                "with any batch under `with model.weight(0):`, where its gradients do not count"
+                "join() with sharded optimizers: a rank without batches would have to step as well. Let that rank "
+                "continue with any batch under `with model.weight(0):`, so that its gradients do not count"
             )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that ``torch.distributed.algorithms.Join`` calls on a rank without batches.
+        """Return the hook that ``torch.distributed.algorithms.Join`` calls on a rank that has run out of batches.
 
         Args:
             **kwargs: ``divide_by_initial_world_size`` as in `join`; default True.
@@ -555,12 +555,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Device of ``Join``'s collectives."""
+        """Device on which ``Join`` runs its collectives."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """Process group of ``Join``'s collectives."""
+        """Process group in which ``Join`` runs its collectives."""
         return self.process_group
 
     # -- devices
@@ -584,7 +584,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return copies.gather(outputs, as_device(output_device), self.dim)
 
     def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Move inputs and keyword arguments to one device, and return each as the only part."""
+        """Move inputs and keyword arguments to one device, and return each as a tuple of one part."""
         device = as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
 
@@ -612,7 +612,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- copies
 
-    def _copied_state(self) -> dict[str, Any]:
+    def _state_to_copy(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -625,7 +625,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
                 "other groups cannot be restored. Pickle model.module, or its state dict"
             )
-        return self._copied_state()
+        return self._state_to_copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._restore(state, find_group(None, None, state["_modules"]["module"]))
@@ -634,7 +634,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
-        made._restore(copy.deepcopy(self._copied_state(), memo), self.process_group)
+        made._restore(copy.deepcopy(self._state_to_copy(), memo), self.process_group)
         return made
 
     # -- buffers

@@ -1,4 +1,4 @@
-"""Uneven batches: weighted means over ranks, and ranks that have run out of batches (``join``)."""
+"""Support for uneven batches, by weighted means over ranks and by ``join`` for ranks that have run out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,10 +24,10 @@ from lockstep.ground.tree import tree_map
 
 
 def check_weight(n: float, rank: int) -> float:
-    """Return a weight as a float.
+    """Return the weight of a batch as a float.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: the weight is negative or not finite.
     """
     weight = float(n)
     if not math.isfinite(weight) or weight < 0:
@@ -39,7 +38,7 @@ def check_weight(n: float, rank: int) -> float:
 
 
 class Weight:
-    """Weight of one forward, and the factor of its gradients. Collective.
+    """Weight of one forward, and the factor by which its gradients are multiplied. Collective.
 
     Args:
         weight: weight of this rank's batch.
@@ -133,7 +132,7 @@ class JoinAgreement(NamedTuple):
 
 
 def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
-    """Exchange which ranks have a batch and what they do next, in one message. Collective, also for joined ranks.
+    """Exchange in one message which ranks have a batch and what they do next. Collective, also for joined ranks.
 
     Args:
         group: process group of the ranks.
@@ -152,28 +151,6 @@ def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buf
     found = votes.tolist()
     there = [rank for rank in range(world) if found[rank]]
     return JoinAgreement(len(there), there[-1] if there else 0, found[world] > 0, found[world + 1] > 0)
-
-
-class FollowingHook(JoinHook):
-    """Hook that ``Join`` calls on a rank that has run out of batches.
-
-    Args:
-        follow: takes part in the collectives of the others' forward and backward, with zero gradients.
-        leave: takes the model of the last rank that trained; its argument is True on that rank.
-    """
-
-    def __init__(self, follow: Callable[[], None], leave: Callable[[bool], None]) -> None:
-        self._follow = follow
-        self._leave = leave
-        super().__init__()
-
-    def main_hook(self) -> None:
-        """Follow one forward and backward of the other ranks."""
-        self._follow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Leave the join after the last batch of all ranks."""
-        self._leave(is_last_joiner)
 
 
 class JoinedContainer(Protocol):
@@ -195,7 +172,7 @@ class JoinedContainer(Protocol):
         ...
 
     def skip_backward(self) -> None:
-        """Take part in the others' backward without one of this rank."""
+        """Take part in the other ranks' backward without running one on this rank."""
         ...
 
     def _align_buffers(self, src: int) -> None: ...
@@ -226,7 +203,7 @@ def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
     """Return the hook that ``Join`` calls on a rank that has run out of batches."""
     container.joining.by_all = by_all
     _joined.add(container)
-    return FollowingHook(partial(_follow, container), partial(_leave, container))
+    return _FollowingHook(container)
 
 
 def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> None:
@@ -241,8 +218,8 @@ def agree_on_forward(container: JoinedContainer, sync: bool, buffers: bool) -> N
         if other._join_config.enable and other._watch.expected and missed:
             raise RuntimeError(
                 f"join, rank {comm.rank(container.process_group)}: a forward of this model is between the forward and "
-                "the backward of another one, and ranks without batches cannot follow that. Wrap both models as one "
-                "module, or run each one's backward before the next one's forward"
+                "the backward of another model, and ranks without batches cannot follow that order. Wrap both models "
+                "as one module, or run each model's backward before the next model's forward"
             )
     _apply_agreement(container, agree(container.process_group, container.device, True, sync, buffers))
 
@@ -257,33 +234,43 @@ def _apply_agreement(container: JoinedContainer, found: JoinAgreement) -> None:
         container._align_buffers(found.leader)
 
 
-def _follow(container: JoinedContainer) -> None:
-    found = agree(container.process_group, container.device, False, False, False)
-    _apply_agreement(container, found)
-    if found.sync:
-        # those of this rank's last batch have been averaged already
-        _drop_gradients(container)
-        # leaves the others' mean in `.grad`, by which an optimizer that joins as well steps
-        container.skip_backward()
-        container.joining.has_followed = True
+class _FollowingHook(JoinHook):
+    """Hook that ``Join`` calls on a rank that has run out of batches."""
 
+    def __init__(self, container: JoinedContainer) -> None:
+        self._container = container
+        super().__init__()
 
-def _leave(container: JoinedContainer, is_last_joiner: bool) -> None:
-    leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
-    container.reducer.divisor = comm.world_size(container.process_group)
-    container._authoritative_rank = leader  # torch's name for the rank whose weights all have
-    container._join_config = _JoinConfig.construct_disabled_join_config()
-    if container.joining.has_followed:
-        container.joining.has_followed = False
-        # the next backward would add to the others' mean
-        _drop_gradients(container)
-    broadcast_module_state(
-        container.module,
-        container.process_group,
-        src=leader,
-        ignored=container.parameters_to_ignore,
-        buffers=container.forward_sync_buffers,
-    )
+    def main_hook(self) -> None:
+        """Take part in the collectives of the other ranks' forward and backward, with zero gradients."""
+        container = self._container
+        found = agree(container.process_group, container.device, False, False, False)
+        _apply_agreement(container, found)
+        if found.sync:
+            # those of this rank's last batch have been averaged already
+            _drop_gradients(container)
+            # leaves the others' mean in `.grad`, by which an optimizer that joins as well steps
+            container.skip_backward()
+            container.joining.has_followed = True
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the model of the last rank that trained, after the last batch of all ranks."""
+        container = self._container
+        leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
+        container.reducer.divisor = comm.world_size(container.process_group)
+        container._authoritative_rank = leader  # torch's name for the rank whose weights all have
+        container._join_config = _JoinConfig.construct_disabled_join_config()
+        if container.joining.has_followed:
+            container.joining.has_followed = False
+            # the next backward would add to the others' mean
+            _drop_gradients(container)
+        broadcast_module_state(
+            container.module,
+            container.process_group,
+            src=leader,
+            ignored=container.parameters_to_ignore,
+            buffers=container.forward_sync_buffers,
+        )
 
 
 def _drop_gradients(container: JoinedContainer) -> None:

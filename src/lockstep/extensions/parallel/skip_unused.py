@@ -1,4 +1,4 @@
-"""Transport that skips buckets without a used parameter on any rank."""
+"""Transport that skips the buckets whose parameters no rank uses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.ground import comm
 
 USED_LATER = (
     "skip_all_reduce_unused_params=True: parameter {name!r} has a gradient, but its bucket is not reduced, since no "
-    "rank used it in the first backward. Remove the argument if unused parameters change"
+    "rank used it in the first backward. Remove the argument if the unused parameters differ between steps"
 )
 
 
 class SkipUnused:
-    """Transport that carries buckets by another one, except those that no rank used in the first round of a layout.
+    """Transport that passes buckets to another transport, except those that no rank used in a layout's first round.
 
     It reads the used flags that are sent with the buckets. Without them (sparse gradients, ``static_graph=True``) all
     buckets are carried.
@@ -37,7 +37,7 @@ class SkipUnused:
         self._is_settled = False
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return the inner transport's buffers for a new layout, in which no bucket is skipped yet."""
+        """Return the inner transport's buffers for a new layout, which starts without skipped buckets."""
         self.skipped.clear()
         self._unused.clear()
         self._count, self._is_settled = len(sizes), False
@@ -53,7 +53,7 @@ class SkipUnused:
         """Start to sum the bucket, unless it is skipped.
 
         Raises:
-            RuntimeError: it is skipped, but this rank has a gradient in it.
+            RuntimeError: the bucket is skipped, but this rank has a gradient in it.
         """
         if bucket.index not in self.skipped:
             self.inner.start(bucket, scale)

@@ -1,4 +1,4 @@
-"""Private names of torch's DistributedDataParallel, by which torch's own libraries use a container."""
+"""Private names of torch's DistributedDataParallel that torch's own libraries use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.errors import MisconfigurationException
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: names of parameters and buffers that its container ignores."""
+"""Name of the module attribute that lists the parameters and buffers which its container ignores."""
 ALWAYS = (
-    "gradients are averaged when backward() returns, and each bucket is sent while the backward runs. Leave it at "
-    "False, and step after the backward"
+    "gradients are averaged when backward() returns, since each bucket is sent while the backward runs. Remove the "
+    "manual finalization, and step after the backward"
 )
 
 
 class TorchNames:
-    """Base of a container with the names that torch's libraries use, and those since torch 2.15 that are refused."""
+    """Base class of a container, with the names that torch's libraries use. Manual finalization is refused."""
 
     module: nn.Module
     process_group: Any
@@ -95,7 +95,7 @@ class TorchNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Make a later container of ``module`` ignore the parameters and buffers with these names."""
+        """Mark parameters and buffers of ``module``, by name, to be ignored by a container that is created later."""
         names = list(params_and_buffers_to_ignore)
         setattr(module, IGNORED, names)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -112,12 +112,12 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are synchronized, by name."""
+        """Buffers that forwards synchronize, by name."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Buffers that are synchronized."""
+        """Buffers that forwards synchronize."""
         return list(self.named_module_buffers.values())
 
     def _register_buffer_comm_hook(
@@ -126,7 +126,7 @@ class TorchNames:
         hook: Callable[..., Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronize buffers by ``hook(state, named_buffers)``, which may return futures."""
+        """Register ``hook(state, named_buffers)`` to synchronize buffers; the hook may return futures."""
         if not callable(hook):
             raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): the hook must be callable")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
@@ -149,7 +149,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always False: the reduction has finished when a backward returns."""
+        """Always False, because the reduction has finished when a backward returns."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -159,11 +159,11 @@ class TorchNames:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Always False."""
+        """Always False, because the backward finishes the reduction itself."""
         return False
 
     def finalize_backward(self) -> None:
-        """Raise an error, as in torch's class: the backward has finished by itself.
+        """Raise an error, because the backward finishes the reduction itself.
 
         Raises:
             MisconfigurationException: always.

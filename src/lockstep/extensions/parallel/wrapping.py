@@ -1,4 +1,4 @@
-"""Checks of a container's module: its process group, reasons not to wrap it, and changes after it was wrapped."""
+"""Checks of a container's module and process group, when the module is wrapped and later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
-    """Return the process group of a container: the given one, that of the mesh, or the default one.
+    """Return the process group of a container, from the given group, the mesh, or the default group.
 
     Args:
         group: a process group; None is the default one.
@@ -42,7 +42,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
             "torch.distributed.init_process_group(...) first, on every rank"
         )
     if group is not None and mesh is not None:
-        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give one of them")
+        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give only one")
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
@@ -67,7 +67,7 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     return found
 
 
-def _problem_of(parameter: Tensor) -> str | None:
+def _find_problem(parameter: Tensor) -> str | None:
     """Return the reason why a parameter's gradient cannot be averaged, with a remedy; None if it can."""
     if isinstance(parameter, UninitializedParameter):
         return "belongs to a lazy module and has no shape yet. Run one batch through the model before you wrap it"
@@ -94,7 +94,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     kind = type(module).__name__
     for name, parameter in named:
-        problem = _problem_of(parameter)
+        problem = _find_problem(parameter)
         if problem is not None:
             return f"parameter {name!r} of {kind} {problem}"
     trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
@@ -102,7 +102,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
         own = (id(parameter) for parameter in part.parameters())
         # by this attribute, which torch's container has as well
         averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
-        if averages and not (part is module and _yields(part, group)):
+        if averages and not (part is module and _can_be_wrapped(part, group)):
             where = f"part {inner!r} of {kind}" if inner else "the module"
             return (
                 f"{where} is a DistributedDataParallel already, and two cannot average the same gradients. Wrap the "
@@ -116,7 +116,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     return None
 
 
-def _yields(container: nn.Module, group: comm.Group) -> bool:
+def _can_be_wrapped(container: nn.Module, group: comm.Group) -> bool:
     """Return True if a container can be wrapped again over ``group``, so that the outer one averages."""
     if not hasattr(container, "use_reducer"):
         return False
@@ -126,7 +126,7 @@ def _yields(container: nn.Module, group: comm.Group) -> bool:
 
 
 def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Return whether forwards synchronize buffers, from a container's two arguments.
+    """Return True if forwards synchronize buffers, according to a container's two arguments.
 
     ``broadcast_buffers`` is deprecated, as in torch. Default: True.
     """
@@ -144,7 +144,7 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
 
 
 def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Describe a parameter whose gradient would not be averaged; None without one.
+    """Describe a parameter whose gradient would not be averaged, or return None if there is none.
 
     The caller puts the rank in front of the sentence.
 
@@ -167,7 +167,7 @@ def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -
 
 
 def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Describe a parameter whose dtype, shape or device no longer fits its bucket; None without one.
+    """Describe a parameter whose dtype, shape or device no longer fits its bucket; return None if all fit.
 
     The caller puts the rank in front of the sentence.
     """

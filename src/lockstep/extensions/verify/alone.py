@@ -1,4 +1,4 @@
-"""Comparison of each rank with one process that is fed this rank's samples only: does its code depend on the rank?"""
+"""Comparison of each rank with one process that gets only its samples, to find code that depends on the rank."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from lockstep.extensions.verify.runs import Runs
 from lockstep.extensions.verify.steps import FOLLOW, strided_sums
 
 _TOLERANCE = 1e-6
-"""The largest difference that passes, as a fraction of the largest gradient."""
+"""Largest difference that counts as equal, as a fraction of the largest gradient."""
 
 IN_BATCH = (
-    "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), and so "
-    "differs for a larger batch; in all steps each rank's gradient is what one process computes for its part"
+    "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), so it is "
+    "different for a larger batch; in all steps each rank's gradient equals that of one process with the same samples"
 )
 OWN_NUMBERS = (
-    "in a step each rank draws its own random numbers of Python's, of NumPy's, or of torch's for a whole batch, which "
-    "one process cannot reproduce for all ranks at once; in all steps each rank's gradient is what one process "
-    "computes for its part, with the rank's numbers"
+    "in a step each rank draws its own random numbers from Python's or NumPy's generator, or from torch's for a whole "
+    "batch, which one process cannot reproduce for all ranks together; in all steps each rank's gradient equals "
+    "that of one process with the same samples and random numbers"
 )
 UNSEEN = (
-    "in all steps each rank's gradient is what one process computes for its part, but one process computes another one "
-    "for all parts together. Either the loss compares the samples of a batch, or it divides by each rank's own "
-    "counts: a layer whose output has a row for each sample would show which, but there is none. Add one, such as "
+    "each rank's gradient equals that of one process with the rank's samples, but their mean is not the gradient of "
+    "one process with all samples. Either the loss compares the samples of a batch, or each rank divides it by its own "
+    "counts. A layer whose output has one row per sample would show which, but the model has none: add one, such as "
     "nn.Linear"
 )
 
 
 @dataclass(frozen=True)
 class AloneFinding:
-    """Result of the runs with one rank's samples.
+    """Result of comparing ranks, one by one, with one process.
 
     Attributes:
         nature: why ranks and one process are expected to differ; "" if they are not.
         cause: why they differ otherwise; None if it was not found.
-        unknown: why neither was found out, or "".
+        unknown: why neither could be determined, or "".
     """
 
     nature: str = ""
@@ -71,19 +71,22 @@ class RanksAlone:
         self.updates = ranks.fewest_steps
 
     def check(self) -> AloneFinding:
-        """Feed one process the samples of each rank. If it computes the same, check if the loss compares samples."""
+        """Compare each rank's gradients with those of one process that gets only this rank's samples.
+
+        If they agree, check if the loss compares samples.
+        """
         for update in range(self.updates):
             parts = Parts(self.ranks, update)
             # a gradient that is not the mean over ranks shows nothing about a rank's own
             if not parts.are_known or parts.not_averaged(own_gradients(self.ranks, update)):
                 return AloneFinding()
-        # a rank that leaves out a batch makes its step with samples of another place
+        # a rank that skips a batch makes its step with later samples
         for step in range(self.updates):
             counts = [len(rank.find("batch", grad=True, step=step)) for rank in self.ranks.ranks]
             if len(set(counts)) > 1:
                 skipped = Reason(
-                    "ranks leave out different batches: the condition that skips a batch uses a rank's own values "
-                    "(such as its loss) instead of those of all ranks",
+                    "ranks skip different batches, because the condition for skipping one uses a rank's own values "
+                    "(such as its loss): use values that are the same on all ranks",
                     self.ranks.first.line_of("iteration"),
                     f"batches drawn for step {step}: {by_rank(enumerate(counts))}",
                 )
@@ -91,13 +94,13 @@ class RanksAlone:
         # rank 0 last: code that depends on the rank often leaves rank 0 as it is
         for rank in reversed(range(len(self.ranks.ranks))):
             alone = self.runs.on_one(self.ranks, FOLLOW, order=(rank,))
-            if refusals.of_one(alone):
+            if refusals.check_single(alone):
                 return AloneFinding()
             for update in range(min(self.updates, len(alone.first.steps))):
                 pairs = list(self._pairs(rank, update, alone))
                 scale = max((expected.abs().max().item() for _, expected in pairs), default=0.0)
                 if any(not (own - expected).abs().max().item() <= _TOLERANCE * scale for own, expected in pairs):
-                    return AloneFinding(cause=self._of_rank(rank, update, gradient_factor(pairs)))
+                    return AloneFinding(cause=self._explain_rank(rank, update, gradient_factor(pairs)))
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
         compares = compares_samples(still.first.find("rows"), nudged.first.find("rows"))
         if compares:
@@ -123,17 +126,20 @@ class RanksAlone:
             expected = strided_sums(value)
             yield sum(sums[rank].get(key, {}).values(), torch.zeros_like(expected)), expected
 
-    def _of_rank(self, rank: int, update: int, factor: float | None) -> Reason:
-        """Explain why a rank computes another gradient, ``factor`` times that of one process if there is one factor."""
+    def _explain_rank(self, rank: int, update: int, factor: float | None) -> Reason:
+        """Explain why a rank's gradient differs from that of one process with the same samples.
+
+        ``factor`` is the ratio of the two gradients, or None if they are not proportional.
+        """
         text = (
-            f"rank {rank} computes another gradient for its samples than one process does for the same ones: code or "
-            "random numbers depend on the rank"
+            f"rank {rank} computes a different gradient from one process with the same samples: code or random numbers "
+            "depend on the rank"
         )
         if factor is not None and abs(factor - 1) > _TOLERANCE:
             times = f"{factor:.4g}" if factor else "zero"
             text = (
-                f"the loss of rank {rank} is {times} times that of one process for the same samples: code depends on "
-                "the rank"
+                f"the loss on rank {rank} is {times} times the loss in one process for the same samples: code depends "
+                "on the rank"
             )
         # both runs again, with a trace of the update
         override = f"{TRACE} {update}"

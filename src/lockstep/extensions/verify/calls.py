@@ -1,4 +1,4 @@
-"""Trace of the calls of torch's functions in one update, to find the first line where two processes differ."""
+"""Trace of calls to torch's functions in one update, to find the first line where two processes differ."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.extensions.verify.settings import is_user_code, short
 from lockstep.extensions.verify.watch import Watch
 
 TRACE = "calls"
-"""Override that traces an update: ``calls 3`` for update 3."""
+"""Override that traces the calls in an update, for example ``calls 3`` in update 3."""
 
 TRACE_LATE = "late-calls"
-"""Override that traces the calls after a backward, also those without gradients: they may change gradients."""
+"""Override that traces an update's calls after its backward, including calls that may change gradients."""
 
 _MAX_CALLS = 5000
 _ROUNDING = 1e-9
@@ -29,16 +29,16 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SYNCHRONIZES = tuple(
     _TORCH + folder for folder in ("distributed", "nn" + os.sep + "parallel", "optim", "nn" + os.sep + "utils")
 )
-"""Parts of torch that do something else on several ranks than on one, or that work on averaged gradients."""
+"""Folders of torch whose functions behave differently on several ranks, or work on averaged gradients."""
 _FORWARD = {"forward", "_run_ddp_forward", "_fn"}
 """Functions of wrappers that call the user's module."""
 
 
 class Calls:
-    """Trace of the calls of torch's functions: name, line and result of each.
+    """Trace of calls to torch's functions, with name, line and sums of the result.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -48,8 +48,8 @@ class Calls:
         self._is_late, self._update = found[0] if found else (False, -1)
         self._remaining = _MAX_CALLS
 
-    def note(self, name: str, result: object) -> None:
-        """Note a call, if this update is traced."""
+    def record(self, name: str, result: object) -> None:
+        """Record a call if its update is traced."""
         # most calls are of updates that are not traced: that is checked first
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
             return
@@ -63,11 +63,11 @@ class Calls:
             values = result.detach().double()
             # the sum of sizes is the scale against which rounding is judged
             sums = [values.sum().item(), values.abs().sum().item()]
-            self.watch.journal.note("call", name=name, where=where, sums=sums, shape=list(result.shape))
+            self.watch.journal.record("call", name=name, where=where, sums=sums, shape=list(result.shape))
 
 
 def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
-    """Return the line of the first call that another process did not make, or that gave another result.
+    """Return the line of the first call that only one process made, or that gave the processes different results.
 
     Returns:
         The line as ``file:line``; "" if all calls agree.
@@ -86,7 +86,7 @@ def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
 
 
 def _line(frame: FrameType | None) -> str:
-    """Return the user's line that calls a function; "" if torch calls it to synchronize ranks."""
+    """Return the line of user code that led to a call, or "" if torch made the call to synchronize ranks."""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_code(file):

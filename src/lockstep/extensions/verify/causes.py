@@ -1,4 +1,4 @@
-"""Search for the cause of a first difference: in weights of micro-batches, in events, and by switching things off."""
+"""Search for the cause of the first difference, from gradients, recorded events, and runs with something disabled."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lockstep.extensions.verify.compare import (
     STEPS,
     Difference,
     Reason,
-    aligned,
+    align,
     by_rank,
     clips_first,
     own_gradients,
+    shorten,
     uneven,
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.recordings import Event, Recording, Value, place_of
 
-_MAX_NAMES = 3
 _SCALED = 1e-5
-"""The smallest factor, less 1, by which a gradient counts as scaled."""
+"""Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
 _SCALARS: tuple[list[int], list[int]] = ([], [1])
 """Shapes of single numbers."""
 
@@ -38,7 +38,7 @@ Retry = Callable[[str], bool]
 
 
 class Causes:
-    """Search for the cause of a difference.
+    """Search for the cause of a difference between ranks and one process.
 
     Args:
         difference: the first difference.
@@ -72,36 +72,36 @@ class Causes:
 
     @property
     def step(self) -> Event:
-        """The step that differs, as rank 0 has noted it."""
+        """Rank 0's event of the optimizer step that differs."""
         return self.ranks.first.find("step", update=self.update)[0]
 
     def find(self) -> Reason | None:
-        """Return the cause, or None if it was not found."""
+        """Return the cause of the difference, or None if it was not found."""
         finders: dict[str, Callable[[], Reason | None]] = {
-            FIRST: self._of_first_parameters,
-            RATES: self._of_rates,
-            GRADIENTS: self._of_gradients,
-            CLIPPED: self._of_clipping,
-            PARAMETERS: self._of_update,
-            BUFFERS: self._of_buffers,
-            STEPS: self._of_steps,
+            FIRST: self._explain_first_parameters,
+            RATES: self._explain_rates,
+            GRADIENTS: self._explain_gradients,
+            CLIPPED: self._explain_clipping,
+            PARAMETERS: self._explain_update,
+            BUFFERS: self._explain_buffers,
+            STEPS: self._explain_steps,
         }
         return finders[self.difference.kind]()
 
     # -- before a gradient
 
-    def _of_first_parameters(self) -> Reason | None:
-        read = self._rank_in_module()
+    def _explain_first_parameters(self) -> Reason | None:
+        read = self._find_rank_read()
         if read is not None:
             return read
         if self.difference.ranks and len(self.difference.ranks) < self.size:
             return Reason(
-                "ranks start with different weights, and nothing gives them rank 0's: set the same seed on all ranks "
-                "before the model is created, or wrap it in DistributedDataParallel"
+                "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
+                "before the model is created, or wrap the model in DistributedDataParallel"
             )
         return None
 
-    def _of_rates(self) -> Reason:
+    def _explain_rates(self) -> Reason:
         scheduled, in_single = (
             [event for event in run.first.find("scheduled") if event["update"] <= self.update]
             for run in (self.ranks, self.single)
@@ -111,7 +111,8 @@ class Causes:
             return Reason(text, _call_lines(scheduled[-1]))
         if self.difference.ranks:
             return Reason(
-                "ranks compute the learning rate from their rank, or step at it differently", self.step["where"]
+                "ranks use different learning rates: compute the rate from values that are the same on all ranks",
+                self.step["where"],
             )
         if scheduled and len(scheduled) != len(in_single):
             text = (
@@ -123,37 +124,36 @@ class Causes:
 
     # -- gradients
 
-    def _of_gradients(self) -> Reason | None:
+    def _explain_gradients(self) -> Reason | None:
         if self.splits_model:
-            return self._of_split_model()
+            return self._explain_split_model()
         parts = Parts(self.ranks, self.update)
         if not parts.are_known:
-            return self._of_sharded()
+            return self._explain_sharded()
         if self.single.has("clipped") and clips_first(self.ranks, self.update):
             text = "gradients are clipped before they are averaged: each rank clips its own by a different norm"
             return Reason(text, self.clipping, "gradients differ between ranks when they are clipped")
         gradients = own_gradients(self.ranks, self.update)
         deviating = parts.not_averaged(gradients)
         if not deviating:
-            return self._of_own_gradients(parts)
+            return self._explain_own_gradients(parts)
         shares = [parts.shares(gradient, deviating) for gradient in gradients]
         names = ""
         if len(deviating) < len(parts.keys):
-            names = ", ".join(self.step["names"][key] for key in deviating[:_MAX_NAMES])
-            names += ", ..." if len(deviating) > _MAX_NAMES else ""
+            names = shorten([self.step["names"][key] for key in deviating])
         if all(parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)):
             is_mean = self._shares_of_single(parts).all_are(1 / self.size)
             proof = "the mean of the ranks' own gradients is the gradient of one process" if is_mean else ""
-            return self._of_missing_average(names, set(deviating), proof)
+            return self._explain_missing_average(names, set(deviating), proof)
         factors = [weight * self.size for weight in (each.constant() for each in shares) if weight is not None]
         if len(factors) < len(shares):
-            return self._of_window(shares, names)
+            return self._explain_window(shares, names)
         if all(abs(factor - factors[0]) < _SCALED * self.size for factor in factors):
-            return self._of_factor(parts, factors[0])
-        return self._of_scaling(names, factors)
+            return self._explain_factor(parts, factors[0])
+        return self._explain_scaling(names, factors)
 
-    def _of_missing_average(self, names: str, keys: set[str], proof: str) -> Reason:
-        """Explain why every rank keeps its own gradient."""
+    def _explain_missing_average(self, names: str, keys: set[str], proof: str) -> Reason:
+        """Explain why gradients are not averaged over the ranks."""
         what = f"gradients of {names} are" if names else "gradients are"
         bypassed = self.ranks.first.find("bypassed")
         uncovered = keys - set(self.step["covered"])
@@ -186,15 +186,15 @@ class Causes:
             return Reason(f"{what} not averaged: require_backward_grad_sync is False in {last}", where, proof)
         return Reason(f"{what} not averaged over the ranks", where, proof)
 
-    def _of_factor(self, parts: Parts, factor: float) -> Reason | None:
-        """Explain a gradient that is the mean over ranks, times the same factor on all ranks."""
+    def _explain_factor(self, parts: Parts, factor: float) -> Reason | None:
+        """Explain gradients that are the mean over ranks times a factor, which is equal on all ranks."""
         own = self._shares_of_single(parts).constant()
         where = self._reducing_line()
         if own is None and _near(factor, self.size):
             # neither the sum nor the mean is what one process has
             return Reason(
-                "gradients are summed over the ranks, so that a part of the loss that each rank adds as a whole "
-                "(a penalty on the weights, perhaps) counts once for each rank",
+                "gradients are summed over the ranks, so a part of the loss that every rank adds in full (such as a "
+                "penalty on the weights) counts once for each rank",
                 where or self.step["where"],
             )
         if own is None:
@@ -206,14 +206,14 @@ class Causes:
             return Reason(text, where or self.step["where"], proof)
         if _near(ratio, 1 / self.size):
             return Reason("gradients are divided by the number of ranks twice", where or self.last_backward, proof)
-        return self._of_norm(ratio, proof)
+        return self._explain_norm(ratio, proof)
 
-    def _of_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain a gradient that is one process' times a ratio other than the number of ranks or its inverse."""
+    def _explain_norm(self, ratio: float, proof: str) -> Reason:
+        """Explain gradients whose ratio to those of one process is not the number of ranks or its inverse."""
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""
-            size = f"{1 / ratio:.4g} times that of the whole gradient{is_root}"
+            size = f"{1 / ratio:.4g} times that of the full gradient{is_root}"
             text = f"gradients are clipped (scaled) by a norm that is {size}: it does not count each shard once"
             return Reason(text, self._norm_line(), proof)
         for value in (root, 1 / root):
@@ -222,13 +222,13 @@ class Causes:
                 text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
                 return Reason(text, self._norm_line(), proof)
         if self.single.has("clipped") and self.retry("clipping"):
-            text = "clipping: the norm is not that of the whole gradient"
+            text = "clipping: the norm is not that of the full gradient"
             return Reason(text, self.clipping, "without clipping the runs agree")
-        text = "gradients are scaled (clipped?) before the step, by another number than in one process"
+        text = "gradients are scaled (perhaps clipped) before the step, but not by the same factor as in one process"
         return Reason(text, self.step["where"], proof)
 
-    def _of_scaling(self, names: str, factors: Sequence[float]) -> Reason:
-        """Explain gradients that are the mean over ranks, times another factor on each rank."""
+    def _explain_scaling(self, names: str, factors: Sequence[float]) -> Reason:
+        """Explain gradients that are the mean over ranks times a factor that differs between ranks."""
         scaled = [rank for rank, factor in enumerate(factors) if abs(factor - 1) > _SCALED]
         times = by_rank((rank, f"{factors[rank]:.4g}") for rank in scaled) + " times the mean over the ranks"
         text = f"gradients{f' of {names}' * bool(names)} are scaled on some ranks after they are averaged: {times}"
@@ -239,17 +239,17 @@ class Causes:
             where = first_other_line(calls[scaled[0]], calls[scaled[0] - 1])
         return Reason(text, where or self.step["where"])
 
-    def _of_window(self, shares: Sequence[Shares], names: str) -> Reason:
-        """Explain a gradient that contains the micro-batches of a window with different weights."""
+    def _explain_window(self, shares: Sequence[Shares], names: str) -> Reason:
+        """Explain gradients in which the micro-batches of an accumulation window have different weights."""
         if not all(each.fits for each in shares):
-            return self._of_norm(math.nan, "they are not made of the ranks' own gradients")
+            return self._explain_norm(math.nan, "they are not made of the ranks' own gradients")
         what = f" of {names}" if names else ""
         weights = "; ".join(f"rank {rank}: {each.rounded()}" for rank, each in enumerate(shares))
         proof = f"weights of the micro-batches in the gradient: {weights}; each should be {1 / self.size:.3g}"
         reducing = self._reducing_line()
         if reducing and len(self.backwards) > 1:
             text = (
-                f"gradients{what} are reduced after each micro-batch: those that are accumulated, and reduced already, "
+                f"gradients{what} are reduced after each micro-batch, so accumulated gradients that have been reduced "
                 "are reduced again"
             )
             return Reason(text, reducing, proof)
@@ -259,26 +259,26 @@ class Causes:
             return Reason(f"{text}: no_sync() ends too late or too early", no_sync, proof)
         return Reason(text, self.step["where"], proof)
 
-    def _of_own_gradients(self, parts: Parts) -> Reason | None:
-        """Explain why the ranks average correctly, but their mean is not the gradient of one process."""
+    def _explain_own_gradients(self, parts: Parts) -> Reason | None:
+        """Explain why the ranks' mean differs from the gradient of one process although they average correctly."""
         shares = self._shares_of_single(parts)
         constant = shares.constant()
         if constant is not None:
-            return self._of_loss(constant * self.size)
+            return self._explain_loss(constant * self.size)
         if not shares.fits or not shares.sum_to_one:
             # a rank's gradient is then not the gradient of its samples
-            return self._rank_in_module()
-        weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.of_first_micro_batches()))
+            return self._find_rank_read()
+        weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.first_micro_batches()))
         proof = f"weights of the ranks' gradients in one process: {weights}; in the mean over ranks {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
         return Reason(text, self.last_backward, proof)
 
-    def _of_loss(self, factor: float) -> Reason:
-        """Explain why the gradient of one process is the mean over ranks, times a factor."""
+    def _explain_loss(self, factor: float) -> Reason:
+        """Explain why the gradient of one process is the mean over ranks times a factor."""
         where, first = self.last_backward, self.ranks.first
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters"
         if not _near(factor, self.size):
-            return Reason("the loss is scaled by another number than in one process", where, proof)
+            return Reason("the loss is not scaled by the same factor as in one process", where, proof)
         # the number by which the last loss of the update is divided
         divisor, in_single = (
             next((event["divisor"] for event in reversed(run.first.find("backward", update=self.update))), None)
@@ -298,19 +298,19 @@ class Causes:
         gathers = first.find("collective", name="all_gather", update=self.update, backwards=0, training=True)
         if gathers:
             text = (
-                "the loss uses what all ranks gather, but all_gather returns no gradient to the other ranks: use "
-                "torch.distributed.nn.functional.all_gather"
+                "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks: "
+                "use torch.distributed.nn.functional.all_gather"
             )
             return Reason(text, _call_lines(gathers[0]), proof)
         text = "the loss is a sum over samples: a mean over ranks divides it by their number"
         return Reason(text, where, proof)
 
-    def _rank_in_module(self) -> Reason | None:
-        """Return the line where a module reads the rank, if the runs agree once every rank reads 0."""
+    def _find_rank_read(self) -> Reason | None:
+        """Return the line in a module that reads the rank, if the runs agree when every rank reads 0 there."""
         read = next(self.ranks.find("rank read"), None)
         if read is None or not self.retry("rank in modules"):
             return None
-        text = f"code that depends on the rank: {read[1]['within']} reads the rank (get_rank), and differs on each"
+        text = f"code depends on the rank: {read[1]['within']} reads the rank (get_rank), and computes different values"
         return Reason(text, read[1]["where"], "the runs agree if every rank reads 0")
 
     def _shares_of_single(self, parts: Parts) -> Shares:
@@ -318,8 +318,8 @@ class Causes:
 
     # -- parts of models, and sharded parameters
 
-    def _of_split_model(self) -> Reason | None:
-        """Find a parameter that every rank of a split model holds whole, and that counts once for each rank."""
+    def _explain_split_model(self) -> Reason | None:
+        """Find a replicated parameter in a split model whose gradient counts once for each rank."""
         reference = self.single.assembled("first", self.step["optimizer"])[0]
         own = self.ranks.first.load("first", self.step["optimizer"])
         split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
@@ -331,30 +331,27 @@ class Causes:
                 continue
             events = self.ranks.first.find("collective", in_module=True)
             return Reason(
-                f"{name}, which every rank holds as a whole, counts once for each rank: it is added before the sum "
-                "over ranks instead of after it",
+                f"{name}, which is replicated on all ranks, counts once for each rank: it is added before the sum over "
+                "ranks instead of after it",
                 _call_lines(events[0]) if events else "",
                 "the gradients agree if each rank adds its share of it",
             )
-        return self._of_sharded() if self.ranks.is_sharded else None
+        return self._explain_sharded() if self.ranks.is_sharded else None
 
-    def _of_sharded(self) -> Reason | None:
-        read = self._rank_in_module()
+    def _explain_sharded(self) -> Reason | None:
+        read = self._find_rank_read()
         if read is not None:
             return read
         expected = self.single.assembled("gradients", self.update)[0]
         found = self.ranks.assembled("gradients", self.update)
         pairs: list[tuple[Tensor, Tensor]] = []
         for key, reference in expected.items():
-            for part in aligned([values.get(key) for values in found], reference)[:1]:
+            for part in align([values.get(key) for values in found], reference)[:1]:
                 if part is not None and reference is not None and part.shape == reference.shape:
                     pairs.append((part, reference))
         ratio = gradient_factor(pairs)
         if ratio is None:
-            where = self.ranks.first.line_of("backward", update=self.update, synchronizes=False)
-            if where:
-                return Reason("gradients are not reduced: synchronization is off", where)
-            return self._of_shard_factors(expected)
+            return self._explain_shard_factors(expected)
         where = self.last_backward
         proof = f"they are {ratio:.4g} times those of one process, in all parameters"
         if _near(ratio, self.size):
@@ -362,10 +359,10 @@ class Causes:
         if _near(ratio, 1 / self.size):
             text = "the loss is a sum, or divided by the number of ranks, and the mean over ranks divides again"
             return Reason(text, where, proof)
-        return self._of_norm(ratio, proof)
+        return self._explain_norm(ratio, proof)
 
-    def _of_shard_factors(self, expected: Mapping[str, Tensor | None]) -> Reason | None:
-        """Explain gradients whose shards are scaled by another number on each rank."""
+    def _explain_shard_factors(self, expected: Mapping[str, Tensor | None]) -> Reason | None:
+        """Explain gradients whose shards are scaled by a factor that differs between ranks."""
         factors: list[float] = []
         for rank in self.ranks.ranks:
             pairs = []
@@ -377,14 +374,14 @@ class Causes:
             if factor is None:
                 return None
             factors.append(factor)
-        text = "each rank clips (scales) its shards by its own norm, which is not that of the whole gradient"
+        text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         where = self.clipping or self.step["where"]
-        return Reason(text, where, f"by rank they are {_listed(factors)} times those of one process")
+        return Reason(text, where, f"by rank they are {_format(factors)} times those of one process")
 
     # -- clipping and updates
 
-    def _of_clipping(self) -> Reason:
-        where, text = self.clipping, "clipping: the norm is not that of the whole gradient"
+    def _explain_clipping(self) -> Reason:
+        where, text = self.clipping, "clipping: the norm is not that of the full gradient"
         runs = [*self.ranks.ranks, self.single.first]
         calls = [rank.find("clipped", update=self.update)[:1] for rank in runs]
         if not all(calls):
@@ -394,44 +391,44 @@ class Causes:
             cause = "clipping: max_norm depends on the number of ranks, but the norm does not"
             if len(set(bounds)) > 1:
                 cause = "clipping: ranks clip by different values of max_norm"
-            return Reason(cause, where, f"max_norm by rank: {_listed(bounds)}; in one process: {own:.4g}")
+            return Reason(cause, where, f"max_norm by rank: {_format(bounds)}; in one process: {own:.4g}")
         *norms, own = [call["norm"] for (call,) in calls]
-        return Reason(text, where, f"total norm by rank: {_listed(norms)}; in one process: {own:.4g}")
+        return Reason(text, where, f"total norm by rank: {_format(norms)}; in one process: {own:.4g}")
 
-    def _of_update(self) -> Reason:
+    def _explain_update(self) -> Reason:
         proof = "the gradients before the step agree"
         name, where = self.step["name"], self.step["where"]
         if self.ranks.is_sharded or len(self.difference.ranks) == self.size:
             text = (
-                f"{name} computes another update from the same gradients: on a rank it uses a part (a shard) of a "
-                "value that it needs as a whole"
+                f"{name} computes a different update from the same gradients: on each rank it uses only a shard of a "
+                "value that it needs in full"
             )
             return Reason(text, where, proof)
         return Reason(f"{name} updates parameters differently on rank {self.difference.ranks[0]}", where, proof)
 
-    def _of_buffers(self) -> Reason:
+    def _explain_buffers(self) -> Reason:
         name = self.difference.name
         return Reason(f"the buffer {name} depends on a rank's own samples, and is not averaged over the ranks")
 
-    def _of_steps(self) -> Reason | None:
+    def _explain_steps(self) -> Reason | None:
         batches = {len(rank.find("batch")) for rank in self.ranks.ranks}
         return uneven(self.ranks.first.line_of("iteration")) if len(batches) > 1 else None
 
     # -- lines
 
     def _norm_line(self) -> str:
-        """Return the line that computes a norm: a number that ranks sum after the backward, or torch's clipping."""
+        """Return the line that sums a norm over ranks after the backward, else torch's clipping, else the step."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
         return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])
 
     def _reducing_line(self) -> str:
-        """Return the line of the script's own reduction after a backward of this update; "" for none."""
+        """Return the script's line that reduces gradients after a backward of this update, or "" if there is none."""
         events = [event for event in self.ranks.first.find("collective", update=self.update) if event["backwards"]]
         return next((_call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
-def _listed(numbers: Sequence[float]) -> str:
+def _format(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.4g}" for number in numbers)
 
 
@@ -440,7 +437,7 @@ def _is_part(value: Value, whole: Tensor | None) -> bool:
 
 
 def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the number that, times each second tensor, gives the first one; None if there is no such number."""
+    """Return the factor between the first and second tensors of all pairs, or None if they are not proportional."""
     top = sum((a.double() * b.double()).sum().item() for a, b in pairs)
     bottom = sum(b.double().square().sum().item() for _, b in pairs)
     if not bottom:
@@ -451,7 +448,7 @@ def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def _call_lines(event: Event) -> str:
-    """Return the line of a call, and the line that called the function around it."""
+    """Return the line of a call, followed by the line that called the enclosing function, if any."""
     lines = list(dict.fromkeys(event["stack"][:2]))
     return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])
 

@@ -1,4 +1,4 @@
-"""The certificate: the verdict on a script, what differs first, and the cause; as text, JSON, page and picture."""
+"""Certificate of a verification: verdict, first difference and its cause, as text, JSON, Markdown and plot."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 from textwrap import wrap
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
-EXIT_CODES = {ALIKE: 0, DIFFERENT: 1, UNKNOWN: 2}
 _WIDTH = 140
-"""Characters in a line of the picture."""
+"""Characters in a line of the plot's text."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """Row of the certificate's table.
 
     Attributes:
         what: what was compared.
-        number: how much of it.
-        outcome: to within what the runs agree, or what differs first.
+        number: number of compared items, with a unit.
+        outcome: how closely the runs agree, or the first difference.
     """
 
     what: str
@@ -44,7 +43,7 @@ class Certificate:
         cause: the cause, with the line of the script; "" if it was not found.
         proof: the evidence for the cause.
         reasons: why there is no verdict.
-        nature: expected differences between ranks and one process, which were left out.
+        nature: expected differences between ranks and one process, which do not affect the verdict.
         course: for each step the largest difference of gradients, as a fraction of the largest gradient.
         seconds: duration.
         compared: what the ranks were compared with: one process, ranks that were stopped, or each other.
@@ -70,8 +69,8 @@ class Certificate:
 
     @property
     def exit_code(self) -> int:
-        """0 for alike, 1 for different, 2 for could not tell."""
-        return EXIT_CODES[self.verdict]
+        """Exit code of the command: 0 if alike, 1 if different, 2 if unknown."""
+        return (ALIKE, DIFFERENT, UNKNOWN).index(self.verdict)
 
     def __str__(self) -> str:
         title = f"{self.script}: {self.devices} {self.compared}, {self.steps} steps, {self._precision()}"
@@ -105,7 +104,7 @@ class Certificate:
 
 
 def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
-    """Write ``certificate.json`` and ``certificate.md``, and a picture of differences if matplotlib is installed.
+    """Write ``certificate.json``, ``certificate.md`` and, if matplotlib is installed, a plot of differences.
 
     Returns:
         The paths of the written files.
@@ -119,7 +118,10 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
 
 
 def _draw(certificates: Sequence[Certificate], path: Path) -> Path | None:
-    """Draw what differs, as text and over steps. Return None if nothing differs or matplotlib is not installed."""
+    """Plot the differences over steps, below the certificate's text.
+
+    Return None if nothing differs or matplotlib is not installed.
+    """
     different = [each for each in certificates if each.verdict == DIFFERENT and any(each.course)]
     if not different:
         return None

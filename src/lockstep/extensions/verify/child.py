@@ -1,4 +1,4 @@
-"""An observed process: install the observers, run the script, and write how it ended."""
+"""Main function of an observed process, which installs the observers and runs the script."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lockstep.extensions.verify.steps import Steps
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 SEED = 20_260
-"""Seed of scripts that set none. Each rank adds its number, since unseeded processes differ as well."""
+"""Seed for scripts that set none. The rank is added, since unseeded processes differ as well."""
 
 
 def run(settings: Settings) -> None:
-    """Run the script and write how it ended."""
+    """Run the script under the observers, and write how it ended."""
     watch = Watch(settings)
     HOME[0] = settings.home
     os.chdir(settings.working_folder)
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(SEED + settings.rank)
     if settings.float64:
@@ -48,7 +48,7 @@ def run(settings: Settings) -> None:
         each.install()
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
-    sys.addaudithook(partial(_note_process, watch))
+    sys.addaudithook(partial(_record_process, watch))
     try:
         with Functions(watch):
             _start(list(settings.words))
@@ -72,14 +72,17 @@ def run(settings: Settings) -> None:
         watch.journal.end("ended", steps=watch.steps)
 
 
-def _note_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
-    """Note that the script starts another Python process."""
+def _record_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
+    """Audit hook that records when the script starts another Python process."""
     if event == "subprocess.Popen" and "python" in os.path.basename(str(args[0])):
-        watch.journal.note_once("process", where=location())
+        watch.journal.record_once("process", where=location())
 
 
 def _do_not_compile(model: object = None, *args: object, **kwargs: object) -> object:
-    """Return the model as it is. `torch.compile` is also called without one, as a decorator with options."""
+    """Return the model uncompiled, in place of `torch.compile`.
+
+    Return a decorator if there is no model, as in a use with options.
+    """
     return model if model is not None else lambda function: function
 
 
@@ -102,7 +105,7 @@ def _start(words: list[str]) -> None:
 
 
 def _last_line(trace: TracebackType | None) -> str:
-    """Return the line of the script in which it failed; "" if no line of the user's is in the traceback."""
+    """Return the innermost line of user code in a traceback, or "" if it has none."""
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

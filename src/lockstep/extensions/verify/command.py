@@ -1,4 +1,4 @@
-"""The command ``lockstep verify``: does a script train on N ranks what it trains as one process?"""
+"""The command ``lockstep verify``, which checks if a script trains the same on N ranks as in one process."""
 
 from __future__ import annotations
 
@@ -38,21 +38,25 @@ def verify(words: Sequence[str]) -> int:
         words: arguments of the command.
 
     Raises:
-        MisconfigurationException: an option has a value that it does not take.
+        MisconfigurationException: an option has an invalid value.
     """
     options, script = split(list(words), _parser())
     devices = options.devices.split(",")
     if not all(word.strip().isdigit() and int(word) > 1 for word in devices):
-        raise MisconfigurationException(f"--devices {options.devices}: give numbers of ranks from 2, as 2 or 2,4")
+        raise MisconfigurationException(
+            f"--devices {options.devices}: give numbers of ranks, each at least 2, for example 2 or 2,4"
+        )
     if options.simulate is not None and options.resume:
-        raise MisconfigurationException(f"--simulate {options.simulate} --resume: give each in a command of its own")
+        raise MisconfigurationException(f"--simulate {options.simulate} --resume: run a separate command for each")
     if options.patience <= 0:
-        raise MisconfigurationException(f"--patience {options.patience:g}: give seconds, above 0")
+        raise MisconfigurationException(f"--patience {options.patience:g}: give a number of seconds above 0")
     if options.keep is not None and Path(options.keep).exists():
-        raise MisconfigurationException(f"--keep {options.keep}: the folder exists: give a new one")
+        raise MisconfigurationException(
+            f"--keep {options.keep}: the folder exists already. Give the name of a new folder"
+        )
     check_script("lockstep verify", options.module, script)
 
-    # imported once the options are right: errors in them are reported without waiting for torch
+    # not at the top: errors in options are reported without waiting for the import of torch
     from lockstep.extensions.verify.certificate import write
     from lockstep.extensions.verify.processes import Patience
     from lockstep.extensions.verify.resume import ResumeCheck

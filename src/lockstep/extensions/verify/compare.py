@@ -1,4 +1,4 @@
-"""Comparison of the numbers that N ranks and one process compute, step by step."""
+"""Step-by-step comparison of the numbers that N ranks and one process compute."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ PARAMETERS = "parameters"
 BUFFERS = "buffers"
 EVALUATION = "evaluation"
 IN_ORDER = (SAMPLES, FIRST, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, EVALUATION)
-"""Kinds of what is compared, in the order of a step: the first that differs is the cause of the others."""
+"""Kinds of compared values, in the order of a step; the first that differs causes the other differences."""
 _UNITS = {SAMPLES: " batches", RATES: " steps", STEPS: " steps"}
 
 EXACT = 1e-9
-"""The largest difference that passes in float64, as a fraction of the largest value of the step."""
+"""Largest difference that counts as equal in float64, as a fraction of the step's largest value."""
 _TINY = 1e-7
-"""Elements of gradients below this fraction of the largest are rounding. An optimizer such as Adam may make a whole
-step of them, so that these elements of parameters are not compared."""
+"""Elements of gradients below this fraction of the largest are rounding errors. An optimizer such as Adam may turn them
+into steps of full size, so these elements of parameters are not compared."""
 
 NOT_FINITE = "gradients are not finite: use a lower learning rate or other data, so that training gives finite numbers"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two runs.
+    """Difference between two runs.
 
     Attributes:
         kind: one of `IN_ORDER`.
-        step: optimizer step, from 0; -1 if it belongs to none.
-        update: the same, counted over all optimizers.
+        step: optimizer step, from 0; -1 if the difference belongs to none.
+        update: the step's number among the steps of all optimizers.
         name: name of the parameter, buffer or sample.
-        ranks: ranks on which it differs.
+        ranks: ranks whose value differs.
         size: largest difference as a fraction of the largest value of its kind; infinite if that has no meaning.
         text: description, unless name and size describe it.
     """
@@ -69,11 +69,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """The cause of a difference.
+    """Cause of a difference.
 
     Attributes:
         text: a sentence.
-        where: the line of the script that causes it.
+        where: the line of the script that causes the difference.
         proof: the evidence; "" if the cause is a guess.
     """
 
@@ -86,7 +86,7 @@ class Reason:
 
 
 def by_rank(values: Iterable[tuple[int, object]]) -> str:
-    """Format values of ranks.
+    """Format one value per rank for a message.
 
     Example:
         >>> by_rank(enumerate([3, 2]))
@@ -95,9 +95,19 @@ def by_rank(values: Iterable[tuple[int, object]]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in values)
 
 
+def shorten(names: Sequence[object], most: int = 3) -> str:
+    """Format the first names of a list for a message.
+
+    Example:
+        >>> shorten("abcd")
+        'a, b, c, ...'
+    """
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
+
+
 def uneven(where: str) -> Reason:
-    """Return the cause for ranks that have different numbers of batches."""
-    text = "ranks get different numbers of batches: give all the same (DistributedSampler), or train within Join"
+    """Return the cause of a difference if ranks have different numbers of batches."""
+    text = "ranks get different numbers of batches: use a DistributedSampler, or train inside a Join context"
     return Reason(text, where)
 
 
@@ -129,15 +139,15 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference; the largest one, if several are of the same update and kind."""
+        """First difference; the largest, if several are in the same update and of the same kind."""
         return min(self.differences, key=_place, default=None)
 
     def drop(self, *kinds: str) -> None:
-        """Drop the differences of some kinds."""
+        """Drop the differences of the given kinds."""
         self.differences = [each for each in self.differences if each.kind not in kinds]
 
     def drop_from(self, update: int) -> bool:
-        """Drop the differences from an update on. Return True if there were any."""
+        """Drop the differences in an update and all later ones. Return True if there were any."""
         before = len(self.differences)
         self.differences = [each for each in self.differences if each.update < update]
         return len(self.differences) < before
@@ -147,7 +157,7 @@ class Comparison:
         self.compared[kind] = self.compared.get(kind, 0) + number
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for each kind that was compared."""
+        """Yield a table row for each kind that was compared."""
         for kind in IN_ORDER:
             number = self.compared.get(kind)
             if number:
@@ -170,7 +180,7 @@ def _place(difference: Difference) -> tuple[float, int, float]:
 
 Tensors = Mapping[str, Tensor | None]
 Tolerance = Callable[[str, int], float]
-"""Returns the largest difference that passes, for a kind and an update."""
+"""Returns the largest difference that counts as equal, for a kind and an update."""
 
 
 def exact(kind: str, update: int) -> float:
@@ -184,8 +194,8 @@ class Numbers:
     Args:
         ranks: the run on N ranks.
         single: the run of one process.
-        tolerance: returns the largest difference that passes.
-        tiny: elements of gradients below this fraction of the largest are rounding.
+        tolerance: returns the largest difference that counts as equal.
+        tiny: elements of gradients below this fraction of the largest are rounding errors.
     """
 
     def __init__(self, ranks: Recording, single: Recording, tolerance: Tolerance, tiny: float = _TINY) -> None:
@@ -248,7 +258,10 @@ class Numbers:
     # -- tensors
 
     def _compare_tensors(self, kind: str, file: str, event: Event, number: int) -> None:
-        """Compare the tensors of one file, whose number is an update's or, for "first", an optimizer's."""
+        """Compare the tensors in one file of each run.
+
+        ``number`` is that of the update or, for the file "first", of the optimizer.
+        """
         expected = self.single.assembled(file, number)[0]
         values_by_rank = self.ranks.assembled(file, number)
         # within Join a rank without data has no values
@@ -266,10 +279,10 @@ class Numbers:
     def _compare_tensor(
         self, kind: str, key: str, found: Mapping[int, Tensors], reference: Tensor | None, scale: float, event: Event
     ) -> list[float]:
-        """Compare a tensor, and return how far it is off on each rank."""
+        """Compare one tensor, and return its difference on each rank, as a fraction of ``scale``."""
         update, members = event["update"], tuple(found)
         parts = [values.get(key) for values in found.values()]
-        sizes = [self._distance(kind, key, part, reference, scale) for part in aligned(parts, reference)]
+        sizes = [self._distance(kind, key, part, reference, scale) for part in align(parts, reference)]
         # "not <=", since NaN is never above the tolerance
         deviating = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(kind, update))
         self.result.count(kind)
@@ -286,7 +299,7 @@ class Numbers:
         return sizes
 
     def _distance(self, kind: str, key: str, found: Tensor | None, reference: Tensor | None, scale: float) -> float:
-        """Return how far a value is off, as a fraction of the largest of its kind. A missing gradient is zero."""
+        """Return the difference of two values as a fraction of ``scale``. A missing gradient counts as zero."""
         if found is None or reference is None:
             return max(_largest(found), _largest(reference)) / (scale or 1.0)
         if found.shape != reference.shape:
@@ -304,7 +317,7 @@ class Numbers:
         return size / (own or 1.0)
 
     def _mark_rounding(self, update: int) -> None:
-        """Exclude the elements whose gradient is rounding from here on: their updates are arbitrary."""
+        """Exclude elements whose gradient is a rounding error from now on, because their updates are arbitrary."""
         gradients = self.single.assembled("gradients", update)[0]
         scale = _largest_of(gradients)
         for key, value in gradients.items():
@@ -359,7 +372,7 @@ class Numbers:
 
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
-    """Load each rank's gradients of an update: before clipping, unless the ranks average them only after it."""
+    """Load each rank's gradients of an update, as they were before clipping if ranks average first."""
     made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
         return [rank.load("gradients", update) for rank in made]
@@ -367,7 +380,7 @@ def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
 
 
 def clips_first(ranks: Recording, update: int) -> bool:
-    """Return True if ranks clip gradients that differ, and average them only then."""
+    """Return True if ranks clip their own gradients and average them afterwards."""
     if ranks.is_sharded:
         return False
     before = [rank.load("unclipped", update) for rank in ranks.ranks]
@@ -376,7 +389,7 @@ def clips_first(ranks: Recording, update: int) -> bool:
 
 
 def are_equal(values: Sequence[Mapping[str, Value]]) -> bool:
-    """Return True if ranks have equal tensors, to rounding. Tensors that a rank lacks are not compared."""
+    """Return True if the ranks' tensors are equal up to rounding. Missing tensors are not compared."""
     first = values[0]
     for other in values[1:]:
         for key, value in first.items():
@@ -388,11 +401,11 @@ def are_equal(values: Sequence[Mapping[str, Value]]) -> bool:
     return True
 
 
-def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
-    """Return the values of ranks in the shape of one process' value: parts of a tensor are put together.
+def align(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
+    """Return the ranks' values, with parts of a tensor concatenated to the shape of ``reference``.
 
     Example:
-        >>> [len(each) for each in aligned([torch.ones(2), torch.ones(2)], torch.ones(4))]
+        >>> [len(each) for each in align([torch.ones(2), torch.ones(2)], torch.ones(4))]
         [4]
     """
     there = [part for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Decomposition of a gradient: how much of each micro-batch of each rank it contains."""
+"""Decomposition of a gradient into contributions from each rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lockstep.extensions.verify.recordings import Recording, Value
 from lockstep.extensions.verify.steps import STRIDE, strided_sums
 
 _FITS = 1e-6
-"""The largest remainder of a gradient that is made of the ranks' own ones, as a fraction of it."""
+"""Largest remainder, as a fraction of the gradient, at which it counts as a sum of the ranks' own gradients."""
 _ROUNDING = 1e-7
-"""The largest difference of two gradients that counts as rounding, as a fraction of the largest."""
+"""Largest difference between gradients that counts as rounding, as a fraction of the largest gradient."""
 _NOTHING = torch.zeros(STRIDE, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A gradient as a sum of the ranks' own gradients.
+    """Gradient as a weighted sum of the ranks' own gradients.
 
     Attributes:
         weights: weight of each rank's micro-batches, of shape (ranks, micro-batches). In one process, and in the mean
@@ -33,11 +33,11 @@ class Shares:
 
     @property
     def fits(self) -> bool:
-        """True if the gradient is made of the ranks' own ones."""
+        """True if the gradient is a weighted sum of the ranks' own gradients."""
         return self.rest < _FITS
 
     def all_are(self, weight: float) -> bool:
-        """Return True if the gradient contains all micro-batches with this weight."""
+        """Return True if all micro-batches have this weight in the gradient."""
         return self.fits and bool((self.weights - weight).abs().max() < 1e-5 * max(1.0, abs(weight)))
 
     @property
@@ -50,18 +50,18 @@ class Shares:
         mean = self.weights.mean().item()
         return mean if self.all_are(mean) else None
 
-    def of_first_micro_batches(self) -> list[float]:
-        """Return the weight of each rank's first micro-batch."""
+    def first_micro_batches(self) -> list[float]:
+        """Return the weight of each rank's first micro-batch, by rank."""
         return [round(weight, 4) for weight in self.weights[:, 0].tolist()]
 
     def rounded(self) -> list[float]:
-        """Return all weights, rank by rank."""
+        """Return the weights of all micro-batches, rank by rank, rounded for a message."""
         # + 0.0 turns -0.0 into 0.0
         return [round(weight, 3) + 0.0 for weight in self.weights.reshape(-1).tolist()]
 
 
 class Parts:
-    """The ranks' own gradients of one update, backward by backward.
+    """The ranks' own gradients in one update, backward by backward.
 
     Args:
         ranks: the run.
@@ -76,16 +76,21 @@ class Parts:
 
     @property
     def are_known(self) -> bool:
-        """True if the ranks' own gradients were recorded, which those of sharded parameters are not."""
+        """True if the ranks' own gradients were recorded. Gradients of sharded parameters are not."""
         return bool(self._backwards) and not self.ranks.is_sharded
 
     @property
     def keys(self) -> list[str]:
-        """Parameters that have a gradient on some rank."""
+        """Keys of the parameters that have a gradient on some rank."""
         return [key for key in self._sums[0] if any(own.get(key) for own in self._sums)]
 
     def shares(self, gradient: Mapping[str, Value], keys: Sequence[str] | None = None) -> Shares:
-        """Decompose a gradient by least squares, over some parameters or all."""
+        """Decompose a gradient by least squares.
+
+        Args:
+            gradient: gradient of each parameter, by key.
+            keys: parameters to use; None: all.
+        """
         keys = [key for key in keys or self.keys if gradient.get(key) is not None]
         if not keys:
             return Shares(torch.zeros(len(self._sums), len(self._backwards)), 1.0)
@@ -104,18 +109,18 @@ class Parts:
         return Shares(solution.view(len(self._sums), -1), rest.item())
 
     def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
-        """Return True if a rank's gradient contains its own backwards and nothing of other ranks."""
+        """Return True if a rank's gradient contains only its own backwards, and nothing from other ranks."""
         return not self._deviating([gradient], {key: self._total([self._sums[rank]], key) for key in keys})
 
     def not_averaged(self, gradients: Sequence[Mapping[str, Value]]) -> list[str]:
-        """Return the parameters whose gradient at the step is not the mean over ranks."""
+        """Return the keys of parameters whose gradient is not the mean over ranks."""
         return self._deviating(gradients, {key: self._total(self._sums, key) / len(self._sums) for key in self.keys})
 
     def _total(self, ranks: Sequence[dict[str, dict[int, Tensor]]], key: str) -> Tensor:
         return sum((sums for own in ranks for sums in own.get(key, {}).values()), _NOTHING)
 
     def _deviating(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
-        """Return the parameters for which one of the gradients is not the expected one."""
+        """Return the keys of parameters for which some gradient differs from the expected one."""
         scale = max((sums.abs().max().item() for sums in expected.values()), default=0.0)
         return [
             key

@@ -1,6 +1,7 @@
-"""A process group without other ranks, for simulated ranks: collectives return at once and send nothing."""
+"""Process group for simulated ranks, whose collectives return at once and send nothing."""
 
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.extensions.verify.watch import Watch, note_collective, patch
+from lockstep.extensions.verify.watch import Watch, patch, record_collective
 
 BACKEND = "fake"
 """Name of torch's backend that sends nothing."""
 
 
 def store() -> dist.Store:
-    """Create the store that `BACKEND` needs."""
+    """Create the store for process groups of the fake backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     made: dist.Store = FakeStore()
@@ -25,82 +26,58 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Let broadcasts and scatters return what rank 0, which ran first, has sent.
+    """Make broadcasts and scatters return the values that rank 0 sent in its run, before the other ranks.
 
     The fake backend leaves receive buffers as they are, so that ranks would continue with whatever is in memory.
+    Rank 0 writes the values to files, which the other ranks read.
     """
-    sent = _SentByRankZero(watch)
-    patch(dist, "broadcast", sent.broadcast_tensor(dist.broadcast))
-    patch(dist, "broadcast_object_list", sent.broadcast_objects(dist.broadcast_object_list))
-    patch(dist, "scatter_object_list", sent.scatter_objects(dist.scatter_object_list))
+    rank, folder, numbers = watch.settings.rank, Path(watch.settings.folder) / "broadcasts", itertools.count(1)
+    folder.mkdir(exist_ok=True)
+    send = dist.broadcast
 
-
-class _SentByRankZero:
-    """Values that rank 0 broadcasts and scatters, in order. Rank 0 writes them to files, and the others read these.
-
-    Args:
-        watch: of this process.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._rank = watch.settings.rank
-        self._folder = Path(watch.settings.folder) / "broadcasts"
-        self._folder.mkdir(exist_ok=True)
-        self._number = 0
-
-    def broadcast_tensor(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `broadcast` whose tensor is rank 0's afterwards."""
-
-        @functools.wraps(function)
-        def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = function(tensor, *args, **kwargs)
-            found = self._exchange(tensor.detach().clone())
-            # the shape may differ where ranks broadcast in another order: the comparison then reports that
-            if isinstance(found, Tensor) and found.shape == tensor.shape:
-                tensor.detach().copy_(found)
-            return work
-
-        return broadcast
-
-    def broadcast_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `broadcast_object_list` that gives rank 0's objects."""
-
-        @functools.wraps(function)
-        def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-            found = self._exchange(list(object_list))
-            if isinstance(found, list):
-                object_list[:] = found
-
-        return broadcast
-
-    def scatter_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `scatter_object_list` that gives a rank its item of rank 0's objects."""
-
-        @functools.wraps(function)
-        def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any) -> None:
-            found = self._exchange(scatter_object_input_list)
-            if isinstance(found, list):
-                scatter_object_output_list[0] = found[min(self._rank, len(found) - 1)]
-
-        return scatter
-
-    def _exchange(self, value: object) -> object:
-        self._number += 1
-        path = self._folder / f"{self._number}.pt"
-        if self._rank == 0:
+    def exchange(value: object) -> object:
+        path = folder / f"{next(numbers)}.pt"
+        if rank == 0:
             torch.save(value, path, pickle_module=pickle)
         return torch.load(path, weights_only=False) if path.exists() else None
 
+    @functools.wraps(dist.broadcast)
+    def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = send(tensor, *args, **kwargs)
+        found = exchange(tensor.detach().clone())
+        # the shape may differ where ranks broadcast in another order: the comparison then reports that
+        if isinstance(found, Tensor) and found.shape == tensor.shape:
+            tensor.detach().copy_(found)
+        return work
+
+    @functools.wraps(dist.broadcast_object_list)
+    def broadcast_objects(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        found = exchange(list(object_list))
+        if isinstance(found, list):
+            object_list[:] = found
+
+    @functools.wraps(dist.scatter_object_list)
+    def scatter_objects(
+        scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any
+    ) -> None:
+        found = exchange(scatter_object_input_list)
+        if isinstance(found, list):
+            scatter_object_output_list[0] = found[min(rank, len(found) - 1)]
+
+    patch(dist, "broadcast", broadcast)
+    patch(dist, "broadcast_object_list", broadcast_objects)
+    patch(dist, "scatter_object_list", scatter_objects)
+
 
 def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
-    """Return a communication hook for DistributedDataParallel that notes each bucket and sends nothing."""
+    """Return a communication hook for DistributedDataParallel that records each bucket and sends nothing."""
 
-    def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        note_collective(watch, "all_reduce", bucket.buffer())
-        # a rank waits in the collective that is its last event, so the end of this one is noted as well
-        watch.journal.note("collected", number=0)
+    def record_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        record_collective(watch, "all_reduce", bucket.buffer())
+        # a rank waits in the collective that is its last event, so the end of this one is recorded as well
+        watch.journal.record("collected", number=0)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    return note_bucket
+    return record_bucket

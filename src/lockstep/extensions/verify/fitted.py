@@ -1,4 +1,4 @@
-"""Implementation of `Trainer.verify`: it writes a script that fits the module on its data, and verifies the script."""
+"""Implementation of `Trainer.verify`, which writes a script that fits the module, and verifies that script."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _QUIET: dict[str, object] = {
 def verify_fit(
     flags: Mapping[str, object], model: object, data: object, datamodule: object, devices: int, steps: int
 ) -> Certificate:
-    """Verify a fit by a Trainer with these flags, and return the certificate.
+    """Verify the fit of a Trainer, and return the certificate.
 
     Args:
         flags: the Trainer's arguments. Loggers, checkpoints and progress bars are switched off.
@@ -68,7 +68,7 @@ def verify_fit(
         except Exception as error:  # any error of an object that cannot be pickled
             raise MisconfigurationException(
                 f"trainer.verify: the module, its data or a flag of the Trainer cannot be pickled ({error}), but ranks "
-                "are separate processes: verify the script instead, by `lockstep verify script.py`"
+                "are separate processes. Verify the script instead: `lockstep verify script.py`"
             ) from error
         path = [each for each in sys.path if isinstance(each, str)]  # Python ignores other entries
         script.write_text(_SCRIPT.format(path=path, parts=str(parts)))

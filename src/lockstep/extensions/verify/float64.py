@@ -1,4 +1,4 @@
-"""float64 for scripts that compute in float32 or less: remaining differences of the runs are then not rounding."""
+"""Conversion of a script's smaller dtypes to float64, so that remaining differences are not rounding errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch
 import torch.serialization
 import torch.storage
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lockstep.extensions.verify.watch import patch
 
 _SMALLER = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {"float", "half", "bfloat16"}
 _READERS = {torch._utils.__file__, torch.storage.__file__, torch.serialization.__file__}
-"""Files of torch that read tensors: there, the bytes have the type that is named."""
+"""Files of torch that read tensors from bytes, where a dtype argument must not be changed."""
 _FROM_OUTSIDE = {"tensor", "as_tensor", "from_numpy", "asarray", "frombuffer"}
 
 
-def widened(value: Any) -> Any:
-    """Return float32 and smaller tensors and arrays as float64, and all else as it is."""
+def widen(value: Any) -> Any:
+    """Return tensors and arrays of float32 or smaller dtypes as float64, and any other value unchanged."""
     if isinstance(value, Tensor) and value.dtype in _SMALLER and type(value) is Tensor:
         return value.double()
     if isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float16):
@@ -32,25 +31,20 @@ def widened(value: Any) -> Any:
     return value
 
 
-def widened_tree(batch: Any) -> Any:
-    """Return a batch with its tensors and arrays in float64."""
-    return tree_map(widened, batch)
-
-
 def widen_module(module: nn.Module) -> None:
-    """Convert parameters and buffers to float64 in place. Those of an unpickled module have the saved type."""
+    """Convert a module's parameters and buffers to float64 in place. An unpickled module has the saved dtypes."""
     for tensor in (*module.parameters(), *module.buffers()):
         widen_in_place(tensor)
 
 
 def widen_in_place(tensor: Tensor) -> None:
-    """Convert a tensor to float64 so that all references to it see the conversion."""
+    """Convert a tensor to float64 in place, so that all references see the conversion."""
     if tensor.dtype in _SMALLER and type(tensor.data) is Tensor:
         tensor.data = tensor.data.double()
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch's with float64 in place of smaller types among its arguments."""
+    """Call one of torch's functions with float64 instead of smaller dtypes among its arguments."""
     name = getattr(function, "__name__", "")
     if name in _CASTS and args and isinstance(args[0], Tensor):
         return args[0].double()
@@ -62,7 +56,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = {key: torch.float64 if _is_smaller(value) else value for key, value in kwargs.items()}
     result = function(*args, **kwargs)
     # these take the type of their input, not the default one
-    return widened(result) if name in _FROM_OUTSIDE else result
+    return widen(result) if name in _FROM_OUTSIDE else result
 
 
 def _is_smaller(value: object) -> bool:
@@ -70,12 +64,12 @@ def _is_smaller(value: object) -> bool:
 
 
 def enter() -> None:
-    """Make float64 the default type, and disable autocast and gradient scalers."""
+    """Make float64 the default dtype, and disable autocast and gradient scalers."""
     torch.set_default_dtype(torch.float64)
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
     # the mode of functions.py does not see this function
-    patch(torch, "from_numpy", lambda array: widened(from_numpy(array)))
+    patch(torch, "from_numpy", lambda array: widen(from_numpy(array)))
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
         original: Callable[..., None] = vars(kind)["__init__"]
 

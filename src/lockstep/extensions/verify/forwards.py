@@ -1,4 +1,4 @@
-"""Observer of modules: how they are called, how their wrappers synchronize, where they read ranks, and backwards."""
+"""Observer of modules' calls, of the wrappers that synchronize them, of reads of the rank, and of backwards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.extensions.verify import fake_group
-from lockstep.extensions.verify.float64 import widen_module, widened_tree
+from lockstep.extensions.verify.float64 import widen, widen_module
 from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.loaders import fingerprint
 from lockstep.extensions.verify.nudge import Nudge
@@ -29,14 +29,14 @@ from lockstep.extensions.verify.watch import Watch, patch
 _ROUNDING_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _MAX_FORWARDS = 64
-"""Calls of outermost modules that are noted."""
+"""Maximum number of calls of outermost modules that are recorded."""
 
 
 class Forwards:
     """Observer of calls of modules, and of the wrappers that synchronize them.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
 
     Attributes:
         roots: modules that no other module calls, without the wrappers around them.
@@ -83,19 +83,19 @@ class Forwards:
             watch.start_training()
             if id(module) in self._wrapped:
                 # called past its wrapper, which then does not see the backward
-                watch.journal.note_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
+                watch.journal.record_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
             if self._forwards < _MAX_FORWARDS:
                 self._forwards += 1
                 tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
                 on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-                watch.journal.note(
+                watch.journal.record(
                     "forward",
                     module=type(module).__name__,
                     inputs=fingerprint(on_cpu) if tensors else "",
                     rows=[len(tensor) for tensor in tensors if tensor.dim()],
                     update=watch.updates,
                 )
-        return widened_tree(args) if watch.settings.float64 else None
+        return tree_map(widen, args) if watch.settings.float64 else None
 
     def _after(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         self.watch.depth -= 1
@@ -104,7 +104,7 @@ class Forwards:
     # -- wrappers
 
     def _watch_wrappers(self) -> None:
-        """Watch DistributedDataParallel, without communication hooks of torch's and without mixed precision."""
+        """Observe DistributedDataParallel, and disable its mixed precision and torch's own communication hooks."""
         original, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
         register = DistributedDataParallel.register_comm_hook
         watch = self.watch
@@ -115,7 +115,7 @@ class Forwards:
             if watch.settings.float64:
                 widen_module(module)
             if kwargs.pop("mixed_precision", None) is not None:
-                watch.journal.note_once(MIXED_PRECISION, name="DistributedDataParallel(mixed_precision=...)")
+                watch.journal.record_once(MIXED_PRECISION, name="DistributedDataParallel(mixed_precision=...)")
             original(wrapper, module, *args, **kwargs)
             if watch.settings.simulated:
                 register(wrapper, None, fake_group.bucket_hook(watch))
@@ -124,23 +124,23 @@ class Forwards:
             ignored = set(wrapper.parameters_to_ignore)
             named = module.named_parameters()
             self.covered |= {id(p) for name, p in named if p.requires_grad and name not in ignored}
-            watch.journal.note("wrapped", name=type(module).__name__, where=location())
+            watch.journal.record("wrapped", name=type(module).__name__, where=location())
 
         @functools.wraps(no_sync)
-        def no_sync_noted(wrapper: DistributedDataParallel) -> Any:
-            watch.journal.note_once("no_sync", where=location())
+        def no_sync_recorded(wrapper: DistributedDataParallel) -> Any:
+            watch.journal.record_once("no_sync", where=location())
             return no_sync(wrapper)
 
         @functools.wraps(register)
         def register_comm_hook(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             # torch's own hooks round what is sent; a user's hook is part of what is verified
             if watch.settings.simulated or getattr(hook, "__module__", "").startswith(_ROUNDING_HOOKS):
-                watch.journal.note_once("comm hook", name=hook.__name__)
+                watch.journal.record_once("comm hook", name=hook.__name__)
             else:
                 register(wrapper, state, hook)
 
         patch(DistributedDataParallel, "__init__", init)
-        patch(DistributedDataParallel, "no_sync", no_sync_noted)
+        patch(DistributedDataParallel, "no_sync", no_sync_recorded)
         patch(DistributedDataParallel, "register_comm_hook", register_comm_hook)
 
     def _watch_join(self) -> None:
@@ -150,13 +150,13 @@ class Forwards:
         def init(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
             if enable:
                 by_all = kwargs.get("divide_by_initial_world_size", True)
-                self.watch.journal.note_once("join", by_all=bool(by_all), where=location())
+                self.watch.journal.record_once("join", by_all=bool(by_all), where=location())
             original(context, joinables, enable, *args, **kwargs)
 
         patch(Join, "__init__", init)
 
     def watch_sharded(self, module: ModuleType) -> None:
-        """Watch `torch.distributed.fsdp`: which models it shards, and when they do not synchronize gradients."""
+        """Record which models `torch.distributed.fsdp` shards, and whether their gradients are synchronized."""
         original = module.FSDPModule.set_requires_gradient_sync
 
         @functools.wraps(original)
@@ -170,10 +170,10 @@ class Forwards:
 
             @functools.wraps(shard)
             def sharded(*args: Any, shard: Callable[..., Any] = shard, **kwargs: Any) -> Any:
-                self.watch.journal.note_once("sharded data parallel")
+                self.watch.journal.record_once("sharded data parallel")
                 mesh = kwargs.get("mesh")
                 if mesh is not None and mesh.size() < self.watch.settings.world:
-                    self.watch.journal.note_once("sharded in groups", size=mesh.size(), where=location())
+                    self.watch.journal.record_once("sharded in groups", size=mesh.size(), where=location())
                 return shard(*args, **kwargs)
 
             patch(owner, name, sharded)
@@ -181,7 +181,7 @@ class Forwards:
     # -- the rank, read within a module
 
     def _watch_ranks(self) -> None:
-        """Note modules that read the rank; with the override "rank in modules" they all read 0."""
+        """Record modules that read the rank. With the override "rank in modules" they read 0 on all ranks."""
         is_fixed = "rank in modules" in self.watch.settings.overrides
         for owner in (dist, dist.distributed_c10d):
             original: Callable[..., int] = vars(owner)["get_rank"]
@@ -197,7 +197,7 @@ class Forwards:
 
         getitem = os._Environ.__getitem__
 
-        def getitem_noted(environ: os._Environ[str], name: str) -> str:
+        def getitem_recorded(environ: os._Environ[str], name: str) -> str:
             value = getitem(environ, name)
             if name not in ("RANK", "LOCAL_RANK"):
                 return value
@@ -208,10 +208,10 @@ class Forwards:
             is_read = frame is not None and self._is_read_in_module(frame)
             return "0" if is_read and is_fixed else value
 
-        patch(os._Environ, "__getitem__", getitem_noted)
+        patch(os._Environ, "__getitem__", getitem_recorded)
 
     def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Return True if a module runs a line that reads the rank, and note that."""
+        """Return True if a module runs the line that reads the rank, and record the line."""
         within = "a module's call" if self.watch.depth else ""
         caller: FrameType | None = frame
         # a few frames up: a module's method may call a function that reads the rank
@@ -224,7 +224,7 @@ class Forwards:
                 break
             caller = caller.f_back
         if within:
-            self.watch.journal.note_once("rank read", within=within, where=location(frame))
+            self.watch.journal.record_once("rank read", within=within, where=location(frame))
         return bool(within)
 
     # -- backward
@@ -252,7 +252,7 @@ class Forwards:
 
     @contextmanager
     def _one_backward(self, loss: Tensor) -> Iterator[None]:
-        """Note and count a backward, unless another one calls it."""
+        """Record and count a backward, unless it runs inside another backward."""
         if self._in_backward:
             yield
             return
@@ -261,7 +261,7 @@ class Forwards:
             is_synchronized = self._shards_synchronize and all(
                 wrapper.require_backward_grad_sync for wrapper in self._wrappers
             )
-            self.watch.journal.note(
+            self.watch.journal.record(
                 "backward",
                 update=self.watch.updates,
                 number=self.watch.backwards,
@@ -278,7 +278,7 @@ class Forwards:
     # -- names
 
     def names(self) -> dict[int, str]:
-        """Return the names of parameters by id, without the prefixes that wrappers add."""
+        """Return parameter names by the parameter's id, without the prefixes that wrappers add."""
         found: dict[int, str] = {}
         models = list(filter(_has_parameters, self.roots))
         # the largest first: a part that is also called by itself keeps its name within the whole
@@ -302,7 +302,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _divisor(loss: Tensor) -> float | None:
-    """Return the number that divides a loss in its last operation; None if there is none."""
+    """Return the number that divides a loss in its last operation, or None if there is none."""
     node = loss.grad_fn
     name = type(node).__name__
     if name == "DivBackward0":
@@ -315,5 +315,5 @@ def _divisor(loss: Tensor) -> float | None:
 
 
 def _number(value: Tensor | None) -> float | None:
-    """Return a tensor of one element as a number, and None for all else."""
+    """Return the value of a one-element tensor, or None for anything else."""
     return float(value) if value is not None and value.numel() == 1 else None

@@ -1,4 +1,4 @@
-"""Observer of torch's functions: shares random numbers, switches dropout off, and splits BatchNorm by ranks."""
+"""Observer of torch's functions, which shares random numbers, disables dropout, and splits BatchNorm by rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.extensions.verify.settings import location
 from lockstep.extensions.verify.watch import Watch
 
 KEPT = ("own draw", "rank 0's draw")
-"""Kinds of the events of one process that keeps its own random numbers, or takes those of rank 0 for all ranks."""
+"""Kinds of events for a draw in which one process keeps its own random numbers, or uses rank 0's for all ranks."""
 
 _DRAWS = {
     *("randn", "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"),
@@ -26,7 +26,7 @@ _DRAWS = {
     *("cauchy_", "geometric_", "rrelu", "binomial", "_standard_gamma", "_sample_dirichlet"),
 }
 _DRAWS_WITHIN = {"gumbel_softmax"}
-"""Functions in Python that call functions of `_DRAWS`: they are called with the mode on."""
+"""Python functions that call functions in `_DRAWS`; the mode stays active inside them."""
 _DROPOUTS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"),
     *("feature_dropout", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
@@ -41,14 +41,14 @@ Keywords = dict[str, Any]
 
 
 class Functions(TorchFunctionMode):
-    """Mode that intercepts torch's functions.
+    """Mode that intercepts calls to torch's functions.
 
-    Ranks write the random numbers that they draw in training. One process gets those of all ranks, put together as the
-    samples are. Dropout is off. BatchNorm computes its statistics for each rank's part of a batch, as ranks do that do
-    not synchronize it.
+    Ranks write the random numbers that they draw in training. One process gets the numbers of all ranks, joined as the
+    samples are. Dropout is disabled. BatchNorm computes its statistics for each rank's part of a batch, as on ranks
+    that do not synchronize it.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -68,7 +68,7 @@ class Functions(TorchFunctionMode):
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if training and probability:
-                self._note("dropout", "dropout")
+                self._record("dropout", "dropout")
             return args[0]
         if name in _DRAWS_WITHIN:
             # within a mode torch switches it off; the function itself then has to be kept from dispatching again
@@ -82,7 +82,7 @@ class Functions(TorchFunctionMode):
             at = next((at for at, value in enumerate(args) if isinstance(value, float)), None)
             if at is not None and args[at]:
                 if args[at + 1]:  # in training
-                    self._note("dropout", "recurrent layers")
+                    self._record("dropout", "recurrent layers")
                 args = (*args[:at], 0.0, *args[at + 1 :])
         elif name == "batch_norm" and len(watch.chunks) > 1:
             return self._batch_norm_by_rank(func, args, kwargs)
@@ -90,13 +90,13 @@ class Functions(TorchFunctionMode):
         # random numbers in a loader belong to the data, which is replayed as a whole
         if isinstance(result, Tensor) and name in _DRAWS and watch.is_training and not watch.in_loader:
             result = self._shared_draw(name, result)
-        self._calls.note(name, result)
+        self._calls.record(name, result)
         return result
 
     # -- random numbers
 
     def _shared_draw(self, name: str, result: Tensor) -> Tensor:
-        """Write a tensor of random numbers, or return that of the ranks in its place."""
+        """Write a rank's random numbers. In one process return the ranks' numbers instead of its own."""
         settings = self.watch.settings
         # one file for each draw of an update and micro-batch: ranks and one process draw in the same order
         window = self.watch.updates, self.watch.backwards
@@ -107,7 +107,7 @@ class Functions(TorchFunctionMode):
         file = f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
         if not settings.is_replay:
             torch.save(result.detach(), self.watch.journal.folder / file)
-            self._note("draw", name)
+            self._record("draw", name)
             return result
         feed = settings.feed
         folders = (feed[self.watch.backwards % len(feed)],) if settings.rank_by_rank else feed
@@ -120,10 +120,10 @@ class Functions(TorchFunctionMode):
         else:
             shared = _fitting(parts, result)
         if shared is None:
-            self._note("own draw", name)
+            self._record("own draw", name)
             return result
         if shared is parts[0] and any(not torch.equal(part, shared) for part in parts):
-            self._note("rank 0's draw", name)
+            self._record("rank 0's draw", name)
         if name.endswith("_"):
             with torch.no_grad():
                 return result.copy_(shared)
@@ -132,29 +132,29 @@ class Functions(TorchFunctionMode):
             return result
         return shared.to(result.dtype)
 
-    def _note(self, kind: str, name: str) -> None:
-        self.watch.journal.note_once(kind, name=name, where=location(), grad=torch.is_grad_enabled())
+    def _record(self, kind: str, name: str) -> None:
+        self.watch.journal.record_once(kind, name=name, where=location(), grad=torch.is_grad_enabled())
 
     # -- dropout and batch normalization
 
     def _without_attention_dropout(self, at: int, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-        """Return the arguments with a `dropout_p` of 0, whose position is ``at``."""
+        """Return the arguments with `dropout_p`, which has the position ``at``, set to 0."""
         if (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) == 0.0:
             return args, kwargs
-        self._note("dropout", "attention")
+        self._record("dropout", "attention")
         if len(args) > at:
             return (*args[:at], 0.0, *args[at + 1 :]), kwargs
         return args, {**kwargs, "dropout_p": 0.0}
 
     def _batch_norm_by_rank(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        """Normalize each rank's part of a batch by itself."""
+        """Normalize each rank's part of a batch with the part's own statistics."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         batch, total = arguments.pop("input"), sum(self.watch.chunks)
         # a batch of other rows than the loader's cannot be split by ranks
         if not arguments.get("training") or len(batch) % total:
             return func(*args, **kwargs)
-        self._note("batch norm", "batch_norm")
+        self._record("batch norm", "batch_norm")
         rows = [chunk * (len(batch) // total) for chunk in self.watch.chunks]
         mean, var = arguments.pop("running_mean", None), arguments.pop("running_var", None)
         parts = []
@@ -167,7 +167,7 @@ class Functions(TorchFunctionMode):
 
 
 def _fitting(parts: list[Tensor], own: Tensor) -> Tensor | None:
-    """Return the ranks' random numbers in the shape of those of one process, or None if they do not fit."""
+    """Join the ranks' random numbers to the shape that one process drew, or return None if they do not fit."""
     if not parts:
         return None
     # numbers that do not depend on the batch

@@ -1,4 +1,4 @@
-"""Observer of `torch.distributed`: the process group gets the ranks of the run, and collectives are noted."""
+"""Observer of `torch.distributed`, which gives process groups the ranks of the run and records collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.extensions.verify import fake_group
 from lockstep.extensions.verify.settings import is_user_code, location
-from lockstep.extensions.verify.watch import Watch, note_collective, patch
+from lockstep.extensions.verify.watch import Watch, patch, record_collective
 from lockstep.ground.comm import COLLECTIVES, RENAMED
 
 TIMEOUT = timedelta(seconds=60)
@@ -24,10 +24,10 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Groups:
-    """Observer of `torch.distributed`.
+    """Observer of process groups and collectives.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -47,7 +47,7 @@ class Groups:
         for name, payload in {**COLLECTIVES, **renamed}.items():
             function = getattr(dist, name, None)
             if function is not None:
-                self._patch(name, self._noted(name, function, payload))
+                self._patch(name, self._wrap(name, function, payload))
 
     def _patch(self, name: str, function: Callable[..., Any]) -> None:
         # torch's own code looks these functions up in distributed_c10d
@@ -67,7 +67,7 @@ class Groups:
                 # a file instead of a port: nothing else on the machine can take it
                 place = f"file://{Path(settings.folder) / 'store'}"
                 init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
-            self.watch.journal.note("group", where=location())
+            self.watch.journal.record("group", where=location())
 
         @functools.wraps(new_group)
         def new(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Let one process read the number of ranks, to see whether its learning rates are then theirs."""
+        """Make one process read the ranks' world size, to check if it then uses the ranks' learning rates."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 
@@ -100,8 +100,8 @@ class Groups:
 
         patch(dist, "get_world_size", size_for_user)
 
-    def _noted(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
-        """Return a collective that is noted, unless another collective calls it.
+    def _wrap(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
+        """Wrap a collective so that its calls are recorded, except those inside another collective.
 
         Args:
             name: name of torch's function.
@@ -111,21 +111,21 @@ class Groups:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return function(*args, **kwargs)
             arguments = signature.bind(*args, **kwargs).arguments
             group = arguments.get("group")
             whole = group is None or dist.get_world_size(group) == self.watch.settings.world
             self._number += 1
-            note_collective(self.watch, name, arguments.get(payload), self._number, whole)
+            record_collective(self.watch, name, arguments.get(payload), self._number, whole)
             self._is_inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._is_inside = False
             # a rank whose last event is a collective waits in it
-            self.watch.journal.note("collected", number=self._number)
+            self.watch.journal.record("collected", number=self._number)
             return result
 
-        return noted
+        return recorded

@@ -1,4 +1,4 @@
-"""Changes to classes of packages, made when a script imports them: Trainers' flags, and policies of mixed precision."""
+"""Changes to Trainers' flags and to mixed precision policies, made when a script imports their modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.extensions.verify.watch import Watch, patch
 Change = Callable[[ModuleType], None]
 
 MIXED_PRECISION = "mixed precision"
-"""Kind of the event that is noted if a script asks for smaller types."""
+"""Kind of the event for a script that requests mixed precision."""
 
 _TRAINERS = {
     "lightning.pytorch.trainer.trainer": "Trainer",
@@ -28,7 +28,7 @@ _TRAINERS = {
     "lightning_fabric.fabric": "Fabric",
     "lockstep.trainer": "Trainer",
 }
-"""Class that trains, by the module that defines it."""
+"""Name of the Trainer class, by the module that defines it."""
 
 
 class Imports(MetaPathFinder):
@@ -42,7 +42,7 @@ class Imports(MetaPathFinder):
         self.changes = changes
 
     def install(self) -> None:
-        """Change the modules that are imported already, and wait for the others."""
+        """Change the modules that are imported already, and register the import hook for the others."""
         for name, change in self.changes.items():
             if name in sys.modules:
                 change(sys.modules[name])
@@ -51,7 +51,7 @@ class Imports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader changes the module, or None if the module stays as it is."""
+        """Return a spec whose loader changes the module, or None if the module is not changed."""
         if fullname not in self.changes:
             return None
         # find_spec of importlib would call this finder again
@@ -66,7 +66,7 @@ class Imports(MetaPathFinder):
 
 
 class _ChangingLoader(Loader):
-    """A loader that changes the module after another loader has loaded it."""
+    """Loader that changes a module after another loader has loaded it."""
 
     def __init__(self, loader: Loader, change: Change) -> None:
         self.loader = loader
@@ -86,7 +86,7 @@ class _ChangingLoader(Loader):
 
 
 def trainer_changes(settings: Settings) -> dict[str, Change]:
-    """Return the changes by which Trainers train on the ranks of this run, by the names of modules."""
+    """Return the changes that make Trainers use the ranks of this run, by the name of the module to change."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
@@ -100,7 +100,7 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
 
 
 def _set_flags(settings: Settings, module: ModuleType) -> None:
-    """Replace the flags of a Trainer that name devices: they belong to another machine."""
+    """Replace a Trainer's flags for devices and nodes, which describe another machine."""
     kind = getattr(module, _TRAINERS[module.__name__])
     original = kind.__init__
 
@@ -117,7 +117,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
 
 
 def _agree_alone(module: ModuleType) -> None:
-    """Let lockstep's ranks decide to stop without asking other ranks."""
+    """Make each of lockstep's ranks decide alone when to stop."""
     original = module.ConsensusFlags.__init__
 
     @functools.wraps(original)
@@ -128,7 +128,7 @@ def _agree_alone(module: ModuleType) -> None:
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:
-    """Let lockstep plan as many micro-batches as the ranks made: each is fed the samples of all of them."""
+    """Make lockstep plan as many micro-batches in one process as on a rank, since each has all ranks' samples."""
     original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
 
     def of(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _count_global_batches(settings: Settings, module: ModuleType) -> None:
 
 
 def drop_mixed_precision(watch: Watch, module: ModuleType) -> None:
-    """Let the policies of `torch.distributed.fsdp` ask for no smaller types, whose rounding depends on the ranks."""
+    """Remove smaller dtypes from policies of `torch.distributed.fsdp`, since their rounding depends on the ranks."""
     for name in ("MixedPrecisionPolicy", "MixedPrecision"):
         kind = getattr(module, name, None)
         if kind is not None:
@@ -163,6 +163,6 @@ def drop_mixed_precision(watch: Watch, module: ModuleType) -> None:
                 for each in requested:
                     object.__setattr__(policy, each, None)  # a policy is frozen
                 if requested:
-                    watch.journal.note(MIXED_PRECISION, name=name)
+                    watch.journal.record(MIXED_PRECISION, name=name)
 
             patch(kind, "__init__", init)

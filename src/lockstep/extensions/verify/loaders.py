@@ -1,4 +1,4 @@
-"""Observer of DataLoaders: ranks write what they are given, sample by sample, and one process is fed these samples."""
+"""Observer of DataLoaders, which writes the samples that ranks read and feeds them to one process."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.extensions.verify.float64 import widened_tree
-from lockstep.extensions.verify.nudge import NUDGED, moved_batch
+from lockstep.extensions.verify.float64 import widen
+from lockstep.extensions.verify.nudge import NUDGED, move_batch
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 DRAWS = "draws"
-"""Kind of the event that is noted if a step draws random numbers of Python's or NumPy's."""
+"""Kind of the event for a step that draws random numbers from Python's or NumPy's generator."""
 
 _EVALUATED = 8
-"""First and last batches that an evaluation gets once the steps are made."""
+"""Number of first batches, and of last batches, that an evaluation after all steps reads."""
 _ORDER = 100_000
-"""Samples of an epoch's order that are noted."""
+"""Maximum number of samples of an epoch's order that are recorded."""
 
 Collate = Callable[[], Any]
-"""Puts the samples of a batch together."""
+"""Collates the samples of a batch."""
 Fetch = Callable[[], list[Any] | None]
-"""Reads the samples of a batch; None at the end of the data."""
+"""Reads the samples of a batch, and returns None at the end of the data."""
 
 
 def fingerprint(sample: object) -> str:
-    """Return 16 hexadecimal digits for the content of a sample; "" if it cannot be read."""
+    """Return a hash of a sample's content as 16 hexadecimal digits, or "" if it cannot be computed."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         _digest(sample, digest.update)
@@ -67,7 +67,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 @dataclass
 class KnownLoader:
-    """A loader of the script.
+    """DataLoader of the script, with the lines that created it.
 
     Attributes:
         loader: the loader; the reference keeps another one from getting its id.
@@ -86,7 +86,7 @@ class Loaders:
     """Observer that replaces the iteration of every DataLoader.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -116,7 +116,7 @@ class Loaders:
                 return self._lengths[known.place] * times
             found = length(loader)
             if known is not None and not self.watch.settings.is_replay:
-                self.watch.journal.note("length", loader=known.place, length=found)
+                self.watch.journal.record("length", loader=known.place, length=found)
             return found
 
         patch(DataLoader, "__init__", init)
@@ -155,16 +155,16 @@ class Loaders:
                     self._describe(loader, number, iteration)
                     order = itertools.islice(_indexed(loader), _ORDER)
                     indices = [index for found, _ in order for index in found or ()][:_ORDER]
-                    self.watch.journal.note("order", loader=number, iteration=iteration, indices=indices)
+                    self.watch.journal.record("order", loader=number, iteration=iteration, indices=indices)
             raise Stop
         self._iterations[number] += 1
         if settings.is_replay:
-            return self._tracked(number, self._replayed(loader, number, iteration))
+            return self._track(number, self._replay_batches(loader, number, iteration))
         self._describe(loader, number, iteration)
-        return self._tracked(number, self._recorded(loader, number, iteration))
+        return self._track(number, self._record_batches(loader, number, iteration))
 
-    def _tracked(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """Yield the batches. An epoch of training ends once the steps are made."""
+    def _track(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
+        """Yield the batches, and end an epoch of training once all steps are made."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():
@@ -186,16 +186,16 @@ class Loaders:
             batch = collate()
             watch.collates = False
             if NUDGED in settings.overrides:
-                batch = moved_batch(batch)
-            yield widened_tree(batch) if settings.float64 else batch
+                batch = move_batch(batch)
+            yield tree_map(widen, batch) if settings.float64 else batch
             # the generators have moved while the script made its step
             if states != _random_states():
-                watch.journal.note_once(DRAWS, where=location())
+                watch.journal.record_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
-        """Write the states of Python's and NumPy's generators, or restore those of a rank; return the states.
+        """Write a rank's states of Python's and NumPy's generators. In one process restore a rank's states.
 
-        One process takes the states of the only rank that it is fed, or of rank 0.
+        One process uses the states of the only rank whose samples it is fed, or of rank 0. Return the states.
         """
         settings = self.watch.settings
         if settings.is_replay:
@@ -212,7 +212,7 @@ class Loaders:
     # -- recording
 
     def _describe(self, loader: DataLoader[Any], number: int, iteration: int) -> None:
-        """Note what determines a loader's order, before it is iterated."""
+        """Record what determines a loader's order, before its iteration."""
         dataset, sampler = loader.dataset, loader.sampler
         is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
@@ -221,7 +221,7 @@ class Loaders:
         whole: Any = dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
-        self.watch.journal.note(
+        self.watch.journal.record(
             "iteration",
             loader=number,
             iteration=iteration,
@@ -242,7 +242,7 @@ class Loaders:
             where=location(),
         )
 
-    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
+    def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         """Yield the batches of a loader, and write their samples."""
         # torch's iterators draw their seed so; without it, later random numbers would be others
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -256,7 +256,7 @@ class Loaders:
             found = next(source, None)
             samples = None if found is None else found[1]()
             if found is None or samples is None:
-                journal.note("iterated", loader=number, iteration=iteration, batches=at)
+                journal.record("iterated", loader=number, iteration=iteration, batches=at)
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
             path = journal.folder / _name(number, iteration, at)
@@ -266,7 +266,7 @@ class Loaders:
             except Exception as error:  # any error of an object that cannot be pickled
                 path.unlink(missing_ok=True)
                 error_text = f"{type(error).__name__}: {error}"
-            journal.note(
+            journal.record(
                 "batch",
                 loader=number,
                 iteration=iteration,
@@ -283,13 +283,13 @@ class Loaders:
                 # the epoch ends early; its remaining order still shows which samples ranks share
                 with contextlib.suppress(Exception):  # a user's sampler may raise anything
                     rest = [index for indices, _ in itertools.islice(source, _ORDER) for index in indices or ()]
-                    journal.note("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
+                    journal.record("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
                 raise
 
     # -- replay
 
-    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        """Yield the batches that the ranks got: put together, or those of one rank after another."""
+    def _replay_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
+        """Yield the ranks' batches, joined to one batch or one rank after another."""
         settings = self.watch.settings
         seen: set[str] = set()
         for at in itertools.count():
@@ -310,18 +310,18 @@ class Loaders:
                 parts = [part for part in parts if part["samples"]] or parts[:1]
             self.watch.chunks = tuple(len(part["samples"]) for part in parts)
             if parts[0]["whole"]:
-                yield functools.partial(self._joined, loader.collate_fn or default_convert, parts)
+                yield functools.partial(self._join, loader.collate_fn or default_convert, parts)
             else:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
-    def _joined(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
-        """Join batches that the data set makes itself."""
+    def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
+        """Join batches from a data set that collates its samples itself."""
         batches = [convert(part["samples"][0]) for part in parts]
         self.watch.chunks = tuple(
             next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
             for batch in batches
         )
-        return joined(batches)
+        return join_batches(batches)
 
 
 def _random_states() -> bytes:
@@ -344,15 +344,15 @@ def _probe(dataset: Any) -> str:
         random.setstate(states[1])
 
 
-def joined(batches: list[Any]) -> Any:
-    """Join batches of the same structure: tensors are concatenated along their first dimension.
+def join_batches(batches: list[Any]) -> Any:
+    """Join batches of the same structure by concatenating tensors along their first dimension.
 
     Raises:
         ValueError: the batches differ in structure, or in a value that is not a tensor.
     """
     flat = [tree_flatten(batch) for batch in batches]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("batches of several structures cannot be joined")
+        raise ValueError("the ranks' batches differ in structure and cannot be joined for one process")
     leaves = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         first = parts[0]
@@ -361,7 +361,10 @@ def joined(batches: list[Any]) -> Any:
         elif all(bool(part == first) for part in parts):
             leaves.append(first)
         else:
-            raise ValueError(f"values of type {type(first).__name__} that differ cannot be joined")
+            raise ValueError(
+                f"the ranks' batches differ in a {type(first).__name__} and cannot be joined for one process. Let the "
+                "data set return tensors with a row for each sample"
+            )
     return tree_unflatten(leaves, flat[0][1])
 
 
@@ -388,7 +391,7 @@ def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]
 
 
 def _plain(indices: Any, dataset: object) -> list[int] | None:
-    """Return indices as numbers, those of a Subset as numbers of the whole; None if they are not numbers."""
+    """Return indices into the full data set (also for a Subset) as integers, or None if they are not integers."""
     try:
         found = [int(index) for index in indices]
         while isinstance(dataset, Subset):

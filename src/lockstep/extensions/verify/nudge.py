@@ -1,4 +1,4 @@
-"""Test for losses that compare samples: move one sample a little, and see whether gradients of others change."""
+"""Test for losses that compare samples, which moves one sample slightly and compares the others' gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lockstep.extensions.verify.recordings import Event
 from lockstep.extensions.verify.watch import Watch
 
 STILL, NUDGED = "rows still", "rows nudged"
-"""Overrides that note the gradients of all samples but the first: as they are, and with the first sample moved."""
+"""Overrides that record all samples' gradients except the first one's, without and with moving the first sample."""
 
 _STEP = 1e-3
-"""How far the first sample is moved, as a fraction of its mean size."""
+"""Distance by which the first sample is moved, as a fraction of its mean absolute value."""
 _ROUNDING = 1e-12
 
 
-def moved(value: Tensor) -> Tensor:
-    """Return values with the first row moved. Whole numbers (labels, masks, counts) stay."""
+def move(value: Tensor) -> Tensor:
+    """Return a tensor with its first row moved. A row of whole numbers (labels, masks, counts) is not changed."""
     step = torch.zeros_like(value)
     own = value.detach()[0]
     if not torch.equal(own, own.round()):
@@ -30,18 +30,18 @@ def moved(value: Tensor) -> Tensor:
     return value + step
 
 
-def moved_batch(batch: Any) -> Any:
+def move_batch(batch: Any) -> Any:
     """Return a batch with its first sample moved."""
-    return tree_map(lambda leaf: moved(leaf) if _has_rows(leaf) else leaf, batch)
+    return tree_map(lambda leaf: move(leaf) if _has_rows(leaf) else leaf, batch)
 
 
 class Nudge:
-    """Hook that moves the first row of modules' outputs, and notes the other rows' gradients in the first backward.
+    """Hook that moves the first row of modules' outputs, and records other rows' gradients in the first backward.
 
-    These stay the same if each sample has a loss of its own, whatever that is divided by.
+    The gradients do not change if the loss is a sum over samples, whatever divides it.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -51,21 +51,21 @@ class Nudge:
         self._number = 0
 
     def after(self, module: nn.Module, output: object) -> Tensor | None:
-        """Return the output that replaces an innermost module's own; None to keep it."""
+        """Return the changed output of an innermost module, or None to keep its output."""
         if not self._is_active or self.watch.updates or self.watch.backwards or not _has_rows(output):
             return None
         if next(module.children(), None) is not None:
             return None
         assert isinstance(output, Tensor)
-        result = moved(output) if self._moves else output
+        result = move(output) if self._moves else output
         if result.requires_grad:
-            result.register_hook(functools.partial(self._note, self._number))
+            result.register_hook(functools.partial(self._record, self._number))
             self._number += 1
         return result
 
-    def _note(self, number: int, gradient: Tensor) -> None:
+    def _record(self, number: int, gradient: Tensor) -> None:
         rows = gradient.detach()[1:].double().flatten(1)
-        self.watch.journal.note("rows", number=number, sums=rows.sum(1).tolist(), sizes=rows.abs().sum(1).tolist())
+        self.watch.journal.record("rows", number=number, sums=rows.sum(1).tolist(), sizes=rows.abs().sum(1).tolist())
 
 
 def _has_rows(output: object) -> bool:
@@ -73,7 +73,10 @@ def _has_rows(output: object) -> bool:
 
 
 def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
-    """Return True if other samples' gradients depend on the first sample; None if none or unequally many were noted."""
+    """Return True if other samples' gradients depend on the first sample.
+
+    Return None if no gradients were recorded, or their numbers differ.
+    """
     if not still or len(still) != len(nudged):
         return None
     for own, other in zip(still, nudged, strict=True):

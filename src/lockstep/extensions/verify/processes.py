@@ -1,4 +1,4 @@
-"""Processes of a run: start them on a server that has imported torch, wait for them, and end them."""
+"""Start and end of a run's processes, which are forked from a server that has imported torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lockstep.extensions.verify.settings import Settings
 
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
-"""How long ranks have to wait in collectives that do not match before this counts as a deadlock."""
+"""Seconds after which ranks that wait in different collectives count as deadlocked."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended.
+    """Status and error of a process that has ended.
 
     Attributes:
         status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or
             "stuck" (no progress).
-        steps: optimizer steps that it made.
-        message: message of its failure.
-        where: line of the script in which it failed.
+        steps: optimizer steps that the process made.
+        message: message of the error.
+        where: line of the script in which the process failed.
     """
 
     status: str
@@ -41,17 +41,17 @@ class Ending:
 
     @property
     def has_failed(self) -> bool:
-        """True if it failed or was killed."""
+        """True if the process failed or was killed."""
         return self.status in ("failed", "killed")
 
     @property
     def has_finished(self) -> bool:
-        """True if it ended without an error."""
+        """True if the process ended without an error."""
         return self.status in ("done", "ended")
 
     @property
     def short(self) -> str:
-        """First line of the message, at most 200 characters."""
+        """First line of the error message, at most 200 characters."""
         lines = self.message.strip().splitlines()
         return lines[0][:200] if lines else "without a message"
 
@@ -70,10 +70,10 @@ class Patience:
 
 
 class ServerDied(RuntimeError):
-    """Error for a server, from which the processes of runs are forked, that has ended.
+    """Error raised when the server that forks the runs' processes has ended.
 
     Args:
-        code: its exit code.
+        code: exit code of the server.
     """
 
     def __init__(self, code: int) -> None:
@@ -85,7 +85,7 @@ class ServerDied(RuntimeError):
 
 
 class Server:
-    """A process that has imported torch and forks the processes of runs, which saves each of them the import.
+    """Server process that imports torch once and forks the processes of runs.
 
     Attributes:
         process: the running server.
@@ -111,7 +111,7 @@ class Server:
         self.process.wait()
 
     def start(self, settings: Settings) -> Forked:
-        """Start a process with these settings.
+        """Fork a process that runs the script with these settings.
 
         Raises:
             ServerDied: the server has ended.
@@ -130,7 +130,7 @@ class Server:
         order = json.dumps({"settings": settings.write(), "folder": str(settings.own_folder), "environ": environ})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        # a server that has ended leaves the pipe broken, or its answer empty
+        # a server that has ended leaves the pipe broken, or its reply empty
         answer = ""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(order + "\n")
@@ -143,7 +143,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Forked:
-    """A process that the server has forked.
+    """Handle of a process that the server has forked.
 
     Attributes:
         number: process id.
@@ -224,7 +224,7 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
 
 
 def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
-    """Wait for processes. Return True if they make no progress any more and have to be killed."""
+    """Wait for processes to end. Return True if they make no progress any more and must be killed."""
     start = last_change = time.monotonic()
     sizes: list[int] = []
     while any(process.poll() is None for process in processes):
@@ -248,7 +248,7 @@ def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patien
 
 
 def _collective_of(folder: Path) -> str:
-    """Return name and number of the collective that a rank has entered and not left; "" for none."""
+    """Return the name and number of the collective in which a rank waits, or "" if it waits in none."""
     lines = _read(folder / "events.jsonl").splitlines()
     event: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return f"{event['name']} {event['number']}" if event.get("kind") == "collective" else ""

@@ -1,4 +1,4 @@
-"""Recordings: the events and tensors that the ranks of a run have written."""
+"""Recordings of runs, which contain the events and tensors that the ranks have written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 class TensorPart(TypedDict):
-    """A rank's shard of a tensor of size `shape`: it starts at `offset` and has the size `own`."""
+    """A rank's shard of a tensor with size `shape`, which starts at `offset` and has the size `own`."""
 
     part: Tensor
     offset: tuple[int, ...]
@@ -28,22 +28,22 @@ class TensorPart(TypedDict):
 
 
 Value = Tensor | TensorPart | None
-"""A parameter, its gradient or a buffer, as it is written. None: the gradient is missing."""
+"""A parameter, gradient or buffer, as written to a file. None is a missing gradient."""
 
 
 def place_of(part: TensorPart) -> tuple[slice, ...]:
-    """Return the slices of the whole tensor that a shard covers."""
+    """Return the slices of the full tensor that a shard covers."""
     return tuple(slice(at, at + size) for at, size in zip(part["offset"], part["own"], strict=True))
 
 
 @dataclass(frozen=True)
 class RankRecording:
-    """The recording of one rank.
+    """Recording of one rank.
 
     Attributes:
         folder: folder of the rank.
-        ending: how it ended.
-        numbers: for each of its own updates the number among the updates of all ranks; empty: the same numbers.
+        ending: how the rank ended.
+        numbers: for each of the rank's updates the number among the updates of all ranks; empty: the same numbers.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class RankRecording:
         return found
 
     def find(self, *kinds: str, **wanted: object) -> list[Event]:
-        """Return the events of some kinds that have the wanted values.
+        """Return the events of the given kinds whose values equal ``wanted``.
 
         Example::
 
@@ -76,18 +76,18 @@ class RankRecording:
         return found
 
     def line_of(self, kind: str, **wanted: object) -> str:
-        """Return the line of the first event of a kind that has the wanted values; "" for none."""
+        """Return the line of the first event that `find` returns, or "" if there is none."""
         found = self.find(kind, **wanted)
         return str(found[0]["where"]) if found else ""
 
     @cached_property
     def steps(self) -> list[Event]:
-        """Its finished optimizer steps."""
+        """Events of the rank's finished optimizer steps."""
         # parameters are written after a step
         return [event for event in self.find("step") if self._path("parameters", event["update"]).exists()]
 
     def places(self) -> list[tuple[int, int]]:
-        """Return for each of its own updates the epoch, and the number of earlier updates in that epoch."""
+        """Return (epoch, number of earlier updates in the epoch) for each of the rank's updates."""
         found: list[tuple[int, int]] = []
         epoch, made = 0, 0
         for event in self.find("batch", "step"):
@@ -99,29 +99,29 @@ class RankRecording:
         return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
-        """Load tensors of an update by parameter; an empty dict if none were written."""
+        """Load an update's tensors by parameter, or an empty dict if none were written."""
         return dict(self._load(what, update))
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
-        """Load, by parameter and backward, the gradient that this backward added on this rank, as strided sums."""
+        """Load what each backward added to this rank's gradients, as strided sums by parameter and backward."""
         return dict(self._load("sums", update))
 
     def has_made(self, update: int) -> bool:
-        """Return False for an update that only other ranks made, as within Join after this rank's data ended."""
+        """Return True if this rank made an update. Inside Join, only ranks that still have data do."""
         return self._path("sums", update).exists()
 
     def unclipped_gradients(self, update: int) -> dict[str, Value]:
-        """Load the gradients of an update as they were before clipping."""
+        """Load an update's gradients as they were before clipping."""
         return self.load("unclipped", update) or self.load("gradients", update)
 
     @cached_property
     def printed(self) -> list[str]:
-        """Lines of its standard output."""
+        """Lines of the rank's standard output."""
         return self._lines("stdout")
 
     @cached_property
     def errors(self) -> list[str]:
-        """Lines of its standard error, trailing blank ones removed."""
+        """Lines of the rank's standard error, without trailing blank lines."""
         return self._lines("stderr")
 
     def _path(self, what: str, update: int) -> Path:
@@ -141,28 +141,28 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording of a run, rank by rank."""
+    """Recordings of all ranks of a run."""
 
     ranks: tuple[RankRecording, ...]
 
     @property
     def first(self) -> RankRecording:
-        """The recording of rank 0."""
+        """Recording of rank 0."""
         return self.ranks[0]
 
     def find(self, *kinds: str, **wanted: object) -> Iterator[tuple[int, Event]]:
-        """Yield (rank, event) for the events of some kinds that have the wanted values."""
+        """Yield (rank, event) for the events of the given kinds whose values equal ``wanted``."""
         for number, rank in enumerate(self.ranks):
             for event in rank.find(*kinds, **wanted):
                 yield number, event
 
     def has(self, kind: str) -> bool:
-        """Return True if any rank noted an event of a kind."""
+        """Return True if any rank recorded an event of a kind."""
         return next(self.find(kind), None) is not None
 
     @cached_property
     def steps(self) -> list[Event]:
-        """The optimizer steps of all ranks, each as noted by the first rank that made it."""
+        """Optimizer steps of all ranks, each as recorded by the first rank that made the step."""
         found: dict[int, Event] = {}
         for rank in self.ranks:
             for event in rank.steps:
@@ -171,14 +171,14 @@ class Recording:
 
     @property
     def uneven_from(self) -> int | None:
-        """The first update that some ranks do not make; None if all ranks make all."""
+        """First update that some ranks did not make, or None if all ranks made all updates."""
         made = [{event["update"] for event in rank.steps} for rank in self.ranks]
         return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
 
     def joined(self) -> Recording:
         """Return the recording with updates numbered as one process makes them.
 
-        Within Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
+        Inside Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
         """
         made = [rank.places() for rank in self.ranks]
         everywhere = {place: number for number, place in enumerate(sorted(set().union(*made)))}
@@ -190,11 +190,11 @@ class Recording:
 
     @property
     def fewest_steps(self) -> int:
-        """The optimizer steps of the rank that made the fewest."""
+        """Number of optimizer steps on the rank that made the fewest."""
         return min(len(rank.steps) for rank in self.ranks)
 
     def assembled(self, what: str, update: int) -> list[dict[str, Tensor | None]]:
-        """Load tensors of an update by rank. Sharded ones are put together from the shards of all ranks."""
+        """Load an update's tensors by rank, with shards of all ranks assembled to full tensors."""
         found = [rank.load(what, update) for rank in self.ranks]
         assembled: list[dict[str, Tensor | None]] = []
         for own in found:
@@ -214,5 +214,5 @@ class Recording:
 
     @cached_property
     def is_sharded(self) -> bool:
-        """True if a parameter is a DTensor."""
+        """True if any parameter is a DTensor."""
         return any(isinstance(value, dict) for value in self.first.load("gradients", 0).values())

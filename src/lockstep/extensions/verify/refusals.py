@@ -1,4 +1,4 @@
-"""Reasons why a run proves nothing, with the way out, and differences of runs that could not end."""
+"""Reasons why a run proves nothing, with remedies, and causes of deadlocks and incomplete windows."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _MEMORY = re.compile(
 _TO_RUN = "fix the error, or pass the arguments with which the script trains after --"
 _PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (
-    "the data come from no torch DataLoader: one process cannot be fed the ranks' samples, and with those that it "
-    "chooses it trains something else; read the data by a DataLoader"
+    "the data do not come from a torch DataLoader, so one process cannot be fed the ranks' samples, and with its own "
+    "samples it trains differently: read the data with a DataLoader"
 )
 
 
 def is_type_error(ranks: Recording) -> bool:
-    """Return True if a run in float64 failed because something has another type."""
+    """Return True if a run in float64 failed because of a dtype."""
     return any(rank.ending.status == "failed" and _TYPES.search(rank.ending.message) for rank in ranks.ranks)
 
 
-def of_memory(error: Exception) -> str:
-    """Return the reason why a comparison ran out of memory, and what helps; "" for another error."""
+def explain_memory_error(error: Exception) -> str:
+    """Explain an error of the comparison that ran out of memory, with a remedy. Return "" for other errors."""
     if not _MEMORY.search(f"{type(error).__name__}: {error}"):
         return ""
     return (
-        "the comparison itself ran out of memory, since it loads the parameters and gradients of a step of all runs: "
-        "choose a smaller model by the script's arguments, or fewer --devices"
+        "the comparison itself ran out of memory, since it loads the parameters and gradients of a step from all runs: "
+        "choose a smaller model with the script's arguments, or fewer --devices"
     )
 
 
-def of_ranks(ranks: Recording, steps: int) -> str:
-    """Return the reason why the run on ranks proves nothing, and what helps; "" if it is usable."""
+def check_ranks(ranks: Recording, steps: int) -> str:
+    """Explain why the run on ranks proves nothing, with a remedy. Return "" if the run is usable."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
     for name, rank in first + named:
-        reason = _of_ending(name, rank)
+        reason = _explain_ending(name, rank)
         if reason:
             return reason
     if not any(rank.steps for rank in ranks.ranks):
@@ -56,50 +56,52 @@ def of_ranks(ranks: Recording, steps: int) -> str:
             return f"the script trains in processes that it starts ({started}), which are not observed: {_PROCESSES}"
         if ranks.has("backward"):
             return (
-                "the script calls backward, but never step() of a torch.optim.Optimizer: there is nothing to compare; "
-                "update the parameters by an optimizer of torch's"
+                "the script calls backward, but never step() of a torch.optim.Optimizer, so there is nothing to "
+                "compare: update the parameters with a torch optimizer"
             )
         return (
-            "the script ended without an optimizer step: verify a script that trains, and pass the arguments with "
-            "which it does after --"
+            "the script ended without an optimizer step: verify a script that trains, and pass the arguments that it "
+            "needs for training after --"
         )
     unwritten = next((event for _, event in ranks.find("batch") if event["unwritten"]), None)
     if unwritten is not None:
         return (
-            f"samples cannot be saved, and so not be fed to one process ({unwritten['unwritten'][:120]}): let the data "
-            "set return tensors, numbers, or objects that can be pickled"
+            f"samples cannot be saved, so they cannot be fed to one process ({unwritten['unwritten'][:120]}): let the "
+            "data set return tensors, numbers, or objects that can be pickled"
         )
     return ""
 
 
-def of_two_dimensions(ranks: Recording) -> str:
-    """Return the reason why ranks may share samples on purpose, if a model is split in two ways; "" for one way."""
+def check_mesh(ranks: Recording) -> str:
+    """Explain that a model split in two dimensions is not supported. Return "" for one dimension."""
     event = next((event for _, event in ranks.find("sharded in groups")), None)
     if event is None:
         return ""
     return (
-        f"fully_shard gets a mesh of {event['size']} of {len(ranks.ranks)} ranks ({event['where']}), and ranks train "
-        "on the same samples, as with tensor parallelism in the other dimension: both at once are not supported; "
-        "verify each by itself, with a mesh of one dimension"
+        f"fully_shard uses a mesh of {event['size']} out of {len(ranks.ranks)} ranks ({event['where']}), and ranks "
+        "train on the same samples, as with tensor parallelism in the other dimension. Both together are not "
+        "supported: verify each of them alone, with a mesh of one dimension"
     )
 
 
-def of_one(single: Recording) -> str:
-    """Return the reason why the run of one process proves nothing, and what helps; "" if it is usable."""
+def check_single(single: Recording) -> str:
+    """Explain why the run of one process proves nothing, with a remedy. Return "" if the run is usable."""
     rank = single.first
-    reason = _of_ending("one process that is fed the samples of all ranks", rank)
+    reason = _explain_ending("one process that is fed the samples of all ranks", rank)
     if not reason and not rank.steps:
-        return "as one process (WORLD_SIZE=1) the script makes no optimizer step: let it train there as well"
+        return (
+            "with one process (WORLD_SIZE=1) the script makes no optimizer step: let it train with one process as well"
+        )
     return reason
 
 
 def _follows_other(rank: RankRecording) -> bool:
-    """Return True if a rank failed because it lost its connection to another one."""
+    """Return True if a rank failed because it lost its connection to another rank."""
     return _OTHERS.search(rank.ending.message) is not None
 
 
-def _of_ending(who: str, rank: RankRecording) -> str:
-    """Explain why a process failed or did not end; "" if it did neither.
+def _explain_ending(who: str, rank: RankRecording) -> str:
+    """Explain why a process failed or did not end. Return "" if it ended without an error.
 
     Args:
         who: the process, as the subject of a sentence.
@@ -110,7 +112,7 @@ def _of_ending(who: str, rank: RankRecording) -> str:
         last = rank.events[-1]["kind"] if rank.events else "nothing"
         return (
             f"{who} did not end after {len(rank.steps)} optimizer step(s) (last event: {last}): let the script train "
-            "earlier, or give it more time by --patience"
+            "earlier, or give it more time with --patience"
         )
     if not ending.has_failed:
         return ""
@@ -123,7 +125,7 @@ def _of_ending(who: str, rank: RankRecording) -> str:
     if ending.status == "killed" or _MEMORY.search(ending.message):
         return (
             f"{who} was killed by the system or ran out of memory ({ending.short}), since all ranks run on this "
-            "machine at once: choose a smaller model or batch by the script's arguments, or fewer --devices"
+            "machine at once: choose a smaller model or batch with the script's arguments, or fewer --devices"
         )
     if _GPU.search(ending.message):
         return (
@@ -133,7 +135,7 @@ def _of_ending(who: str, rank: RankRecording) -> str:
     started = rank.line_of("process")
     if started:
         return (
-            f"{who} failed{where}: {ending.short}: the script starts processes ({started}), and each rank does: "
+            f"{who} failed{where}: {ending.short}: the script starts processes ({started}), so every rank starts them: "
             f"{_PROCESSES}"
         )
     if ending.message.startswith("exit code"):
@@ -145,7 +147,7 @@ def _of_ending(who: str, rank: RankRecording) -> str:
 
 
 def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Return where ranks call collectives that do not match, or wait for a rank that calls no more."""
+    """Find the first collective that does not match between ranks, or a rank without batches that others wait for."""
     if any(rank.ending.status == "failed" and not _follows_other(rank) for rank in ranks.ranks):
         return None  # the others stopped because of that failure
     has_finished = all(rank.ending.has_finished for rank in ranks.ranks)
@@ -159,28 +161,28 @@ def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
         # ranks that finish may be stopped at different places after their steps
         if is_missing and has_finished:
             return None
-        if is_missing or len({described(event) for event in there}) > 1:
-            calls = ["none" if each is None else f"{described(each)} at {each['where']}" for each in events]
+        if is_missing or len({describe(event) for event in there}) > 1:
+            calls = ["none" if each is None else f"{describe(each)} at {each['where']}" for each in events]
             text = "; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             step = ranks.fewest_steps
             everywhere = tuple(range(len(events)))
             cause = (
-                "ranks call different collectives: a call that only some ranks make, or in another order, makes the "
-                "others wait"
+                "ranks call different collectives: a call that only some ranks make, or that ranks make in different "
+                "orders, makes the others wait"
             )
             difference = Difference(COLLECTIVES, step, step, "", everywhere, text=text)
             return difference, Reason(cause, there[0]["where"])
     return None
 
 
-def described(event: Event) -> str:
-    """Return the name and, where ranks must send the same, the shape of a collective."""
+def describe(event: Event) -> str:
+    """Return the name of a collective, with the shape of its tensor if that must be equal on all ranks."""
     shape = event["shape"] if event["name"] in ("all_reduce", "broadcast", "all_gather") else None
     return f"{event['name']} {shape}"
 
 
 def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Return the rank that has no more batches while others wait for it."""
+    """Find a rank that has run out of batches while others wait for it."""
     counts_by_rank = [
         Counter((event["loader"], event["iteration"]) for event in rank.find("batch")) for rank in ranks.ranks
     ]
@@ -200,7 +202,7 @@ def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Return a window of fewer micro-batches whose loss is divided by the number of a full one."""
+    """Find an incomplete accumulation window whose loss is divided by the number of micro-batches in a full one."""
     backwards: dict[int, list[Event]] = defaultdict(list)
     for event in ranks.first.find("backward"):
         backwards[event["update"]].append(event)
@@ -216,12 +218,12 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
             f"the last accumulation window of an epoch has {batches}, but its loss is divided by the full number "
             f"{divisor:g}"
         )
-        return _of_window(ranks, step, text), Reason(cause, events[-1]["where"])
+        return _window_difference(ranks, step, text), Reason(cause, events[-1]["where"])
     return None
 
 
 def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Return a step of sharded parameters whose last backward was not synchronized: it lacks those gradients."""
+    """Find a step of sharded parameters that lacks gradients, since its last backward was not synchronized."""
     if not ranks.has("sharded data parallel"):
         return None
     for step in ranks.first.steps:
@@ -229,18 +231,18 @@ def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
         if not own or own[-1]["synchronizes"]:
             continue
         cause = Reason(
-            "fully_shard leaves gradients in the unsharded parameters: call set_requires_gradient_sync(True) before "
-            "the last backward of a window",
+            "fully_shard keeps unsynchronized gradients in the unsharded parameters: call "
+            "set_requires_gradient_sync(True) before the last backward of a window",
             own[-1]["where"],
             "synchronized backwards: " + ", ".join("yes" if event["synchronizes"] else "no" for event in own),
         )
         text = f"lacks the last of {len(own)} backward(s), which is not synchronized"
-        return _of_window(ranks, step, text), cause
+        return _window_difference(ranks, step, text), cause
     return None
 
 
-def _of_window(ranks: Recording, step: Event, text: str) -> Difference:
-    """Return the difference of all ranks' gradients at a step."""
+def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
+    """Return a difference in all ranks' gradients at a step."""
     name = next(iter(step["names"].values()), "")
     everywhere = tuple(range(len(ranks.ranks)))
     text = f"the gradient of {name} {text}"
@@ -248,7 +250,7 @@ def _of_window(ranks: Recording, step: Event, text: str) -> Difference:
 
 
 def _divisor(events: Sequence[Event]) -> float | None:
-    """Return the number above 1 that divides all losses of a window; None if there is none."""
+    """Return the number above 1 that divides all losses of a window, or None if there is none."""
     divisors = {event["divisor"] for event in events}
     divisor = divisors.pop() if len(divisors) == 1 else None
     return divisor if divisor is not None and divisor > 1 else None

@@ -1,4 +1,4 @@
-"""Check of a resume: a run that is stopped and started again must continue as if it had not been stopped."""
+"""Check that a run that is stopped and started again continues as if it had not been stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.extensions.verify.runs import Request, Runs
 
 _EXACT = 1e-12
 _SHORTEST = 2
-"""Steps of the shortest epoch that can be stopped inside."""
+"""Steps of the shortest epoch within which a run can be stopped."""
 _CAUSES = {
     "learning rates": "the schedule is not restored: save and load the scheduler's state_dict()",
     "gradients": "the weights are not those at the stop: save and load all of the model's state_dict()",
@@ -27,9 +27,9 @@ _CAUSES = {
         "state_dict(), not only its parameters"
     ),
 }
-"""What is compared, with the cause of a difference if all before it agrees."""
+"""Cause of a difference in each kind of compared values, if all earlier kinds agree."""
 _RANDOM = (
-    "the random numbers of a step differ: save and load the states of the generators that it uses "
+    "the random numbers of a step differ: save and load the states of the generators that the step uses "
     "(torch.get_rng_state(), random.getstate(), numpy.random.get_state())"
 )
 
@@ -40,10 +40,10 @@ Finding = tuple[Difference, Reason]
 
 
 class ResumeCheck:
-    """Check that runs a script undisturbed and with a stop, and compares samples and numbers after the stop.
+    """Check that runs a script with and without a stop, and compares samples and numbers after the stop.
 
     In all runs an epoch of training ends after ``steps`` steps, so that scripts that save at the end of an epoch do so.
-    A second stop is within the first epoch, by SIGTERM: a script that saves then, or every few steps, continues.
+    A second stop is within the first epoch, by SIGTERM. A script that saves then, or every few steps, can resume.
 
     Args:
         request: what to verify.
@@ -61,11 +61,11 @@ class ResumeCheck:
         """Run the script and return the certificate."""
         steps = self.request.steps
         undisturbed = self.runs.on_ranks_with_short_epochs(2 * steps, steps)
-        reason = refusals.of_ranks(undisturbed, 1)
+        reason = refusals.check_ranks(undisturbed, 1)
         if reason:
             return self._certificate(reason)
         if undisturbed.has("dropout"):
-            self._notes.append("dropout was off: its random numbers after the stop were not compared")
+            self._notes.append("dropout was disabled: its random numbers after the stop were not compared")
         stopped = self.runs.on_ranks_with_short_epochs(steps + 1, steps, max_epochs=1)
         self._stop = len(stopped.first.steps)
         reason, found = self._stop_at_epoch_end(undisturbed, stopped)
@@ -76,24 +76,24 @@ class ResumeCheck:
         return self._certificate("" if is_compared else reason, found)
 
     def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Start again after the first epoch. Return the reason why that proves nothing, and what differs."""
+        """Resume after the first epoch. Return the reason why this proves nothing, or "", and what differs."""
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
-            return "the script trains for one epoch only, and is stopped after that: let it train for two", None
+            return "the script trains for one epoch only, and a stop would follow it: let it train for two", None
         resumed = self.runs.on_ranks_with_short_epochs(remaining, self.request.steps, after=stopped)
-        reason = refusals.of_ranks(resumed, 1)
+        reason = refusals.check_ranks(resumed, 1)
         # the first weights again: nothing was loaded
         if not reason and _largest_difference(_first(undisturbed), _first(resumed))[1] <= _EXACT:
             reason = (
-                "started again by the same command the script trains from the start: let it save at the end of an "
-                "epoch, and load its own checkpoint from the current folder"
+                "started again with the same command, the script trains from the start: let it save a checkpoint at "
+                "the end of an epoch, and load it from the current folder"
             )
         if reason:
             return reason, None
         return "", self._compare(_AT_EPOCH_END, undisturbed, resumed, remaining)
 
     def _stop_within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
-        """Stop within the first epoch by SIGTERM. Return True if the script continued there, and what differs."""
+        """Stop within the first epoch by SIGTERM. Return True if the script resumed there, and what differs."""
         steps, length = self.request.steps, self._stop
         if length < _SHORTEST:
             return False, None
@@ -101,7 +101,7 @@ class ResumeCheck:
         resumed = self.runs.on_ranks_with_short_epochs(length - 1, steps, after=stopped)
         # the weights show after which step the script continued
         place: int | None = None
-        if not refusals.of_ranks(resumed, 1):
+        if not refusals.check_ranks(resumed, 1):
             again = _first(resumed)
             for event in undisturbed.first.steps:
                 if _largest_difference(undisturbed.first.load("parameters", event["update"]), again)[1] <= _EXACT:
@@ -109,7 +109,7 @@ class ResumeCheck:
                     break
         if place is None or place >= length:
             self._notes.append(
-                "a stop within an epoch, by SIGTERM, leaves no checkpoint of that place: it was not compared"
+                "a stop within an epoch, by SIGTERM, leaves no checkpoint at that step, so it was not compared"
             )
             return False, None
         self._stop = place
@@ -124,18 +124,18 @@ class ResumeCheck:
     # -- comparing
 
     def _compare(self, kind: str, undisturbed: Recording, resumed: Recording, steps: int) -> Finding | None:
-        """Compare the steps after a stop: the batches first, since numbers depend on them."""
+        """Compare the steps after a stop, batches before numbers, since numbers depend on batches."""
         for number, (whole, again) in enumerate(zip(undisturbed.ranks, resumed.ranks, strict=True)):
             for at in range(min(steps, len(again.steps))):
                 expected = _batches(whole, self._stop + at)
-                # a script may draw the batches before the stop, and leave them out
+                # a script may draw the batches before the stop again, and skip them
                 found = _batches(again, at)[-len(expected) :]
                 if _prints(found) == _prints(expected):
                     continue
                 self._rows.append(Row(kind, f"{at + 1} steps", "DIFFERENT"))
                 text = (
                     f"step {self._stop + at} ({at} after {_STOPS[kind]}) on rank {number} trains on sample "
-                    f"{_name(found)}, undisturbed on sample {_name(expected)}"
+                    f"{_name(found)}, without the stop on sample {_name(expected)}"
                 )
                 cause = _cause_of_samples(kind, whole, again)
                 return Difference(kind, -1, at, "", (number,), text=text), cause
@@ -164,18 +164,18 @@ class ResumeCheck:
 
 
 def _cause_of_samples(kind: str, whole: RankRecording, again: RankRecording) -> Reason:
-    """Explain why a rank trains on other samples after a stop."""
+    """Explain why a rank trains on different samples after a stop."""
     where = again.line_of("iteration")
     if kind == _WITHIN:
         return Reason(
-            "the place within the epoch is not restored: leave out the batches that were trained, or save and load "
-            "the loader's place",
+            "the position within the epoch is not restored: skip the batches that were trained, or save and load the "
+            "loader's position",
             where,
         )
     steps = range(len(again.steps))
     if all(_prints(_batches(again, at)) == _prints(_batches(whole, at)) for at in steps):
         return Reason(
-            "the order of epoch 0 comes again: after a resume the script counts epochs from 0, or its generator starts "
+            "the order of epoch 0 is repeated: after a resume the script counts epochs from 0, or its generator starts "
             "with its seed; call set_epoch with the number of the epoch, counted from the first start",
             where,
         )
@@ -183,12 +183,12 @@ def _cause_of_samples(kind: str, whole: RankRecording, again: RankRecording) -> 
 
 
 def _batches(rank: RankRecording, step: int) -> list[Event]:
-    """Return the batches that a rank drew for a step."""
+    """Return the events of the batches that a rank drew for a step."""
     return rank.find("batch", grad=True, step=step)
 
 
 def _draws(rank: RankRecording, step: int) -> list[object]:
-    """Return the random numbers of a step, and the states of Python's and NumPy's generators if steps use them."""
+    """Return a step's random numbers, with the states of Python's and NumPy's generators if steps use them."""
     update = rank.steps[step]["update"]
     paths = sorted(rank.folder.glob(f"draw-{update}-*.pt"))
     found: list[object] = [(path.name.split("-", 2)[2], torch.load(path).tolist()) for path in paths]
@@ -203,7 +203,7 @@ def _prints(batches: list[Event]) -> list[object]:
 
 
 def _name(batches: list[Event]) -> str:
-    """Return the index, or else the fingerprint, of the first sample."""
+    """Return the index of the first sample, or its fingerprint if it has no index."""
     if not batches:
         return "none"
     return str((batches[0]["indices"] or batches[0]["prints"])[0])
@@ -215,7 +215,7 @@ def _first(run: Recording) -> dict[str, Value]:
 
 
 def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:
-    """Return the name of what differs most at a step, and how much, as a fraction of its largest value."""
+    """Return the name of the value that differs most at a step, and its relative difference."""
     if at >= len(whole.steps):
         return "", 0.0
     own, theirs = whole.steps[at], again.steps[step]
@@ -230,7 +230,7 @@ def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, s
 
 
 def _largest_difference(expected: Mapping[str, Value], found: Mapping[str, Value]) -> tuple[str, float]:
-    """Return the key of the value that differs most, and how much, as a fraction of its largest element."""
+    """Return the key of the value that differs most, and the difference as a fraction of its largest element."""
     sizes = {key: _difference(value, found.get(key)) for key, value in expected.items()}
     name = max(sizes, key=lambda key: sizes[key], default="")
     return name, sizes.get(name, 0.0)
@@ -248,5 +248,5 @@ def _difference(expected: Value, found: Value) -> float:
 
 
 def _tensor(value: Value) -> Tensor | None:
-    """Return a tensor, or this rank's shard of it."""
+    """Return a recorded tensor, or the rank's shard if it is sharded."""
     return value["part"] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Runs of a script: on ranks, as one process, or on simulated ranks; each in a copy of the current folder."""
+"""Runs of a script on ranks, as one process, or on simulated ranks, each in a copy of the current folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.extensions.verify.settings import Settings
 _LARGE = 4 * 2**20
 """Bytes above which a file, probably data, is linked instead of copied."""
 _MAX_ENTRIES = 3000
-"""Files and folders that are looked at; folders after these are linked."""
+"""Number of files and folders after which folders are linked instead of copied."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to verify a script.
+    """Request to verify a script.
 
     Attributes:
         words: the script and its arguments, or ``-m``, a module and its arguments.
@@ -42,7 +42,7 @@ class Request:
 
 
 class Runs:
-    """Runs of one script.
+    """Runner of one script in different ways.
 
     Args:
         request: what to verify.
@@ -105,8 +105,8 @@ class Runs:
 
         Args:
             ranks: recording of the run on ranks.
-            overrides: what is switched off or changed.
-            order: ranks whose samples are fed, in the order in which they are put together; empty: all.
+            overrides: names of what is disabled or changed.
+            order: ranks whose samples are fed, in the order in which they are joined; empty: all.
             deduplicated: loaders that give a sample of several ranks only once.
         """
         feed = tuple(str(ranks.ranks[rank].folder) for rank in order or range(self.request.devices))
@@ -123,7 +123,9 @@ class Runs:
         course: Iterable[float] = (),
         compared: str = "ranks and one process",
     ) -> Certificate:
-        """Return the certificate: "different" if something was found, "could not tell" if there are reasons.
+        """Return a certificate, whose verdict follows from ``found`` and ``reasons``.
+
+        It is "different" if something was found, else "could not tell" if there are reasons, else "alike".
 
         Args:
             steps: optimizer steps that were compared.
@@ -175,7 +177,7 @@ class Runs:
 
 
 def working_copy(source: Path, target: Path) -> Path:
-    """Copy a folder in which a run may write, so that no other run finds its files.
+    """Copy a folder for a run to write in, so that no other run finds the files.
 
     Small files are copied. Large files, hidden folders, and folders after the first 3,000 entries are linked.
 

@@ -1,4 +1,4 @@
-"""Comparison of the samples that ranks get: each once, in a new order each epoch, and counted once in evaluations."""
+"""Checks that ranks get each sample once, in a new order each epoch, and count it once in evaluations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.extensions.verify.recordings import Event, Recording
 from lockstep.extensions.verify.runs import Runs
 
 _FEW = 8
-"""Number of samples below which two equal orders may be a coincidence."""
+"""Number of samples below which equal orders in two epochs may be a coincidence."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Padding:
-    """A sample that several ranks get in an evaluation.
+    """Sample that several ranks get in an evaluation.
 
     Attributes:
         loader: number of the loader.
-        where: line that iterates it.
+        where: line that iterates the loader.
         sample: index of the sample.
     """
 
@@ -87,17 +87,17 @@ class Samples:
                 self._check_evaluation(number, described[0][0])
         if not loaders and found.shares_inputs and not self.splits_model:
             found.vacuous.append(
-                "all ranks gave their models the same inputs, which come from no DataLoader: read the data by one, "
-                "with a DistributedSampler"
+                "all ranks gave their models the same inputs, which do not come from a DataLoader: read the data with "
+                "a DataLoader that has a DistributedSampler"
             )
         return found
 
     def _events(self, number: int, *kinds: str) -> list[list[Event]]:
-        """Return the events of a loader by rank."""
+        """Return the events of one loader, by rank."""
         return [rank.find(*kinds, loader=number) for rank in self.ranks.ranks]
 
     def _epochs(self, number: int, iteration: int) -> list[list[int]]:
-        """Return the indices of an epoch by rank, also those after the script was stopped."""
+        """Return an epoch's sample indices by rank, including those after the script was stopped."""
         return [
             [
                 index
@@ -108,7 +108,7 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Add a difference. ``first`` is the description of the loader, whose line is that of the cause."""
+        """Add a difference, whose cause is at the line that iterates the loader. ``first`` describes the loader."""
         self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _check_training(
@@ -121,11 +121,11 @@ class Samples:
         size = first["size"]
         if size is not None and size < 2 * count:
             found.vacuous.append(
-                f"the data set has {size} samples, too few for {count} ranks: let the script train on {2 * count} or "
-                "more"
+                f"the data set has {size} samples, too few for {count} ranks: let the script train on at least "
+                f"{2 * count}"
             )
         elif len(seen) == 1 and len(batches[0]) > 1:
-            found.vacuous.append("all samples are equal: let the script train on different ones")
+            found.vacuous.append("all samples are equal: let the script train on different samples")
         common = min(len(each) for each in batches)
         prints = [[event["prints"] for event in each[:common]] for each in batches]
         if self.splits_model:
@@ -137,7 +137,7 @@ class Samples:
                 difference = Difference(SAMPLES, 0, 0, sample, tuple(range(count)), text=text)
                 self._add(difference, f"all ranks read the same data: {self._why_shared(first)}", first)
             else:
-                found.notes.append("every rank reads each batch as a whole, and computes with its part")
+                found.notes.append("every rank reads the full batch, and computes with its part")
         else:
             self._check_overlap(number, batches, described)
         self._check_order(number, first)
@@ -146,7 +146,7 @@ class Samples:
     # -- samples of several ranks, or of none
 
     def _why_shared(self, first: Event, overlaps: bool = False) -> str:
-        """Explain why ranks get the same samples from a loader, and what helps.
+        """Explain why ranks get the same samples from a loader, with a remedy.
 
         Args:
             first: description of the loader.
@@ -155,16 +155,16 @@ class Samples:
         if first["size"] is None:
             return (
                 f"the IterableDataset {first['dataset']} gives each of {len(self.ranks.ranks)} ranks the same samples: "
-                "let each take its share, by itertools.islice(samples, rank, None, world_size)"
+                "let each rank read its share: itertools.islice(samples, rank, None, world_size)"
             )
         if first["shared_out"]:
             return f"{first['sampler']} {self._fault_of_sampler(first)}"
         if first["cut"] and overlaps:
             return (
-                "their Subsets of the data overlap: cut the same order of indices on all ranks, as "
+                "their Subsets of the data overlap: split the same order of indices on all ranks, for example with "
                 "indices[rank::world_size], or use a DistributedSampler"
             )
-        return f"{first['sampler']} does not share it out over the ranks: give the loader a DistributedSampler"
+        return f"{first['sampler']} does not split the data among the ranks: give the loader a DistributedSampler"
 
     def _fault_of_sampler(self, first: Event) -> str:
         """Explain what is wrong with the DistributedSamplers of ranks that get the same samples."""
@@ -172,24 +172,26 @@ class Samples:
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
         epochs = [event["epoch"] for event in own]
         if len(set(numbers)) < len(own):
-            return f"is made with rank={_listed(numbers)} on the ranks: give it rank=dist.get_rank()"
+            return f"is created with rank={_format(numbers)} on the ranks: pass rank=dist.get_rank()"
         if len(set(seeds)) > 1:
-            return f"is made with seed={_listed(seeds)} on the ranks: give it the same seed on all"
+            return f"is created with seed={_format(seeds)} on the ranks: pass the same seed on all ranks"
         if len(set(epochs)) > 1:
-            return f"has the epochs {_listed(epochs)} on the ranks: call set_epoch() with the same on all"
+            return f"has the epochs {_format(epochs)} on the ranks: call set_epoch() with the same epoch on all ranks"
         if first["cut"] and set(replicas) == {len(own)}:
             return (
-                "shares out a Subset that differs between ranks: cut the data by the same random numbers on all ranks, "
-                "as by random_split(..., generator=torch.Generator().manual_seed(0))"
+                "splits a Subset that differs between ranks: create the Subset with the same random numbers on all "
+                "ranks, for example random_split(..., generator=torch.Generator().manual_seed(0))"
             )
-        return f"shares the data out over {replicas[0]} replicas: give it num_replicas=dist.get_world_size()"
+        return f"splits the data among {replicas[0]} replicas: pass num_replicas=dist.get_world_size()"
 
     def _check_overlap(
         self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]
     ) -> None:
         first = described[0][0]
         if first["replacement"]:
-            self.found.notes.append(f"{first['sampler']} draws with replacement: several ranks may get a sample")
+            self.found.notes.append(
+                f"{first['sampler']} draws with replacement, so several ranks may get the same sample"
+            )
             return
         probes = {each[0]["probe"] for each in described}
         # an index is the same sample only in the same data
@@ -203,7 +205,7 @@ class Samples:
             for index in indices:
                 owners[index].add(rank)
         shared = [index for index, own in owners.items() if len(own) > 1]
-        # DistributedSampler repeats a few samples to fill up an epoch; a script that cuts the data repeats none
+        # DistributedSampler repeats a few samples to fill up an epoch; a script that splits the data repeats none
         most = 1
         if first["shared_out"] or not first["cut"]:
             filling = ranks * (first["batch_size"] or 1)
@@ -230,21 +232,20 @@ class Samples:
     def _check_missing(self, owners: dict[int, set[int]], first: Event, ranks: int) -> None:
         size = first["size"]
         missing = size - len(owners)
-        # more than drop_last leaves out
+        # more than drop_last skips
         if missing > ranks * (first["batch_size"] or 1) and missing > 0.05 * size:
             index = next(index for index in range(size) if index not in owners)
-            text = f"no rank gets sample {index} ({missing} of {size} are on none)"
+            text = f"no rank gets sample {index} ({missing} of {size} are on no rank)"
             text = f"no rank gets {missing} of {size} samples" if first["cut"] else text
             cause = (
-                "the sampler shares the data out over more ranks than there are: give it "
-                "num_replicas=dist.get_world_size()"
+                "the sampler splits the data among more ranks than there are: pass num_replicas=dist.get_world_size()"
             )
             self._add(Difference(SAMPLES, 0, 0, str(index), text=text), cause, first)
         elif missing > 0:
-            self.found.notes.append(f"{missing} sample(s) of {size} are left out at the end of an epoch")
+            self.found.notes.append(f"{missing} sample(s) of {size} are skipped at the end of an epoch")
 
     def _check_contents(self, batches: Sequence[Sequence[Event]], first: Event) -> None:
-        """Compare samples without indices by their content."""
+        """Compare the content of samples that have no indices."""
         counts = [Counter(text for event in each for text in event["prints"] if text) for each in batches]
         drawn = min(sum(each.values()) for each in counts)
         # data that repeat samples on one rank (labels, small integers) repeat them between ranks as well
@@ -254,8 +255,8 @@ class Samples:
             if are_unique and drawn >= _FEW and len(shared) > drawn / 2:
                 text = f"ranks 0 and {rank} share {len(shared)} of {drawn} samples"
                 cause = (
-                    f"the data set {first['dataset']} gives every rank the same samples: let each rank take every "
-                    "N-th sample, starting at its number"
+                    f"the data set {first['dataset']} gives every rank the same samples: on N ranks let each take "
+                    "every N-th sample, starting with the rank"
                 )
                 self._add(Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause, first)
                 return
@@ -285,7 +286,7 @@ class Samples:
         if not first["shuffles"] or length < _FEW or epochs[0][:length] != epochs[1][:length]:
             return
         at = len(self.ranks.first.find("batch", loader=number, iteration=0))
-        cause = f"{first['sampler']} does not get the epoch: call sampler.set_epoch(epoch) before each"
+        cause = f"{first['sampler']} does not get the epoch: call sampler.set_epoch(epoch) before each epoch"
         if not first["shared_out"]:
             cause = f"{first['sampler']} draws each epoch's order from the same seed"
         step = self.ranks.first.find("batch")[-1]["step"]
@@ -304,7 +305,7 @@ class Samples:
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
-    """Return the numbers of the loaders between whose batches a backward ran."""
+    """Return the numbers of the loaders for training, which are those with a backward between their batches."""
     found: set[int] = set()
     for rank in ranks.ranks:
         newest: int | None = None
@@ -325,9 +326,9 @@ def _training_loaders(ranks: Recording) -> set[int]:
 def counted_twice(
     ranks: Recording, single: Recording, padded: Sequence[Padding], runs: Runs
 ) -> tuple[Difference, Reason] | None:
-    """Return the difference if a printed number counts samples that several ranks get in an evaluation.
+    """Find a printed number that counts samples of an evaluation twice, because several ranks get them.
 
-    Such a number is the same on ranks and in one process, but another one if each sample is evaluated once.
+    Such a number is equal on ranks and in one process, but differs if each sample is evaluated once.
     """
     once = runs.on_one(ranks, deduplicated=tuple(each.loader for each in padded))
     for lines in zip(ranks.first.printed, single.first.printed, once.first.printed, strict=False):
@@ -340,12 +341,12 @@ def counted_twice(
                 text = f"{padded[0]}, which counts in {lines[0].strip()!r}"
                 cause = (
                     "DistributedSampler repeats samples to give all ranks the same number, and metrics count them "
-                    "twice: leave them out, or evaluate samples[rank::world_size] on each rank"
+                    "twice: remove the repeated samples, or evaluate samples[rank::world_size] on each rank"
                 )
                 difference = Difference(EVALUATION, step, step, str(padded[0].sample), text=text)
                 return difference, Reason(cause, padded[0].where)
     return None
 
 
-def _listed(values: Sequence[object]) -> str:
+def _format(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))

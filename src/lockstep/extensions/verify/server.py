@@ -1,4 +1,4 @@
-"""The server: imports torch once and forks the processes of runs. `python -m lockstep.extensions.verify.server`."""
+"""Server that imports torch once and forks the processes of runs (`python -m lockstep.extensions.verify.server`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 def serve() -> None:
-    """Fork a process for each line of standard input until that is closed. Write each exit code to a file."""
+    """Fork a process for each line of standard input until the input is closed. Write each exit code to a file."""
     torch.set_num_threads(1)
     server = os.getpid()
     running: dict[int, Path] = {}
@@ -52,7 +52,7 @@ def serve() -> None:
 
 
 def _run_rank(order: dict[str, Any], server: int) -> NoReturn:
-    """Run a script in this process and exit."""
+    """Run a script in this forked process, and exit."""
     code = 1
     try:
         # a session of its own: the rank is killed with all that it started

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 HOME = [""]
-"""The user's current folder. Set in each observed process, whose own current folder is a copy of it."""
+"""The user's current folder, set in each observed process, which itself runs in a copy of the folder."""
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -32,14 +32,13 @@ class Settings:
         max_epochs: epochs of training after which the script is stopped; 0: no limit.
         sigterm_after: optimizer steps after which the process gets SIGTERM, as from a scheduler; 0: never.
         float64: True if all floating-point numbers are float64.
-        feed: folders of the ranks whose samples the process is fed, in the order in which they are put together.
-        rank_by_rank: True if these samples come one rank after another, not as one batch.
+        feed: folders of the ranks whose samples the process is fed, in the order in which they are joined.
+        rank_by_rank: True if the samples come one rank after another, not joined to one batch.
         strategy: strategy that Trainers use on several ranks; "" for their own.
-        overrides: names of what is switched off, changed or observed in addition, such as "clipping".
+        overrides: names of what is disabled, changed or observed in addition, such as "clipping".
         deduplicated: numbers of the loaders that give a sample of several ranks only once.
         home: the user's current folder; the script runs in a copy of it.
         port: free port that the script reads as MASTER_PORT.
-        threads: threads of torch.
         simulated: True if the other ranks do not exist and collectives send nothing.
     """
 
@@ -59,22 +58,21 @@ class Settings:
     deduplicated: tuple[int, ...] = ()
     home: str = ""
     port: int = 0
-    threads: int = 1
     simulated: bool = False
 
     @property
     def own_folder(self) -> Path:
-        """The folder of this rank."""
+        """Folder into which this rank writes."""
         return Path(self.folder) / f"rank-{self.rank}"
 
     @property
     def working_folder(self) -> Path:
-        """The folder in which the script runs."""
+        """Folder in which the script runs."""
         return Path(self.folder) / "work"
 
     @property
     def folder_of_ranks(self) -> Path:
-        """The folder of the run whose samples are fed."""
+        """Folder of the run whose samples are fed."""
         return Path(self.feed[0]).parent
 
     @property
@@ -91,7 +89,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: str) -> Settings:
-        """Read the file that `write` has written."""
+        """Return the settings in a file that `write` has written."""
         found: dict[str, Any] = json.loads(Path(path).read_text())
         # JSON has no tuples
         lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
@@ -99,7 +97,7 @@ class Settings:
 
 
 class Journal:
-    """The events of a rank, one JSON object per line.
+    """Journal of a rank's events, one JSON object per line.
 
     Args:
         folder: folder of the rank.
@@ -110,32 +108,32 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         # buffered by line: the process may be killed at any moment, and its last events explain why it hung
         self._events = open(folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
-        self._noted: set[str] = set()
+        self._written: set[str] = set()
 
-    def note(self, kind: str, **values: object) -> None:
-        """Write an event."""
+    def record(self, kind: str, **values: object) -> None:
+        """Write an event to the journal."""
         self._events.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def note_once(self, kind: str, **values: object) -> None:
+    def record_once(self, kind: str, **values: object) -> None:
         """Write an event, unless an equal one was written before."""
         key = f"{kind} {values}"
-        if key not in self._noted:
-            self._noted.add(key)
-            self.note(kind, **values)
+        if key not in self._written:
+            self._written.add(key)
+            self.record(kind, **values)
 
     def end(self, status: str, **values: object) -> None:
-        """Write how the process ended. No event follows."""
+        """Write how the process ended, after its last event."""
         (self.folder / "end.json").write_text(json.dumps({"status": status, **values}))
         self._events.flush()
 
 
 def location(frame: FrameType | None = None) -> str:
-    """Return ``file:line`` of the innermost running user code, seen from ``frame`` or the caller; "" for none."""
+    """Return ``file:line`` of the innermost user code on the stack of ``frame`` or the caller; "" if there is none."""
     return next(_lines(frame or sys._getframe(1)), "")
 
 
 def stack() -> list[str]:
-    """Return the running lines of user code as ``file:line``, innermost first."""
+    """Return the lines of user code on the stack as ``file:line``, innermost first."""
     return list(_lines(sys._getframe(1)))
 
 
@@ -147,7 +145,7 @@ def _lines(frame: FrameType | None) -> Iterator[str]:
 
 
 def short(file: str) -> str:
-    """Return a file's path relative to the user's folder, or as it is if the file is elsewhere."""
+    """Return a file's path relative to the user's folder, or unchanged if the file is elsewhere."""
     # not relative to the current folder, which is a copy
     path = os.path.relpath(file, HOME[0] or None)
     return file if path.startswith("..") else path

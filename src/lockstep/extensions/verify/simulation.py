@@ -1,4 +1,4 @@
-"""Simulation of many ranks: each runs two steps without the others, and their collectives are compared."""
+"""Simulation of many ranks, which run two steps without each other and whose collectives are compared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from itertools import zip_longest
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.certificate import Certificate, Row
-from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, uneven
+from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, shorten, uneven
 from lockstep.extensions.verify.compare import STEPS as OPTIMIZER_STEPS
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
 
 STEPS = 2
 """Optimizer steps of each rank."""
-_MAX_RANKS = 4
-"""Ranks that are listed in a message."""
 _COMPARED = "simulated ranks"
 
 
@@ -40,24 +38,24 @@ class Simulation:
             ranks = self.runs.on_simulated(self.request.devices, STEPS)
         failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.has_failed]
         if failed:
-            return self._of_failure(ranks, failed)
-        reason = refusals.of_ranks(ranks, STEPS)
+            return self._explain_failure(ranks, failed)
+        reason = refusals.check_ranks(ranks, STEPS)
         if not reason and not ranks.has("group"):
             reason = (
-                "the script creates no process group, so that its ranks would not be connected: call "
+                "the script creates no process group, so its ranks would not be connected: call "
                 "torch.distributed.init_process_group"
             )
         if not reason and not ranks.has("collective"):
             reason = "no rank calls a collective: wrap the model in DistributedDataParallel, or shard it"
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         found = self._other_collectives(ranks) or self._other_steps(ranks)
         if found is not None:
-            return self._different(*found)
+            return self._certify_different(*found)
         steps = ranks.fewest_steps
         if steps < STEPS:
-            return self._unknown(
-                f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or simulate fewer ranks"
+            return self._certify_unknown(
+                f"each rank makes {steps} of {STEPS} optimizer steps: use more data, or simulate fewer ranks"
             )
         calls = len(ranks.first.find("collective", whole=True))
         groups = len(ranks.first.find("collective", whole=False))
@@ -67,39 +65,39 @@ class Simulation:
         rows.append(Row("optimizer steps", str(steps), "on all ranks"))
         return self.runs.certificate(STEPS, rows, compared=_COMPARED)
 
-    def _different(self, difference: Difference, reason: Reason) -> Certificate:
+    def _certify_different(self, difference: Difference, reason: Reason) -> Certificate:
         return self.runs.certificate(STEPS, found=(difference, reason), compared=_COMPARED)
 
-    def _unknown(self, reason: str) -> Certificate:
+    def _certify_unknown(self, reason: str) -> Certificate:
         return self.runs.certificate(reasons=[reason], compared=_COMPARED)
 
-    def _of_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
+    def _explain_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
         # a script that fails on one rank as well does not fail because of sizes
         alone = self.runs.on_simulated(1, STEPS)
         if alone.first.ending.has_failed:
-            return self._unknown(refusals.of_ranks(ranks, STEPS))
+            return self._certify_unknown(refusals.check_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
         text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
         cause = f"the script does not support {self.request.devices} ranks"
         difference = Difference(COLLECTIVES, -1, 0, "", tuple(failed), text=text)
-        return self._different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
+        return self._certify_different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
 
     def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
-        """Return the first place where ranks call different collectives."""
+        """Find the first collective that differs between ranks, and the cause."""
         calls = [rank.find("collective", whole=True) for rank in ranks.ranks]
         for number, events in enumerate(zip_longest(*calls)):
             ranks_by_call: dict[str, list[int]] = {}
             texts: dict[str, str] = {}
             for rank, event in enumerate(events):
-                call = "none" if event is None else refusals.described(event)
+                call = "none" if event is None else refusals.describe(event)
                 # the same call may come from different lines: the first one is shown
                 texts.setdefault(call, call if event is None else f"{call} at {event['where']}")
                 ranks_by_call.setdefault(call, []).append(rank)
             if len(ranks_by_call) > 1:
                 listed = "; ".join(f"rank{_several(who)}: {texts[call]}" for call, who in ranks_by_call.items())
                 cause = (
-                    "ranks call different collectives: a call that only some ranks make, or in another order, or with "
-                    "another shape, makes the others wait or mixes up what is sent"
+                    "ranks call different collectives: a call that only some ranks make, or in a different order or "
+                    "with a different shape, makes the others wait or mixes up what is sent"
                 )
                 where = next((event["where"] for event in events if event is not None), "")
                 difference = Difference(COLLECTIVES, -1, number, "", text=f"collective {number}: {listed}")
@@ -118,11 +116,10 @@ class Simulation:
 
 
 def _several(ranks: Sequence[int]) -> str:
-    """Format numbers of ranks, with the "s" of a plural.
+    """Format ranks for a message that ends with "rank", with the "s" of a plural.
 
     Example:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])
         ('rank 3', 'ranks 0, 1, 2, 3, ...')
     """
-    listed = ", ".join(map(str, ranks[:_MAX_RANKS])) + (", ..." if len(ranks) > _MAX_RANKS else "")
-    return f"{'s' * (len(ranks) > 1)} {listed}"
+    return f"{'s' * (len(ranks) > 1)} {shorten(ranks, 4)}"

@@ -1,4 +1,4 @@
-"""Observer of optimizers: gradients before each step, parameters after it, and what each backward contributed."""
+"""Observer of optimizers, which writes gradients before each step, parameters after it, and each backward's part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.extensions.verify.compare import aligned
+from lockstep.extensions.verify.compare import align
 from lockstep.extensions.verify.float64 import widen_in_place
 from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
@@ -24,16 +24,16 @@ from lockstep.extensions.verify.watch import Stop, Watch, patch
 from lockstep.ground.parameters import starts_of
 
 FOLLOW = "parameters of the ranks"
-"""Override by which one process takes over rank 0's parameters after each step."""
+"""Override that makes one process copy rank 0's parameters after each step."""
 STRIDE = 13
-"""Number of sums that represent a gradient, to find its micro-batches: a prime, unlike the sizes of layers."""
+"""Number of sums that represent a gradient; a prime, so that the sizes of layers are rarely multiples."""
 
 
 class Steps:
-    """Observer of optimizers.
+    """Observer of optimizers, gradients and clipping.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
         forwards: observer of the models.
     """
 
@@ -75,7 +75,7 @@ class Steps:
 
             patch(kind, "zero_grad", zero_grad)
         for name, bound in (("clip_grad_norm_", "max_norm"), ("clip_grad_value_", "clip_value")):
-            clip = self._noted_clipping(getattr(nn.utils.clip_grad, name), bound)
+            clip = self._wrap_clipping(getattr(nn.utils.clip_grad, name), bound)
             patch(nn.utils.clip_grad, name, clip)
             patch(nn.utils, name, clip)
         self._watch_schedulers()
@@ -83,7 +83,7 @@ class Steps:
         self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
 
     def _register(self, optimizer: Optimizer) -> None:
-        """Give the newest parameters of an optimizer their keys, and watch their gradients."""
+        """Assign keys to an optimizer's newest parameters, and observe their gradients."""
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
@@ -100,7 +100,7 @@ class Steps:
                 parameter.register_hook(functools.partial(self._accumulate, parameter))
 
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of a backward on this rank: the hook runs before any wrapper synchronizes it."""
+        """Add a backward's gradient on this rank, in a hook that runs before any wrapper synchronizes it."""
         own = self._own[id(parameter)]
         # set to None without zero_grad
         if parameter.grad is None:
@@ -109,13 +109,13 @@ class Steps:
         sums = strided_sums(gradient)
         own[number] = own[number] + sums if number in own else sums
 
-    def _noted_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
-        """Return a clipping function that writes the gradients first. ``bound`` is the name of its limit."""
+    def _wrap_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
+        """Wrap a clipping function so that gradients are written first. ``bound`` is the name of its limit argument."""
         signature = inspect.signature(clip)
         is_off = "clipping" in self.watch.settings.overrides
 
         @functools.wraps(clip)
-        def noted(*args: Any, **kwargs: Any) -> object:
+        def recorded(*args: Any, **kwargs: Any) -> object:
             arguments = signature.bind(*args, **kwargs).arguments
             parameters = arguments["parameters"]
             # an iterator could be used only once
@@ -129,10 +129,10 @@ class Steps:
             if isinstance(norm, Tensor):
                 total = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
             limit = float(arguments[bound])
-            self.watch.journal.note("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
+            self.watch.journal.record("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
             return norm
 
-        return noted
+        return recorded
 
     def _watch_schedulers(self) -> None:
         from torch.optim import lr_scheduler
@@ -143,14 +143,14 @@ class Steps:
                 continue
 
             @functools.wraps(step)
-            def noted(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
+            def recorded(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
                 lines = stack()
                 # the constructor steps as well, before training
                 if self.watch.is_training and lines:
-                    self.watch.journal.note("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
+                    self.watch.journal.record("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
                 return step(scheduler, *args, **kwargs)
 
-            patch(kind, "step", noted)
+            patch(kind, "step", recorded)
 
     # -- one step
 
@@ -170,14 +170,14 @@ class Steps:
         self._use_rates_of_ranks(optimizer)
         # a closure makes the gradients within the step
         if not _has_closure(args, kwargs):
-            self._note(optimizer, parameters, closure=False)
+            self._record(optimizer, parameters, closure=False)
 
-    def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
-        """Note a step, its parameters and their gradients."""
+    def _record(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
+        """Record a step, and write its gradients."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
-        self.watch.journal.note(
+        self.watch.journal.record(
             "step",
             update=self.watch.updates,
             optimizer=number,
@@ -195,7 +195,7 @@ class Steps:
         )
 
     def _use_rates_of_ranks(self, optimizer: Optimizer) -> None:
-        """Train one process at the ranks' learning rates: a difference of rates would make all else differ."""
+        """Use the ranks' learning rates in one process, since different rates would change all later values."""
         update, own = self.watch.updates, self._own_rates
         if update >= len(self._ranks_rates) or len(self._ranks_rates[update]) != len(own):
             return
@@ -207,7 +207,7 @@ class Steps:
         self._depth -= 1
         number, parameters = self._numbers[id(optimizer)], list(_parameters(optimizer))
         if not self._depth and _has_closure(args, kwargs):
-            self._note(optimizer, parameters, closure=True)
+            self._record(optimizer, parameters, closure=True)
         self._made[number] += 1
         if self._depth:
             return
@@ -229,20 +229,20 @@ class Steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _load_first_parameters(self) -> None:
-        """Start one process with the parameters with which rank 0 started."""
+        """Load the ranks' initial parameters into one process."""
         for number in self._made:
             own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
             self._take_over(f"first-{number}", own)
 
     def _divide_overrides(self) -> None:
-        """Start each rank with its share of the parameters that an override counts once."""
+        """Divide the parameters that an override counts once by the number of ranks."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
-        """Copy values that the ranks have written: those of rank 0, or the parts of all ranks put together."""
+        """Copy parameters that the ranks have written, from rank 0 or, if they are parts, from all ranks."""
         ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:
@@ -250,7 +250,7 @@ class Steps:
             parts = [value for value in (values.get(key) for values in found) if isinstance(value, Tensor)]
             if not parts or type(parameter.data) is not Tensor:
                 continue
-            value = aligned(parts, parameter.detach())[0]
+            value = align(parts, parameter.detach())[0]
             if f"once {key}" in self.watch.settings.overrides:
                 value = torch.stack(parts).sum(0)  # each rank has a share of it
             if value is not None and value.shape == parameter.shape:
@@ -259,7 +259,7 @@ class Steps:
     # -- what is written
 
     def _values(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
-        return {self._keys[id(p)]: _described(p.detach()) for p in parameters}
+        return {self._keys[id(p)]: _to_value(p.detach()) for p in parameters}
 
     def _gradients(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
         found: dict[str, Value] = {}
@@ -269,9 +269,9 @@ class Steps:
                 continue
             if not parameter.numel():
                 # a rank's shard may be empty: its gradient is not missing, but empty
-                found[key] = _described(parameter.detach())
+                found[key] = _to_value(parameter.detach())
             else:
-                found[key] = None if parameter.grad is None else _described(parameter.grad.detach())
+                found[key] = None if parameter.grad is None else _to_value(parameter.grad.detach())
         return found
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
@@ -293,7 +293,7 @@ class Steps:
 def strided_sums(gradient: Tensor) -> Tensor:
     """Return a gradient as `STRIDE` sums over its elements, in float64.
 
-    The sums are linear: those of a sum of gradients are the sums of theirs.
+    They are linear: the strided sums of a sum of gradients are the sum of the gradients' strided sums.
     """
     flat = dense(gradient.detach()).reshape(-1).double()
     missing = -len(flat) % STRIDE
@@ -310,8 +310,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-def _described(tensor: Tensor) -> Value:
-    """Return a dense tensor, or this rank's shard of a DTensor with its place in the whole."""
+def _to_value(tensor: Tensor) -> Value:
+    """Return a dense tensor, or this rank's shard of a DTensor with its offset in the full tensor."""
     if not _is_sharded(tensor):
         return dense(tensor)
     from torch.distributed.tensor import DTensor
@@ -322,10 +322,10 @@ def _described(tensor: Tensor) -> Value:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor, without importing its module, which is slow."""
+    """Return True for a DTensor, without the slow import of `torch.distributed.tensor`."""
     return hasattr(tensor, "placements")
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor as a dense one, and all else as it is."""
+    """Return a sparse tensor as a dense tensor, and a dense one unchanged."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()

@@ -1,4 +1,4 @@
-"""Verification: run a script on N ranks and as one process, compare the two, and certify the result."""
+"""Verification of a script, which runs it on N ranks and as one process, and compares the two runs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from lockstep.extensions.verify.compare import (
     Reason,
     are_equal,
     exact,
+    shorten,
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
@@ -39,27 +40,27 @@ from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
 
 _SPREAD = 30.0
-"""Factor by which a difference may exceed the spread of rounding."""
+"""Factor by which a difference may exceed the spread that rounding causes."""
 _OWN_PRECISION = 1e-5
-"""The least tolerance for a script that computes in its own precision."""
+"""Smallest tolerance for a script that computes in its own precision."""
 _CERTAIN = 1e-5
 """Differences in float64 above this are not rounding; smaller ones are compared with the spread of rounding."""
 _MAX_UNTRAINED = 0.1
-"""The largest fraction of a model's elements that may get no gradient."""
+"""Largest fraction of a model's elements that may get no gradient."""
 
 _NOTES_OF_RANKS = {
-    "dropout": "dropout was off: ranks drop other elements than one process does",
-    MIXED_PRECISION: "{name} was off: it rounds parameters or gradients to a smaller type",
-    "comm hook": "the communication hook {name} was off: it rounds gradients or delays parts of them",
+    "dropout": "dropout was disabled: ranks drop different elements from one process",
+    MIXED_PRECISION: "{name} was disabled: it rounds parameters or gradients to a smaller dtype",
+    "comm hook": "the communication hook {name} was disabled: it rounds gradients or delays parts of them",
 }
 _NOTES_OF_SINGLE = {
-    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples, as the ranks do",
-    **dict.fromkeys(KEPT, "random numbers of {where} could not be given to one process"),
+    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples separately",
+    **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
 
 class Check(Protocol):
-    """A check of a script."""
+    """Check of a script, which returns a certificate."""
 
     def certify(self) -> Certificate:
         """Run the script and return the certificate."""
@@ -85,7 +86,7 @@ def verify(
             except ServerDied as error:
                 certificate = runs.certificate(reasons=[str(error)])
             except (MemoryError, RuntimeError, OSError) as error:
-                reason = refusals.of_memory(error)
+                reason = refusals.explain_memory_error(error)
                 if not reason:
                     raise
                 certificate = runs.certificate(reasons=[reason])
@@ -96,7 +97,7 @@ def verify(
 
 
 class Verification:
-    """Check that compares a script on one number of ranks with one process.
+    """Check that compares a script's run on N ranks with its run in one process.
 
     Args:
         request: what to verify.
@@ -122,26 +123,30 @@ class Verification:
         # first, since ranks that wait for each other have failed or are stuck as well
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
-            return self._different(ranks, *deadlock)
-        reason = refusals.of_ranks(ranks, self.request.steps)
+            return self._certify_different(ranks, *deadlock)
+        reason = refusals.check_ranks(ranks, self.request.steps)
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         if ranks.has("join"):
             ranks = ranks.joined()
         self.splits_model = _splits_model(ranks)
         self.samples = samples.Samples(ranks, self.splits_model).check()
         self.notes += self.samples.notes
         if self.samples.differences:
-            reason = refusals.of_two_dimensions(ranks)
-            return self._unknown(reason) if reason else self._different(ranks, *self.samples.differences[0])
+            reason = refusals.check_mesh(ranks)
+            return (
+                self._certify_unknown(reason)
+                if reason
+                else self._certify_different(ranks, *self.samples.differences[0])
+            )
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
         """Run one process, and compare the ranks with it."""
         single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
-        reason = refusals.of_one(single)
+        reason = refusals.check_single(single)
         if reason:
-            return self._unknown(reason)
+            return self._certify_unknown(reason)
         first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
         if first and first == [size * self.request.devices for size in _windows(ranks)[:1]]:
             # the script accumulates by the number of ranks: one process gets the micro-batches one after another
@@ -150,15 +155,17 @@ class Verification:
         times = self.request.devices if self.runs.rank_by_rank else 1
         expected, windows = [size * times for size in _windows(ranks)], _windows(single)
         if any(a != b for a, b in zip(expected, windows, strict=False)):
-            return self._unknown(
-                f"one process makes steps of {windows} backwards, but should make steps of {expected}: choose a number "
-                "of micro-batches per step that does not depend on the number of ranks, or divide by it"
+            return self._certify_unknown(
+                f"one process runs {windows} backwards in its steps, but should run {expected}: choose a number of "
+                "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
         if not ranks.has("batch"):
             if self.comparison.first is not None:
-                return self._unknown(refusals.NO_LOADER)
-            self.notes.append("the data come from no DataLoader, but one process chose the same samples as the ranks")
+                return self._certify_unknown(refusals.NO_LOADER)
+            self.notes.append(
+                "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
+            )
         self.notes += _notes_of(ranks, single)
         return self._judge(ranks, single)
 
@@ -167,7 +174,7 @@ class Verification:
         window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks)
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
-            return self._different(ranks, *window)
+            return self._certify_different(ranks, *window)
         if first is not None:
             late_calls = lambda update: self.runs.on_ranks(f"{TRACE_LATE} {update}")  # noqa: E731
             cause = Causes(first, ranks, single, self._agrees_with, self.splits_model, late_calls).find()
@@ -175,62 +182,62 @@ class Verification:
             if cause is None and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
             if alone.unknown:
-                return self._unknown(alone.unknown)
+                return self._certify_unknown(alone.unknown)
             if not alone.nature:
-                return self._different(ranks, first, alone.cause)
+                return self._certify_different(ranks, first, alone.cause)
             self.notes.append(alone.nature)
             # all that follows from the gradients
             self.comparison.drop(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
             if self.comparison.first is not None:
-                return self._different(ranks, self.comparison.first, None)
+                return self._certify_different(ranks, self.comparison.first, None)
         padded = self.samples.padded
         if padded:
             found = samples.counted_twice(ranks, single, padded, self.runs)
             if found is not None:
-                return self._different(ranks, *found)
+                return self._certify_different(ranks, *found)
             self.notes.append(f"{padded[0]}: no printed number shows it")
-        return self._alike(ranks)
+        return self._certify_alike(ranks)
 
-    def _alike(self, ranks: Recording) -> Certificate:
-        """Certify that the runs agree, unless that proves nothing."""
+    def _certify_alike(self, ranks: Recording) -> Certificate:
+        """Certify that the runs agree, or return the reasons why their agreement proves nothing."""
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
         steps = _steps_of(ranks)
         if 1 < steps < self.request.steps:
-            self.notes.append(f"the script made {steps} of {self.request.steps} optimizer steps: these were compared")
+            self.notes.append(f"the script made {steps} of {self.request.steps} optimizer steps, which were compared")
         elif steps < self.request.steps:
             reasons.append(
-                f"the script made {steps} of {self.request.steps} optimizer steps: request fewer by --steps {steps}, "
+                f"the script made {steps} of {self.request.steps} optimizer steps: request fewer with --steps {steps}, "
                 "or let it train longer"
             )
         if not self.comparison.vacuous:
-            reasons += self._untrained()
+            reasons += self._check_untrained()
         return self._certificate(ranks, reasons=reasons)
 
-    def _untrained(self) -> list[str]:
-        """Note parameters that no gradient verifies. Return a reason if they are a large part of the model."""
+    def _check_untrained(self) -> list[str]:
+        """Add notes on parameters without gradients. Return a reason instead if these are a large part of the model."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
-                "no gradient, or only rounding compared with the largest, reaches "
-                f"{self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}): give the optimizer "
-                "only those that are trained, or request more --steps"
+                f"{self.comparison.zero_share:.0%} of the parameters ({shorten(untouched + zero)}) get no gradient, "
+                "or only a rounding error compared with the largest one: give the optimizer only parameters that are "
+                "trained, or request more --steps"
             ]
         if untouched:
-            self.notes.append(f"no gradient reaches {_some(untouched)}: not verified")
+            self.notes.append(f"no gradient reaches {shorten(untouched)}: not verified")
         if zero:
             self.notes.append(
-                f"the gradient of {_some(zero)} is zero, or rounding compared with the largest, in all steps: not "
-                "verified"
+                f"the gradient of {shorten(zero)} is zero, or a rounding error compared with the largest one, in all "
+                "steps: not verified"
             )
         return []
 
-    def _different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
+    def _certify_different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
         # the rows of the table show it as well
         if difference not in self.comparison.differences:
             self.comparison.differences.append(difference)
         return self._certificate(ranks, found=(difference, cause))
 
-    def _unknown(self, reason: str) -> Certificate:
+    def _certify_unknown(self, reason: str) -> Certificate:
         return self.runs.certificate(reasons=[reason])
 
     def _certificate(
@@ -244,7 +251,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare exactly, and small differences with the spread that another order of summation makes."""
+        """Compare exactly, then small differences with the spread that a different order of summation causes."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
@@ -264,7 +271,7 @@ class Verification:
     def _agrees_with(self, override: str) -> bool:
         """Return True if ranks and one process agree when both run with an override."""
         ranks = self.runs.on_ranks(override)
-        if refusals.of_ranks(ranks, 1):
+        if refusals.check_ranks(ranks, 1):
             return False
         if override.startswith("once"):
             # only the first step: later ones update a share of the parameter on each rank
@@ -272,20 +279,20 @@ class Verification:
             found = Numbers(ranks, single, exact).compare().differences
             return not any(each.kind == GRADIENTS and each.update == 0 for each in found)
         single = self.runs.on_one(ranks, override)
-        if refusals.of_one(single):
+        if refusals.check_single(single):
             return False
         return self._compare(ranks, single).first is None
 
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
-        """Drop expected differences: the end of a Join, and learning rates that depend on the number of ranks."""
+        """Drop expected differences at the end of a Join, and in learning rates that depend on the number of ranks."""
         uneven = ranks.uneven_from
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
             if uneven == 0:
-                self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
+                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank some")
             elif self.comparison.drop_from(uneven):
                 self.notes.append(
-                    f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
+                    f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"
                 )
         first = self.comparison.first
         if first is None or first.kind != RATES or first.ranks:
@@ -300,22 +307,22 @@ class Verification:
         with_size = self.runs.on_one(ranks, "world size")
         if [each["rates"] for each in with_size.first.steps] == [each["rates"] for each in ranks.first.steps]:
             self.comparison.drop(RATES)
-            self.notes.append("the learning rate depends on the number of ranks; one process used theirs")
+            self.notes.append("the learning rate depends on the number of ranks; one process used the ranks' rates")
 
 
 def _steps_of(ranks: Recording) -> int:
-    """Return the steps that ranks made, as the user counts them; within Join those of the rank that made most."""
+    """Return the number of steps that all ranks made, or inside Join the rank that made the most."""
     counts = [max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks]
     return max(counts) if ranks.has("join") else min(counts)
 
 
 def _windows(recording: Recording) -> list[int]:
-    """Return the number of backwards of each step."""
+    """Return the number of backwards in each step."""
     return [event["backwards"] for event in recording.first.steps if not event["closure"]]
 
 
 def _splits_model(ranks: Recording) -> bool:
-    """Return True if ranks hold parts of a model: DTensors without data parallelism, or parameters of other shapes."""
+    """Return True if ranks have parts of a model, as DTensors without data parallelism or as different parameters."""
     if ranks.has("sharded data parallel"):
         return False
     if ranks.is_sharded or ranks.has("tensor parallel"):
@@ -327,14 +334,9 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield what was switched off in the runs, or given from one to the other."""
+    """Yield notes on what was disabled in the runs, and on random numbers that one process used from the ranks."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)
     if ranks.has("draw"):
-        yield "random numbers of a step: one process used those of the ranks"
-
-
-def _some(names: list[str]) -> str:
-    """Return the first three names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        yield "one process used the ranks' random numbers in each step"

@@ -1,4 +1,4 @@
-"""State that the observers of a process share: settings, journal, and progress of the training."""
+"""State that the observers in a process share, such as the journal and the progress of training."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lockstep.extensions.verify.settings import Journal, Settings, stack
 
 
 class Stop(BaseException):
-    """Exception that ends a script whose steps are made. `except Exception` in the script does not catch it."""
+    """Exception that ends a script after all steps. `except Exception` in the script does not catch it."""
 
 
 class Watch:
-    """Progress of an observed process.
+    """State of an observed process that its observers share.
 
     Attributes:
         settings: settings of the process.
-        journal: journal for what observers see.
+        journal: journal of the events that observers record.
         steps: optimizer steps so far, of the optimizer with the most.
         updates: optimizer steps so far, of all optimizers.
         backwards: calls of backward since the last step.
         is_training: True once training has started; random numbers drawn earlier are initial weights.
         in_loader: True while a loader draws a batch.
-        collates: True while the samples of a batch are put together.
-        chunks: samples of each rank in the newest batch of a replay, in the order in which they are put together.
+        collates: True while the samples of a batch are collated.
+        chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
         depth: number of nested calls of modules.
         on_training_start: called when training starts.
     """
@@ -48,7 +48,7 @@ class Watch:
         self.on_training_start: Callable[[], None] | None = None
 
     def events_of_rank_0(self, *kinds: str) -> list[Event]:
-        """Return rank 0's events of some kinds, if the process is fed a recording; else an empty list."""
+        """Return rank 0's events of the given kinds, or an empty list if the process is not fed a recording."""
         settings = self.settings
         if not settings.is_replay:
             return []
@@ -60,7 +60,7 @@ class Watch:
         return self.steps >= self.settings.steps
 
     def start_training(self) -> None:
-        """Note that training has started. Later calls do nothing."""
+        """Record that training has started. Later calls do nothing."""
         if self.is_training:
             return
         self.is_training = True
@@ -69,7 +69,7 @@ class Watch:
 
     @contextmanager
     def inside_loader(self) -> Iterator[None]:
-        """Mark a block in which a loader draws a batch: its random numbers belong to the data, not to the step."""
+        """Mark a block in which a loader draws a batch, whose random numbers belong to the data, not to the step."""
         before, self.in_loader = self.in_loader, True
         try:
             yield
@@ -82,18 +82,18 @@ def patch(owner: object, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-def note_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
-    """Note a collective.
+def record_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
+    """Record a collective.
 
     Args:
-        watch: of this process.
+        watch: state that this process's observers share.
         name: name of torch's function.
-        payload: what is sent; its shape is noted if it is a tensor.
-        number: number among the script's own calls; 0: the call of a wrapper.
+        payload: what is sent; the shape is recorded if it is a tensor.
+        number: number among the script's own calls; 0: a wrapper's call.
         whole: True if all ranks take part.
     """
     lines = stack()
-    watch.journal.note(
+    watch.journal.record(
         "collective",
         name=name,
         number=number,

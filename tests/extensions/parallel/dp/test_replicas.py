@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.extensions.parallel.dp import replicas
-from lockstep.extensions.parallel.dp.replicas import DataParallel, cut, gather, in_threads, replicate, rows_of, scatter
+from lockstep.extensions.parallel.dp.replicas import (
+    DataParallel,
+    gather,
+    in_threads,
+    part_sizes,
+    replicate,
+    rows_of,
+    scatter,
+)
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "a b")
@@ -76,7 +84,7 @@ def test_outputs_and_gradients_are_those_of_one_device(rows: int, devices: int) 
 
 @given(rows=st.integers(1, 50), parts=st.integers(1, 9))
 def test_parts_differ_by_one_row_at_most(rows: int, parts: int) -> None:
-    sizes = cut(rows, parts)
+    sizes = part_sizes(rows, parts)
     assert sum(sizes) == rows
     assert len(sizes) == min(rows, parts)
     assert max(sizes) - min(sizes) <= 1

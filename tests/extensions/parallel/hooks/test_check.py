@@ -109,16 +109,6 @@ def test_torchs_quantization_is_refused_on_the_cpu(hook: str) -> None:
         check_hook(None, getattr(quantization_hooks, hook), [torch.ones(1)])
 
 
-def _refused_on_gloo() -> bool:
-    with pytest.raises(MisconfigurationException, match="NCCL only"):
-        check_hook(None, quantization_hooks.quantization_pertensor_hook, [torch.ones(1)])
-    return True
-
-
-def test_torchs_quantization_is_refused_on_gloo(ranks: RankPool) -> None:
-    assert ranks(2).run(_refused_on_gloo) == [True, True]
-
-
 def test_torchs_batched_power_sgd_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"batched_powerSGD_hook fails.*power_sgd"):
         check_hook(TORCHS_POWER, powerSGD_hook.batched_powerSGD_hook)

@@ -16,8 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 
+from lockstep.engines.ddp.transport import AllReduce
 from lockstep.extensions.parallel.hooks import allreduce, fp16_wrapper, power_sgd
-from lockstep.extensions.parallel.hooks.hook_transport import completed, future_of, in_order, keeps_order, tensor_of
+from lockstep.extensions.parallel.hooks.hook_transport import HookTransport, in_order, keeps_order, tensor_of
+from lockstep.ground import comm
 from lockstep.strategies import DDPStrategy
 from tests.extensions.parallel.hooks.pieces import Model, play, same_on_all
 from tests.loop.pieces import Slope, numbers, quiet
@@ -132,16 +134,6 @@ def test_anything_else_is_refused_by_name(value: Any, said: str) -> None:
     assert caught.match("bucket 0 it must have a tensor of 6 elements")
 
 
-def test_a_hook_returns_a_future() -> None:
-    future = completed(torch.ones(1))
-    assert future_of(future, my_hook) is future
-    then = future.then(lambda done: done.value())
-    assert future_of(then, my_hook) is then
-    for wrong, said in ((None, "NoneType"), (torch.ones(3), "Tensor"), (3, "int")):
-        with pytest.raises(TypeError, match=rf"rank 0: the communication hook my_hook returned {said}.*Future"):
-            future_of(wrong, my_hook)
-
-
 def test_strided_results_are_read_in_their_order() -> None:
     (bucket,) = Model([[(2, 3)]]).buckets(0, 0)
     value: Tensor = torch.arange(6.0).view(3, 2).t()
@@ -245,3 +237,18 @@ def test_what_torchs_power_sgd_remembers_of_other_buckets_is_dropped() -> None:
     for buckets, kept in ((one, 1), (one, 1), (other, 0)):
         hook._forget_others(state, buckets[0])  # type: ignore[attr-defined]
         assert len(state.error_dict) == len(state.p_memory_dict) == kept
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("cpu", True)])
+def test_a_hook_waits_for_the_last_one_on_gloo_only(monkeypatch: pytest.MonkeyPatch, device: str, waits: bool) -> None:
+    """Beside gloo for CPU tensors ("cpu:gloo,cuda:nccl", torch's default) NCCL's waited, and overlapped no more."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(comm, "world_size", lambda group: 2)
+    monkeypatch.setattr(AllReduce, "buffers", lambda self, sizes: [])
+    hooked: Any = HookTransport(None, None, lambda state, bucket: torch.futures.Future(), list, lambda: None)
+    hooked.buffers([(4, torch.float32, torch.device(device, 0))])
+    hooked._last = torch.futures.Future()
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.futures.Future, "wait", lambda self: asked.append(True))
+    hooked.flush()
+    assert asked == [True] * waits

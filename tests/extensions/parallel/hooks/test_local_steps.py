@@ -123,3 +123,26 @@ def test_other_hooks_have_no_marks_of_their_own() -> None:
 def test_a_start_is_a_number_of_rounds(start: Any) -> None:
     with pytest.raises(MisconfigurationException, match=f"start={start}"):
         PostLocalSGDState(start)
+
+
+CARD = torch.device("cuda", 0)
+
+
+def _in_part() -> Any:
+    """A group of two of three ranks, made beside a default group that is bound to a device."""
+    parts = [dist.new_group([0, 1]), dist.new_group([2])]
+    default: Any = dist.group.WORLD
+    made, seen = dist.new_group, []
+    default.bound_device_id = CARD
+    dist.new_group = lambda *args, **given: seen.append(default.bound_device_id) or made(*args, **given)
+    try:
+        if dist.get_rank() < 2:
+            group_of([0, 1], parts[0])
+        return seen, default.bound_device_id
+    finally:
+        dist.new_group, default.bound_device_id = made, None
+
+
+def test_a_group_of_some_ranks_connects_without_the_others(ranks: RankPool) -> None:
+    """Beside a bound default group torch splits that one's communicator, which all of its ranks must call: it hung."""
+    assert ranks(3).run(_in_part) == [([None], CARD), ([None], CARD), ([], CARD)]

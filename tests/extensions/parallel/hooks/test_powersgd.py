@@ -191,14 +191,10 @@ def test_m_plus_n_numbers_travel_for_m_times_n(ranks: RankPool, world: int) -> N
         assert memory == 4 * (2000 + 240 + (50 + 15) * 2)
 
 
-def _without_feedback_memory() -> int:
+def test_nothing_is_kept_without_feedback_and_warm_start() -> None:
     state = PowerSGDState(rank=2, start=0, error_feedback=False, warm_start=False)
     play(power_sgd, state, Model([[(40, 50)]]).buckets(0, 0))
-    return state.memory_bytes
-
-
-def test_nothing_is_kept_without_feedback_and_warm_start() -> None:
-    assert _without_feedback_memory() == 0
+    assert state.memory_bytes == 0
 
 
 def _with_infinities(hook_is_wrapped: bool) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Data parallel in one process: replicas of the module on several devices."""
+"""Data parallel in one process, with replicas of the module on several devices."""

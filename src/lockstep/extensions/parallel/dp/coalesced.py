@@ -1,4 +1,4 @@
-"""Copies of many tensors to other devices with few transfers, and sums of their gradients in a fixed order."""
+"""Copying of many tensors to other devices with few transfers, with gradients summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from lockstep.ground.comm import grouped
 from lockstep.ground.transfer import has_pinned_memory
@@ -18,7 +18,7 @@ TOGETHER = 2**24
 
 
 def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of ``tensors`` on ``device``; small ones of a dtype share a transfer."""
+    """Return copies of ``tensors`` on ``device``. Small tensors of one dtype share a transfer."""
     found: dict[int, Tensor] = {}
     # not to the CPU: it would read memory before the copy has arrived
     non_blocking = has_pinned_memory(device.type)
@@ -34,7 +34,7 @@ def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 class CopiesOfAll(torch.autograd.Function):
-    """Copies of parameters on several devices; their gradients are summed in the order of the devices.
+    """Function that copies parameters to several devices, and sums the gradients in the order of the devices.
 
     Autograd has a thread for each GPU, so separate copies would return their gradients in a random order.
     """
@@ -73,7 +73,13 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
     away = [device for device in devices if homes != {device}]
     trained = [p for p in parameters if p.requires_grad]
     rest = [p for p in parameters if not p.requires_grad]
-    moved = _trained_copies(trained, away)
+    moved: list[dict[int, Tensor]] = [{} for _ in away]
+    if trained and away:
+        # the views are the oldest nodes of the first device's thread, so its backward runs them last: a parameter that
+        # is used several times gets its gradients in a fixed order
+        copies = CopiesOfAll.apply(away, *[p.view_as(p) for p in trained])
+        starts = range(0, len(copies), len(trained))
+        moved = [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
     with torch.no_grad():
         for tensors, device in zip(moved, away, strict=True):
             fixed = [*rest, *buffers]
@@ -82,15 +88,4 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
         # on its own device a module's parameters need no copies, but each replica has buffers of its own
         own = {id(p): p for p in parameters}
         copied = [next(found) if homes != {device} else {} for device in devices]
-        return [copies or {**own, **{id(b): b.clone() for b in buffers}} for copies in copied]
-
-
-def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """Return for each device copies of parameters by the parameter's id. Gradients flow back to the parameters."""
-    if not trained or not devices:
-        return [{} for _ in devices]
-    # the views are the oldest nodes of the first device's thread, so its backward runs them last: a parameter that is
-    # used several times gets its gradients in a fixed order
-    copies = CopiesOfAll.apply(devices, *[p.view_as(p) for p in trained])
-    starts = range(0, len(copies), len(trained))
-    return [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
+        return [copied_here or {**own, **{id(b): b.clone() for b in buffers}} for copied_here in copied]

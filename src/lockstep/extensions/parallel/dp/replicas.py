@@ -1,4 +1,4 @@
-"""Data parallel in one process: a batch is split over devices, and each part runs on a replica in a thread."""
+"""Data parallel in one process, which splits a batch over devices and runs each part on a replica in a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,21 +83,21 @@ class DataParallel(nn.Module):
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """Split the inputs; see :func:`scatter`. It may be overridden."""
+        """Split the inputs among the devices; see :func:`scatter`. It may be overridden."""
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
         """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden."""
-        calls = [_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)]
+        calls = [partial(replica, *i, **k) for replica, (i, k) in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """Join the outputs; see :func:`gather`. It may be overridden."""
+        """Join the outputs of the parts; see :func:`gather`. It may be overridden."""
         return gather(outputs, device, self.dim)
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """Return a device; a number is the index of an accelerator."""
+    """Convert a device index, name or `torch.device` to a `torch.device`. An index is that of an accelerator."""
     if isinstance(device, int):
         kind = torch.accelerator.current_accelerator()
         return torch.device("cuda" if kind is None else kind.type, device)
@@ -125,7 +126,7 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
     return counts.pop() if counts else None
 
 
-def cut(rows: int, parts: int) -> list[int]:
+def part_sizes(rows: int, parts: int) -> list[int]:
     """Return the sizes of at most ``parts`` non-empty parts that differ by at most one; larger ones are first."""
     parts = max(1, min(rows, parts))
     return [rows // parts + (part < rows % parts) for part in range(parts)]
@@ -142,7 +143,7 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
     rows = rows_of(batch, dim)
     if rows is None:
         return [batch]
-    sizes = cut(rows, len(devices))
+    sizes = part_sizes(rows, len(devices))
     parts, first = [], 0
     for size, device in zip(sizes, devices, strict=False):
 
@@ -157,7 +158,7 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
 
 
 def replicate(
-    module: nn.Module, devices: Sequence[torch.device], stand_in: Callable[[nn.Module], Any] | None = None
+    module: nn.Module, devices: Sequence[torch.device], substitute: Callable[[nn.Module], Any] | None = None
 ) -> list[nn.Module]:
     """Return the module itself for the first device, and a replica for each further one.
 
@@ -167,22 +168,24 @@ def replicate(
     Args:
         module: the module, on the first device.
         devices: devices of the replicas.
-        stand_in: called with each submodule. A result other than None is used in all replicas instead of a copy.
+        substitute: called with each submodule. A result other than None replaces the copy in all replicas.
 
     Raises:
         ValueError: the module is lazy and not initialized.
     """
-    return [module, *(_replica(module, copies, stand_in) for copies in copies_of(module, devices[1:]))]
+    return [module, *(_replica(module, copies, substitute) for copies in copies_of(module, devices[1:]))]
 
 
-def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable[[nn.Module], Any] | None) -> nn.Module:
+def _replica(
+    module: nn.Module, copies: Mapping[int, Tensor], substitute: Callable[[nn.Module], Any] | None
+) -> nn.Module:
     made: dict[int, Any] = {}
 
     def copied(original: nn.Module | None) -> Any:
         if original is None:
             return None
         if id(original) not in made:
-            instead = None if stand_in is None else stand_in(original)
+            instead = None if substitute is None else substitute(original)
             if instead is not None:
                 made[id(original)] = instead
                 return instead
@@ -250,12 +253,12 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context for any thread that selects ``device`` and this thread's current stream on it."""
+    """Return a context that selects ``device``, with this thread's current stream, in any other thread."""
     return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Join the outputs of the parts: tensors along ``dim``; dicts, lists, tuples and dataclasses member by member.
+    """Join the outputs of the parts. Tensors are joined along ``dim``, and containers member by member.
 
     Tensors without dimensions become one with an element for each part, as in torch. Lists without tensors are
     concatenated. Other objects must be equal in all parts.
@@ -272,7 +275,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Join the outputs of the parts; ``tensors`` joins the tensors at the same place."""
+    """Join the outputs of the parts, where the function ``tensors`` joins the tensors at the same position."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return tensors(list(outputs))
@@ -337,10 +340,6 @@ def _is_same(one: object, other: object) -> bool:
         return False
 
 
-def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:
-    return lambda: replica(*inputs, **kwargs)
-
-
 # -- devices inside of DistributedDataParallel ---------------------------------------------------------------
 
 
@@ -348,14 +347,14 @@ Device = int | str | torch.device
 
 
 def as_id(device: torch.device) -> int | torch.device:
-    """Return an accelerator's index; the CPU as it is."""
+    """Return the index of an accelerator device, or the CPU device unchanged."""
     return device if device.type == "cpu" else device.index
 
 
 def choose_devices(
     device_ids: Sequence[Device] | str | None, output_device: Device | None, here: torch.device
 ) -> tuple[list[torch.device], torch.device | None]:
-    """Return the devices that a container's two arguments name, and the one for the outputs.
+    """Return the devices that a container's two arguments name, and the device for the outputs.
 
     Args:
         device_ids, output_device: arguments of the container.
@@ -377,7 +376,7 @@ def choose_devices(
         return [], None
     if here != devices[0]:
         raise MisconfigurationException(
-            f"device_ids={device_ids!r}: the module is on {here}, but shall run on {devices[0]}. Move it there first, "
+            f"device_ids={device_ids!r}: the module is on {here}, but the first device is {devices[0]}. Move it there, "
             f'by module.to("{devices[0]}"), or remove device_ids'
         )
     return devices, devices[0] if output_device is None else as_device(output_device)

@@ -1,4 +1,4 @@
-"""Data parallel strategy in one process: the loader's batch is split over the devices, and parts run in threads."""
+"""Data parallel strategy in one process, which splits the loader's batch over devices and runs the parts in threads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.engines.strategy import Strategy
-from lockstep.extensions.parallel.dp.replicas import cut, gather, in_threads, join, replicate, rows_of, scatter
+from lockstep.extensions.parallel.dp.replicas import gather, in_threads, join, part_sizes, replicate, rows_of, scatter
 from lockstep.ground.comm import reduction_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.transfer import has_pinned_memory, move_data_to_device
@@ -21,7 +22,7 @@ from lockstep.module import LightningModule
 
 
 class DataParallelStrategy(Strategy):
-    """One process for all devices of its node; ``batch_size`` is the total over the devices.
+    """Strategy that uses one process for all devices of a node; ``batch_size`` is the total over the devices.
 
     Each step method runs once for each device, on a replica of the module and a part of the batch. The loss and
     logged values are means over the parts, weighted by their rows, so that they are those of one device with the
@@ -34,7 +35,7 @@ class DataParallelStrategy(Strategy):
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Refuse several nodes."""
+        """Check that there is only one node, then set up as usual."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
                 f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
@@ -43,7 +44,7 @@ class DataParallelStrategy(Strategy):
         super().setup_environment()
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Set up the module on the first device; replicas are made in each step."""
+        """Set up the module on the first device. Each step creates the replicas."""
         if not module.automatic_optimization:
             raise MisconfigurationException(
                 'Trainer(strategy="dp") with `automatic_optimization = False`: `training_step` runs on all devices at '
@@ -56,15 +57,15 @@ class DataParallelStrategy(Strategy):
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
             return super().run(fn, *args)
-        sizes = cut(rows, len(self.devices))
+        sizes = part_sizes(rows, len(self.devices))
         parts = scatter(args[0], self.devices)
         turn = threading.RLock()
-        stand_ins: dict[int, Any] = {}
+        shared_metrics: dict[int, Any] = {}
 
         def shared(module: nn.Module) -> Any:
             if not _is_metric(module):
                 return None
-            return stand_ins.setdefault(id(module), _SharedMetric(module, turn))
+            return shared_metrics.setdefault(id(module), _SharedMetric(module, turn))
 
         module = self.module
         assert module is not None
@@ -76,7 +77,7 @@ class DataParallelStrategy(Strategy):
             for replica, log in zip(replicas, logs, strict=True):
                 replica.__dict__["log"] = _collect(log)
             method = fn.__func__  # type: ignore[attr-defined]
-            calls = [_call(method, replica, part, args[1:]) for replica, part in zip(replicas, parts, strict=True)]
+            calls = [partial(method, replica, part, *args[1:]) for replica, part in zip(replicas, parts, strict=True)]
             outputs = super().run(in_threads, calls, self.devices)
         finally:
             module.__dict__.pop("log", None)
@@ -108,7 +109,7 @@ class DataParallelStrategy(Strategy):
 
 
 class _LoggedInPart:
-    """Arguments of a call of ``self.log`` in one part; options by name."""
+    """Value and options, by name, of a call to ``self.log`` in one part."""
 
     def __init__(self, value: object, options: dict[str, Any]) -> None:
         self.value, self.options = value, options
@@ -141,7 +142,7 @@ def _is_metric(module: object) -> bool:
 
 
 def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replace metrics in the module itself by their stand-ins, and return what has to be restored."""
+    """Replace the module's own metrics with shared ones, and return the originals with their places."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():
@@ -161,10 +162,6 @@ def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
         log[name] = _LoggedInPart(value, {**dict(zip(_OPTIONS, args, strict=False)), **kwargs})
 
     return collect
-
-
-def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: method(replica, part, *rest)
 
 
 def _mean(values: list[Tensor], weights: list[float]) -> Tensor:

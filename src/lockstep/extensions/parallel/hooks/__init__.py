@@ -1,4 +1,4 @@
-"""Communication hooks: replacements of the all-reduce of gradients that send less, or to fewer ranks."""
+"""Communication hooks, which replace the all-reduce of gradients to send less, or to fewer ranks."""
 
 from lockstep.extensions.parallel.hooks.check import check_hook as check_hook
 from lockstep.extensions.parallel.hooks.check import prepare_state as prepare_state

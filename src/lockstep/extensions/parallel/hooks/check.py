@@ -29,7 +29,7 @@ _DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
 
 
 def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
-    """Check that ``hook(state, bucket)`` can work.
+    """Raise an error if a communication hook cannot work with its state and the parameters.
 
     Args:
         state: the hook's first argument.
@@ -39,8 +39,8 @@ def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), g
         group: process group of the ranks.
 
     Raises:
-        TypeError: it is not callable, or not with two arguments.
-        ValueError: its annotations are not those of buckets and futures.
+        TypeError: the hook is not callable, or not with two arguments.
+        ValueError: the hook's annotations are not those of buckets and futures.
         MisconfigurationException: the hook cannot work here, or has the state of another hook.
     """
     check_pair(state, hook)
@@ -48,7 +48,7 @@ def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), g
 
 
 def check_pair(state: object, hook: object) -> None:
-    """Check a hook and its state, without parameters and ranks; a part of `check_hook`."""
+    """Check a hook and its state as `check_hook` does, but without parameters and ranks."""
     if not callable(hook):
         raise TypeError(
             f"Communication hook must be callable, as hook(state, bucket), but ddp_comm_hook={hook!r} is a "
@@ -90,16 +90,14 @@ def _check_signature(hook: Callable[..., object]) -> None:
 
 
 def _allows(annotation: object, word: str) -> bool:
-    """Return True if the annotation is missing, is Any or object, or mentions the word."""
+    """Return True if an annotation is missing, is Any or object, or contains ``word``."""
     return annotation is inspect.Parameter.empty or any(
         w in _annotation_name(annotation) for w in (word, "Any", "object")
     )
 
 
 def _annotation_name(annotation: object) -> str:
-    if isinstance(annotation, type):
-        return annotation.__qualname__
-    return str(annotation)
+    return annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
 
 
 def _check_state(state: object, inner: object) -> None:
@@ -122,7 +120,7 @@ def _check_state(state: object, inner: object) -> None:
 
 
 def _takes_group(inner: object) -> bool:
-    """Return True if the hook's state is its process group."""
+    """Return True if a hook's state is a process group."""
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 
@@ -150,7 +148,7 @@ def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group
 
 
 def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
-    """Set the process groups in a hook's state before the first step. Collective on ``group``.
+    """Assign process groups to a hook's state before the first step. Collective on ``group``.
 
     A state of post-local SGD, lockstep's or torch's, without a subgroup gets that of this rank's node. A state without
     a process group gets ``group``, unless that is the default group.

@@ -1,8 +1,7 @@
-"""Means over ranks, plain or in 16 bits: the exchange, the hooks, and wrappers."""
+"""Communication hooks for the mean over ranks, plain or sent in 16 bits, and wrappers for other hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lockstep.engines.ddp.transport import all_gather
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
-from lockstep.extensions.parallel.hooks.hook_transport import completed, future_of, submit, tensor_of
+from lockstep.extensions.parallel.hooks.hook_transport import Hook, completed, future_of, submit, tensor_of
 from lockstep.ground import comm
 
 # -- exchange ------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a 1-D real view of a tensor, with two numbers for each complex one."""
+    """Return a 1-D real view of a tensor, with two numbers for each complex number."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
 
 
@@ -80,7 +79,7 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks by one all-reduce in the gradients' dtype, as without a hook.
+    """Average gradients over the ranks with one all-reduce in their dtype, as without a hook.
 
     Args:
         state: the process group; ``None`` is the default group.
@@ -100,7 +99,7 @@ def allreduce(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def fp16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks, sent as float16 and summed in float32: half the bytes of float32.
+    """Average gradients over the ranks, sent as float16 (half the bytes of float32) and summed in float32.
 
     Each gradient is rounded once before it is sent, and the mean once after the sum; a 16-bit all-reduce would also
     round each of the W - 1 partial sums. There are two messages: slices all-to-all, then an all-gather of the slices
@@ -115,7 +114,7 @@ def fp16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def bf16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks, sent as bfloat16 and summed in float32.
+    """Average gradients over the ranks, sent as bfloat16 and summed in float32.
 
     Like `fp16`, with float32's range and 8 bits of precision.
     """
@@ -137,9 +136,6 @@ def _in_halves(group: comm.Group, bucket: GradBucket, dtype: torch.dtype) -> tor
 # -- wrappers ------------------------------------------------------------------------------------------------
 
 
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
-
-
 def fp16_wrapper(hook: Hook) -> Hook:
     """Wrap a hook so that it receives the gradients in float16, and its result is cast back.
 
@@ -156,15 +152,15 @@ def fp16_wrapper(hook: Hook) -> Hook:
 
         model.register_comm_hook(PowerSGDState(rank=4), fp16_wrapper(power_sgd))
     """
-    return _wrapped(hook, torch.float16)
+    return _wrap(hook, torch.float16)
 
 
 def bf16_wrapper(hook: Hook) -> Hook:
     """Wrap a hook so that it receives the gradients in bfloat16, and its result is cast back; like `fp16_wrapper`."""
-    return _wrapped(hook, torch.bfloat16)
+    return _wrap(hook, torch.bfloat16)
 
 
-def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
+def _wrap(hook: Hook, dtype: torch.dtype) -> Hook:
     def wrapped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_complex():

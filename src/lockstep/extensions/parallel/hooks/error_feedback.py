@@ -1,4 +1,4 @@
-"""Memory of a hook for each parameter, and its form in a checkpoint."""
+"""A hook's memory for each parameter, and how it is saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Tensors for each parameter, saved by the parameter's place in the buckets.
+    """Memory of named tensors for each parameter, saved by the parameter's position in the buckets.
 
     A checkpoint does not contain parameters, so it has the records by bucket and place. Its bucket plan is restored
     before they are used.
@@ -176,16 +176,16 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
             )
     except KeyError as error:
         raise ValueError(
-            f"the checkpoint has a communication hook's state without {error}: it is of another class than "
+            f"the checkpoint has a communication hook's state without {error}, so it was not saved from a "
             f"{type(state).__qualname__}. Resume with the hook and the state of the saved run"
         ) from None
 
 
 def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dict[str, Any] | None]:
-    """Return the ranks' saved states for another number of ranks.
+    """Convert the ranks' saved states for a run with a different number of ranks.
 
-    With the same number each rank gets its own state. Otherwise each gets the mean of all errors, which keeps the
-    errors' mean over the ranks; the other entries are the same on all ranks.
+    With the same number each rank gets its own state. Otherwise each gets the mean of all errors, which preserves
+    the errors' mean over the ranks, and the first rank's other entries.
     """
     if len(saved) == world or not saved:
         return list(saved)

@@ -51,7 +51,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return a contiguous view of the buffer for each gradient, as torch does; also of a buffer that was set."""
+        """Return a contiguous view of the current buffer for each gradient, as torch does."""
         starts = [gradient.storage_offset() - self._origin for gradient in self._gradients]
         pairs = zip(starts, self._gradients, strict=True)
         return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
@@ -64,5 +64,5 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace the buffer by ``tensor``, which has the same size."""
+        """Replace the buffer with ``tensor``, which must have the same size."""
         self._buffer = tensor

@@ -1,4 +1,4 @@
-"""Transport by a communication hook instead of the all-reduce.
+"""Transport that reduces gradients with a communication hook instead of an all-reduce.
 
 Hooks with several messages send them one after another, in the same order on all ranks, while the backward runs.
 """
@@ -43,7 +43,7 @@ Job: TypeAlias = "Callable[[comm.Group], Tensor]"
 THREAD = "lockstep-hook"
 """Name of a queue's thread."""
 PATIENCE = 1.0
-"""Seconds to wait for such a thread at the interpreter's exit; it may be blocked by a rank that has ended."""
+"""Seconds to wait for a queue's thread at exit, since a rank that has ended may block the thread forever."""
 
 
 def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
@@ -63,7 +63,7 @@ def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
 
 
 def open_queue(group: comm.Group, device: torch.device) -> OrderedQueue:
-    """Return the queue of ``group`` for tensors on ``device``. Making one is collective."""
+    """Return the queue of ``group`` for tensors on ``device``. Creating the queue is collective."""
     if comm.world_size(group) == 1:
         return OrderedQueue()
     parent: Any = dist.group.WORLD if group is None else group
@@ -90,7 +90,7 @@ def _own_group(group: dist.ProcessGroup) -> Any:
 
 
 class OrderedQueue:
-    """Queue that runs jobs at once, over the group itself."""
+    """Queue that runs each job immediately, with the given process group."""
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
         future = _future(device)
@@ -99,13 +99,13 @@ class OrderedQueue:
 
 
 class StreamQueue(OrderedQueue):
-    """Queue that runs jobs at once, with kernels and messages on a stream of its own."""
+    """Queue that runs each job immediately, with kernels and messages on the queue's own stream."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """Run a job, and return a future of its result. A stream that waits for it waits for this queue's stream."""
+        """Run a job, and return a future of the result that makes waiting streams wait for this queue's stream."""
         future = _future(device)
         with self._on_stream(device):
             _complete(future, job, group)
@@ -117,11 +117,11 @@ class StreamQueue(OrderedQueue):
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = new_stream(device)
-        return _OnStream(self._streams[device], current_stream(device).record_event())
+        return _on_stream(self._streams[device], current_stream(device).record_event())
 
 
 class ThreadQueue(StreamQueue):
-    """Queue that runs jobs on a thread, over a ``group`` of its own. The thread ends with the last job."""
+    """Queue that runs jobs on a thread, with its own process group. The thread ends after the last job."""
 
     def __init__(self, group: comm.Group) -> None:
         super().__init__()
@@ -151,19 +151,12 @@ class ThreadQueue(StreamQueue):
             del future, job, context  # otherwise their tensors would live until the next job
 
 
-class _OnStream:
-    """Context on ``stream``, after ``event``."""
-
-    def __init__(self, stream: Any, event: Any) -> None:
-        self._stream, self._event = stream, event
-
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._context = in_stream(self._stream)
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+@contextmanager
+def _on_stream(stream: Any, event: Any) -> Iterator[None]:
+    """Select ``stream``, and make it wait for ``event``."""
+    stream.wait_event(event)
+    with in_stream(stream):
+        yield
 
 
 @cache
@@ -184,7 +177,7 @@ def has_futures(kind: str) -> bool:
 
 
 def _has_queue(device: torch.device) -> bool:
-    """Return True if jobs can run on a stream of their own, for which other streams wait by a future."""
+    """Return True if jobs can run on their own stream, and a future makes other streams wait for it."""
     return has_streams(device) and has_futures(device.type)
 
 
@@ -210,7 +203,7 @@ def completed(tensor: Tensor) -> Future:
 
 
 def end_threads() -> None:
-    """Wait for the queues' threads to end. One that needs the interpreter while it exits would abort the process."""
+    """Wait for the queues' threads, since a thread that runs while the interpreter exits would abort the process."""
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join(PATIENCE)
@@ -270,10 +263,10 @@ EXAMPLE = (
 
 
 def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
-    """Return the hook's result as a future.
+    """Check that a hook returned a future, and return that future.
 
     Raises:
-        TypeError: it is not a future.
+        TypeError: the hook returned something else.
     """
     if isinstance(returned, torch._C.Future):
         return returned  # type: ignore[return-value]
@@ -284,7 +277,7 @@ def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
 
 
 def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
-    """Return the reduced gradients in a future's value, 1-D.
+    """Return the reduced gradients from the value of a hook's future, as a 1-D tensor.
 
     Args:
         value: value of the hook's future: a tensor with the bucket's size, or a list of one. It may have another
@@ -293,8 +286,8 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
         hook: the hook, for the error.
 
     Raises:
-        TypeError: it is not a tensor, has another size or device, has integers, or is real for complex gradients,
-            whose imaginary parts would be lost.
+        TypeError: the value is not a tensor, has a different size or device from the buffer, has integers, or is real
+            for complex gradients, whose imaginary parts would be lost.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -328,7 +321,7 @@ Callback = Callable[[Any], Any]
 
 
 class CallbackErrors:
-    """Errors of the callbacks that a hook adds to futures, and of callbacks that these add.
+    """Recorder of errors in the callbacks that a hook adds to futures, directly or in other callbacks.
 
     An error in ``future.then(...)`` is the error of the future that ``then`` returned. An error in
     ``future.add_done_callback(...)`` is only printed by torch, and a future that the callback should complete is
@@ -345,7 +338,7 @@ class CallbackErrors:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record errors of the callbacks that this thread registers inside."""
+        """Record errors in the callbacks that this thread registers inside the context."""
         before, _current.errors = getattr(_current, "errors", None), self
         try:
             yield
@@ -416,7 +409,7 @@ _OWN = "lockstep.extensions.parallel.hooks."
 
 
 def keeps_order(hook: object) -> bool:
-    """Return True if ``hook`` may be called for a bucket while its work for the last one still runs.
+    """Return True if ``hook`` may be called for a bucket while its work for the previous bucket still runs.
 
     Such a hook starts all of its messages before it returns, or orders them itself. These are lockstep's hooks, those
     of torch's that send one message, and hooks with a true attribute ``overlaps``; also inside wrappers. On gloo other
@@ -429,14 +422,14 @@ def keeps_order(hook: object) -> bool:
 
 
 def in_order(hook: Hook, group: comm.Group = None) -> Hook:
-    """Return ``hook``; torch's PowerSGD, wrapped or not, is wrapped so that it runs in a queue on gloo."""
+    """Wrap torch's PowerSGD so that it runs in a queue on gloo. Return other hooks unchanged."""
     if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
         return hook
     return _InQueue(hook, group)
 
 
 class _InQueue:
-    """Hook that runs torch's PowerSGD in a queue, over the queue's group."""
+    """Hook that runs torch's PowerSGD in a queue, with the queue's process group."""
 
     overlaps = True
 
@@ -469,7 +462,7 @@ class _InQueue:
         return submit(group, bucket.buffer().device, run)
 
     def _forget_others(self, state: Any, bucket: GradBucket) -> None:
-        """Drop torch's memory of a bucket that had other parameters: torch's state has it by the bucket's index."""
+        """Drop torch's memory, which is stored by bucket index, for a bucket whose parameters have changed."""
         index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
         if self._seen.setdefault(index, parameters) != parameters:
             self._seen[index] = parameters
@@ -485,7 +478,7 @@ def _in_turn(group: comm.Group, bucket: GradBucket) -> bool:
 
 
 class HookTransport(AllReduce):
-    """Transport that reduces buckets by a communication hook, which divides gradients itself.
+    """Transport that reduces buckets with a communication hook, which divides gradients itself.
 
     On gloo a future's callback runs in a thread at an undefined time. A hook that starts another collective there
     (torch's PowerSGD) could start those of two buckets in different orders on two ranks. So the hook is called for a
@@ -526,7 +519,7 @@ class HookTransport(AllReduce):
         return super().buffers(sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Call the hook. `flush` and `wait` raise its error after the backward."""
+        """Call the hook for the bucket. `flush` and `wait` raise the hook's error after the backward."""
         if self._error is not None:
             return
         if bucket.is_sparse:
@@ -576,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Let ``hook`` reduce the buckets of ``reducer``; on every rank, before its first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``, on every rank and before the first `prepare`.
 
     Args:
         reducer: a reducer without a hook.

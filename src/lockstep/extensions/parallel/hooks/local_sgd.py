@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged over all ranks in the first rounds, later over the ranks of a node."""
+"""Post-local SGD, which averages gradients over all ranks in the first rounds, later over the ranks of a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 
 def node_group(group: comm.Group = None) -> Any:
-    """Return a process group of the ranks of ``group`` on this rank's node. Collective.
+    """Create a process group with the ranks of ``group`` that are on this rank's node. Collective.
 
     A node is a host and a network namespace on it.
     """
@@ -34,7 +34,7 @@ def node_group(group: comm.Group = None) -> Any:
 
 
 def group_of(members: list[int], group: comm.Group = None) -> Any:
-    """Return a process group of some ranks of ``group``, including this one. Collective on these ranks.
+    """Create a process group with the given ranks, which include this one. Collective on these ranks.
 
     Args:
         members: ranks within ``group``.
@@ -45,7 +45,7 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
     by = comm.carrier(group, torch.device("cpu"))
     timeout = whole._get_backend(torch.device(by.type)).options._timeout
     members_of_all = [ranks[member] for member in members]
-    with _apart_from_default():
+    with _without_split():
         made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)
     # a rank that exits at once would be missing while another one still connects to it
     comm.barrier(made)
@@ -53,8 +53,8 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
 
 
 @contextlib.contextmanager
-def _apart_from_default() -> Iterator[None]:
-    """Make new groups connect by themselves inside, instead of splitting the default group's communicator."""
+def _without_split() -> Iterator[None]:
+    """Create groups inside that connect on their own, without splitting the default group's communicator."""
     # torch splits it if the default group is bound to a device, and all ranks would have to call that
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
@@ -72,7 +72,7 @@ def _backend(group: comm.Group) -> str:
 
 
 def this_node() -> tuple[str, str, str]:
-    """Return an identifier of this process's node: host name, boot, network namespace."""
+    """Return an identifier of this process's node, made of host name, boot id and network namespace."""
     # containers may share a host name, and one host may run several containers
     boot = namespace = ""
     with contextlib.suppress(OSError):
@@ -122,11 +122,11 @@ class PostLocalSGDState:
 
     @property
     def start_localSGD_iter(self) -> int:
-        """Name of ``start`` in torch's state."""
+        """Alias of ``start``, with the name in torch's state."""
         return self.start
 
     def prepare(self) -> None:
-        """Make the subgroup of this node's ranks, if there is none. Collective."""
+        """Create a subgroup of this node's ranks, if there is none. Collective."""
         if self.local_allreduce and self.subgroup is None and comm.world_size(self.process_group) > 1:
             self.subgroup, self._made = node_group(self.process_group), True
 
@@ -143,7 +143,7 @@ class PostLocalSGDState:
 
 
 def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over all ranks in the first rounds, then over ``state.subgroup``, if there is one.
+    """Average gradients over all ranks in the first rounds, later over ``state.subgroup``, if there is one.
 
     Args:
         state: settings and progress.
@@ -171,7 +171,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function for the group in which ranks exchange used parameters, if it changes with the rounds.
+    """Return a function that returns a round's group for the exchange of used parameters, or None if it is fixed.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
@@ -183,25 +183,23 @@ def marks_of(hook: object, state: Any) -> RoundGroup | None:
         its own gradients and nothing is exchanged.
     """
     inner = innermost(hook)
-    if inner is post_local_sgd:
-        return lambda: _group_of_round(
-            state.iteration < state.start, state.process_group, state.subgroup, state.local_allreduce
-        )
-    if torch_name(inner) == "post_localSGD_hook":
-        return lambda: _group_of_round(
-            state.iter < state.start_localSGD_iter,
-            state.process_group,
-            state.subgroup,
-            state.post_local_gradient_allreduce,
-        )
-    return None
+    if inner is not post_local_sgd and torch_name(inner) != "post_localSGD_hook":
+        return None
+
+    def group_of_round() -> comm.Group | Literal[False]:
+        if rounds_of(state) < state.start_localSGD_iter:
+            return state.process_group
+        is_local = state.subgroup is None or comm.world_size(state.subgroup) == 1
+        return False if is_local or not averages_locally(state) else state.subgroup
+
+    return group_of_round
 
 
-def _group_of_round(
-    whole: bool, group: comm.Group, subgroup: comm.Group, together: bool
-) -> comm.Group | Literal[False]:
-    if whole:
-        return group
-    if not together or subgroup is None or comm.world_size(subgroup) == 1:
-        return False
-    return subgroup
+def rounds_of(state: Any) -> int:
+    """Return the number of rounds so far, from torch's or lockstep's state of post-local SGD."""
+    return int(state.iter if hasattr(state, "iter") else state.iteration)
+
+
+def averages_locally(state: Any) -> bool:
+    """Return True if local steps average over a subgroup, according to torch's or lockstep's state."""
+    return bool(getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True)))

@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix of gradients is sent as two thin ones (Vogels, Karimireddy and Jaggi, 2019)."""
+"""PowerSGD, which sends each gradient matrix as two thin matrices (Vogels, Karimireddy and Jaggi, 2019)."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class PowerSGDState:
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that this rank saved; settings stay those of the constructor."""
+        """Restore progress and memory that this rank saved. The settings of the constructor are kept."""
         self.iteration = state["iteration"]
         self._memory.load_state_dict(state["memory"])
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average approximately, by matrices of rank ``state.rank``: (n + m) r numbers are sent for n x m.
+    """Average gradients approximately, by sending (n + m) r numbers for an n x m matrix, where r is ``state.rank``.
 
     M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
     multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
@@ -173,7 +173,7 @@ class _Round:
                     matrix.record["error"] = torch.zeros_like(matrix.values)
                 if not matrix.absent:
                     matrix.values.add_(matrix.record["error"])
-        sides = self._begin()
+        sides = self._start_values()
         loose = sum(part.numel() for part in self.rest)
         first = self.work.new_empty(loose + sum(m.values.shape[0] * m.rank for m in matrices))
         if self.rest:
@@ -185,12 +185,12 @@ class _Round:
         for part, averaged in zip(self.rest, first[:loose].split([part.numel() for part in self.rest]), strict=True):
             part.copy_(averaged)
         if matrices:
-            self._second(ps, group)
+            self._average_q(ps, group)
         if self.half:
             self.flat.copy_(self.work)
 
-    def _begin(self) -> list[Tensor]:
-        """Return an orthonormal Q for each matrix, from the last round or random."""
+    def _start_values(self) -> list[Tensor]:
+        """Return an orthonormal start value of Q for each matrix, from the last round or random."""
         fresh = not self.state.warm_start
         starts = []
         for matrix in self.matrices:
@@ -205,8 +205,8 @@ class _Round:
             starts.append(q)
         return _orthonormal(starts)
 
-    def _second(self, ps: list[Tensor], group: comm.Group) -> None:
-        """Average Q, write the approximation, and update the memory.
+    def _average_q(self, ps: list[Tensor], group: comm.Group) -> None:
+        """Average Q, write the approximate means into the matrices, and update the memory.
 
         A rank's error is the difference to the approximation of its own matrix. (With the difference to the ranks'
         mean, which has the same sum, errors of opposite signs would grow forever if the ranks' data differ.)
@@ -222,14 +222,14 @@ class _Round:
         for matrix, p, q, own in zip(self.matrices, ps, qs, _views(sent, shapes), strict=True):
             good = q.isfinite().all()
             if self.state.error_feedback and not matrix.absent:
-                _keep(matrix.record, "error", torch.addmm(matrix.values, p, own.t(), alpha=-1), good)
+                _store(matrix.record, "error", torch.addmm(matrix.values, p, own.t(), alpha=-1), good)
             if self.state.warm_start:
                 # Q is zero if no rank had a gradient; then the old one is the better start
-                _keep(matrix.record, "q", q, good & q.any())
+                _store(matrix.record, "q", q, good & q.any())
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean, and its copy ``sent`` with the rounded values that are in the mean."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the values in the mean."""
         if not self.half:
             mean(message, group)
             return
@@ -256,7 +256,7 @@ def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
-    """Return matrices with orthonormal columns that span those of the given thin ones.
+    """Return, for each thin matrix, a matrix with orthonormal columns that span the same space.
 
     Adjacent matrices of one shape are handled in one call.
     """
@@ -275,8 +275,8 @@ def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _keep(record: Record, name: str, value: Tensor, good: Tensor) -> None:
-    """Store ``value`` in ``record`` if ``good`` is true."""
+def _store(record: Record, name: str, value: Tensor, good: Tensor) -> None:
+    """Store ``value`` in ``record`` if the tensor ``good`` is true."""
     # on a GPU `if good` would wait for it
     if good.device.type == "cpu":
         if good:
