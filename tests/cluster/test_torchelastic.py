@@ -35,9 +35,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device_of(one, rank, 2) for rank in range(2)] == one * 2
     monkeypatch.setenv("LOCKSTEP_STARTED", "--devices 2")
     assert device_of(one, 0, 1) == one[0]
-    with pytest.raises(
-        MisconfigurationException, match="2 ranks were started on this node, which has 1 cuda device for them"
-    ):
+    with pytest.raises(MisconfigurationException, match="2 ranks were started on this node, but only 1 cuda device"):
         device_of(one, 1, 2)
     assert device_of([torch.device("cpu")], 1, 2).type == "cpu"
 

@@ -30,7 +30,7 @@ class ForgetsData(LightningDataModule):
         (lambda t: t.validate(Slope), r"trainer.validate\(model\): Slope is a class"),
         (
             lambda t: t.fit(3, numbers(1)),
-            r"trainer.fit\(model\): expected a `LightningModule` of lockstep, got `int`",
+            r"trainer.fit\(model\): pass an instance of lockstep's `LightningModule`, not of `int`",
         ),
         (
             lambda t: t.fit(ForgetsModule(), numbers(1)),
@@ -51,7 +51,7 @@ def test_calls_that_are_nearly_right(call: Any, said: str) -> None:
         ({"callbacks": Callback}, r"callbacks=...\): Callback is a class"),
         (
             {"callbacks": [print]},
-            r"callbacks=...\): expected a `Callback` of lockstep, got `builtin_function_or_method`",
+            r"callbacks=...\): pass an instance of lockstep's `Callback`, not of `builtin_function_or_method`",
         ),
         ({"logger": Recorder}, r"logger=.*Recorder.*CSVLogger\(folder\)"),
         ({"strategy": SingleDeviceStrategy}, r"strategy=SingleDeviceStrategy\): this is a class"),

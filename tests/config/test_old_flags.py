@@ -20,7 +20,7 @@ BARE = {name: value for name, value in QUIET.items() if name != "accelerator"}
 
 def old(**flags: Any) -> tuple[Trainer, str]:
     """A Trainer made by old flags, and what the warning says."""
-    with pytest.warns(DeprecationWarning, match="is an old spelling; today: ") as caught:
+    with pytest.warns(DeprecationWarning, match="is an old spelling. Use ") as caught:
         trainer = Trainer(**{**BARE, **flags})
     (said,) = [str(one.message) for one in caught if one.category is DeprecationWarning]
     assert caught[-1].filename == __file__
@@ -104,7 +104,7 @@ def test_levels_of_apex(eight_gpus: None, level: str, precision: str) -> None:
 
 @pytest.mark.parametrize("gpus", [2, [0, 1], "0, 1", -1])
 def test_gpus_without_a_gpu_say_so_in_words_of_both_years(no_gpu: None, gpus: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"gpus=.*finds no GPU here.*accelerator='gpu', devices=.*CPU"):
+    with pytest.raises(MisconfigurationException, match=r"gpus=.*finds no GPU.*CPU.*accelerator='gpu', devices="):
         Trainer(**BARE, gpus=gpus)
 
 
@@ -113,8 +113,8 @@ def test_gpus_without_a_gpu_say_so_in_words_of_both_years(no_gpu: None, gpus: An
     [
         ({"gpus": 8, "distributed_backend": "ddp2"}, 'strategy="ddp2".*use "ddp"'),
         ({"gpus": 2, "devices": 4}, "devices=4.*old flags gpus.*devices=2"),
-        ({"gpus": True}, "gpus=.*give a number"),
-        ({"gpus": "a"}, "gpus=.*give a number"),
+        ({"gpus": True}, "gpus=.*must be a number"),
+        ({"gpus": "a"}, "gpus=.*must be a number"),
         ({"gpus": 9, "distributed_backend": "ddp"}, "devices=9, but this machine has 8"),
     ],
 )

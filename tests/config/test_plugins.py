@@ -92,13 +92,13 @@ def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*choose everything else by `strategy=`"),
+        ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*select everything else with `strategy=`"),
         (
             {"plugins": [Files(), TorchCheckpointIO()]},
             r"\[Files\(\), TorchCheckpointIO\(\)\]\): a run has one checkpoint_io",
         ),
-        ({"plugins": [Precision]}, "give instances of lockstep's Precision"),
-        ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*leave one out"),
+        ({"plugins": [Precision]}, "pass instances of lockstep's Precision"),
+        ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*remove one"),
         ({"plugins": Starts()}, r"Starts\(\)\): its creates_processes_externally is False"),
         ({"plugins": Grid(0, 3), "num_nodes": 2}, r"Grid\(\), num_nodes=2\): its world_size\(\) of 3 is not divisible"),
         ({"plugins": Grid(0, 4), "devices": 2}, r"devices=2, num_nodes=1 make 2 rank.*world_size\(\) is 4"),
@@ -114,5 +114,5 @@ def test_lightnings_own_plugins_are_refused_by_name(lightning: Any) -> None:
     from lightning.pytorch.plugins import TorchCheckpointIO as LightningsIO
 
     for made in (HalfPrecision("bf16-true"), LightningsIO(), TorchSyncBatchNorm()):
-        with pytest.raises(MisconfigurationException, match="give instances of lockstep's"):
+        with pytest.raises(MisconfigurationException, match="pass instances of lockstep's"):
             quiet(plugins=made)

@@ -107,7 +107,7 @@ def test_flags_and_their_callbacks_must_not_contradict() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"enable_checkpointing=False, callbacks=\[ModelCheckpoint"):
         Trainer(enable_checkpointing=False, callbacks=ModelCheckpoint(), accelerator="cpu")
-    with pytest.raises(MisconfigurationException, match="share the state_key"):
+    with pytest.raises(MisconfigurationException, match="have the same state_key"):
         Trainer(callbacks=[ModelCheckpoint(), ModelCheckpoint()], accelerator="cpu")
     trainer = Trainer(callbacks=ModelSummary(), accelerator="cpu", logger=False)
     assert sum(isinstance(callback, ModelSummary) for callback in trainer.callbacks) == 1

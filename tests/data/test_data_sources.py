@@ -48,10 +48,10 @@ def test_a_data_set_that_grows_or_shrinks_behind_its_loader_is_told_of(shuffle: 
     feed = feed_of(DataLoader(kept, 2, shuffle=shuffle))  # type: ignore[arg-type]
     assert sorted(drawn(epoch(feed))) == [*range(6)]
     kept.append(6)
-    with pytest.warns(UserWarning, match="data set of train_dataloader has 7 samples; it had 6 when its dataloader"):
+    with pytest.warns(UserWarning, match="data set of train_dataloader has 7 samples, but had 6 when its dataloader"):
         assert sorted(drawn(epoch(feed, 1))) == [*range(6)]
     del kept[4:]
-    with pytest.raises(MisconfigurationException, match=r"has 4 samples; it had 6 .*reload_dataloaders_every_n_"):
+    with pytest.raises(MisconfigurationException, match=r"has 4 samples, but had 6 .*reload_dataloaders_every_n_"):
         epoch(feed, 2)
 
 

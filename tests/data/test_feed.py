@@ -400,5 +400,5 @@ def test_ranks_with_different_data_are_told() -> None:
 
 def test_a_loader_that_ends_too_early_is_named() -> None:
     window = Window(iter([1]), [(1.0, 0.5), (1.0, 0.5)], True, [2.0, 2.0])
-    with pytest.raises(RuntimeError, match="ended earlier than its length"):
+    with pytest.raises(RuntimeError, match="yielded fewer batches than its length"):
         list(window)

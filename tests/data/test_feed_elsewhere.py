@@ -65,7 +65,7 @@ def play(
 
         planned = None if saved is None else saved.ranks
         feed = feed_of(make(), rank, size, counting=counting, planned=planned, **flags)
-        first = feed.counting.begins(epoch)[0]
+        first = feed.counting.done_before(epoch)[0]
         feed.begin(epoch, first, rows)
         number = first
         for index, window in enumerate(feed.windows(rows)):
@@ -198,7 +198,7 @@ def test_several_loaders_go_on_together() -> None:
                 return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
             feed = feed_of(make(), rank, life_size, seed=1, counting=counting)
-            number = feed.counting.begins(0)[0]
+            number = feed.counting.done_before(0)[0]
             feed.begin(0, number, 1)
             for index, window in enumerate(feed.windows(1)):
                 if index >= stop:

@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
             return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
         feeds = of(lambda: loader(113, 4), size, counting=counting, planned=3)
-        first = feeds[0].counting.begins(0)[0]
+        first = feeds[0].counting.done_before(0)[0]
         found = play(feeds, 1, changes, first)[:stop]
         number = first + sum(len(window[0]) for window in found)
         found_plan = BatchPlan(feeds[0].counting.ranks, 1, feeds[0].batches, size, feeds[0].reached(number))

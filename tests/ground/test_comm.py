@@ -164,11 +164,11 @@ def test_without_a_process_group_one_rank_answers() -> None:
 def _rows_to_come() -> list[Any]:
     rank, found = float(dist.get_rank()), []
     for number in range(5):
-        rows = comm.RowsToCome([rank, 10 * number + rank])
+        rows = comm.RowExchange([rank, 10 * number + rank])
         dist.all_reduce(torch.ones(1))  # the reduction of a window
         found.append(rows.read())
-    comm.RowsToCome([rank]).leave()
-    return [*found, comm.RowsToCome([rank], alone=True).read()]
+    comm.RowExchange([rank]).send_only()
+    return [*found, comm.RowExchange([rank], alone=True).read()]
 
 
 def test_rows_are_told_now_and_read_later(ranks: RankPool) -> None:
@@ -181,7 +181,7 @@ def _late_row() -> float:
     if dist.get_rank() == 1:
         time.sleep(1.0)
     begin = time.monotonic()
-    rows = comm.RowsToCome([1.0])
+    rows = comm.RowExchange([1.0])
     took = time.monotonic() - begin
     rows.read()
     return took

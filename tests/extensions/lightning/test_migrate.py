@@ -184,9 +184,9 @@ def test_flags(before: str, after: str) -> None:
         ("checkpoint_callback=saver", "depends on the value"),
         ("track_grad_norm=2", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
         ("track_grad_norm=norm", "this old flag was removed; call `self.log_dict.*on_before_optimizer_step`"),
-        ("max_nb_epochs=1, max_epochs=2", "give one of the two"),
+        ("max_nb_epochs=1, max_epochs=2", "remove one of the two"),
         ("max_nb_epochs=1, max_epochs=None", "today max_epochs=1, but this flag is also set"),
-        ("amp_backend='apex'", "apex is no longer supported"),
+        ("amp_backend='apex'", "amp_backend='apex'.*is no longer supported"),
         ("**flags", "old flags in it are translated when the script runs"),
     ],
 )
@@ -254,14 +254,14 @@ def module(body: str, base: str = "pl.LightningModule") -> str:
     [
         (module("@pl.data_loader\ndef tng_dataloader(self):\n    return 1"), [
             (4, "pl.data_loader: a loader method needs no decorator: define `def train_dataloader(self)` alone."),
-            (5, "tng_dataloader: nobody calls it today; instead: train_dataloader."),
+            (5, "tng_dataloader: no longer called; use train_dataloader."),
         ]),
         (module("def training_epoch_end(self, outputs):\n    print(outputs)"), [
-            (4, "training_epoch_end: nobody calls it today; instead: on_train_epoch_end(self), with the outputs of the "
+            (4, "training_epoch_end: no longer called; use on_train_epoch_end(self), with the outputs of the "
                 "steps in an attribute."),
         ]),
         (module("def on_epoch_end(self, t, m):\n    pass", "pl.callbacks.EarlyStopping"), [
-            (4, "on_epoch_end: nobody calls it today; instead: on_train_epoch_end."),
+            (4, "on_epoch_end: no longer called; use on_train_epoch_end."),
         ]),
         (module("def on_epoch_end(self, t, m):\n    pass", "object"), []),
         (module("def __init__(self, hparams):\n    self.hparams = hparams"), [
