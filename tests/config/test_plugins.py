@@ -95,7 +95,7 @@ def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> Non
         ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*select everything else with `strategy=`"),
         (
             {"plugins": [Files(), TorchCheckpointIO()]},
-            r"\[Files\(\), TorchCheckpointIO\(\)\]\): a run has one checkpoint_io",
+            r"\[Files\(\), TorchCheckpointIO\(\)\]\): a run can have only one checkpoint_io",
         ),
         ({"plugins": [Precision]}, "pass instances of lockstep's Precision"),
         ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*remove one"),

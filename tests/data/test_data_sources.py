@@ -83,5 +83,5 @@ class Growing:
 def test_a_sampler_that_grows_is_told_of_where_it_is_not_drawn_to_its_end() -> None:
     feed = feed_of(DataLoader(numbers(20), 2, sampler=Growing()))  # type: ignore[arg-type]
     assert drawn(epoch(feed)) == [0, 1, 2, 3]
-    with pytest.warns(UserWarning, match="sampler of train_dataloader has length 6; it had 4 when"):
+    with pytest.warns(UserWarning, match="sampler of train_dataloader has length 6, but had 4 when"):
         assert drawn(epoch(feed, 1)) == [0, 1, 2, 3]

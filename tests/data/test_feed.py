@@ -162,14 +162,6 @@ def test_samples_drawn_with_replacement_are_a_function_too() -> None:
     assert sorted(drawn(shared)) == sorted(alone)
 
 
-def test_more_samples_than_there_are_begin_another_permutation() -> None:
-    data = numbers(10)
-    order = drawn(epoch(feed_of(DataLoader(data, 4, sampler=RandomSampler(data, num_samples=25)))))
-    assert len(order) == 25
-    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
-    assert order[:10] != order[10:20]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, accumulate=st.integers(1, 3), data=st.data())
 @settings(max_examples=25)
@@ -198,24 +190,6 @@ def test_torch_order_on_one_process_is_the_plain_loaders() -> None:
     steps = [epoch(feed, number) for number in range(2)]
     assert [[indices(batch) for batch, _, _ in each] for each in steps] == expected
     assert torch.get_rng_state().equal(state)
-
-
-def test_torch_order_resumes_in_mid_epoch() -> None:
-    torch.manual_seed(3)
-    feed = feed_of(loader(22), order="torch")
-    whole = [indices(batch) for batch, _, _ in epoch(feed)]
-    torch.manual_seed(3)
-    feed.begin(0)
-    for window in feed.windows(1):
-        list(window)
-        state = feed.state_dict()
-        break
-    torch.manual_seed(99)
-    before = torch.get_rng_state()
-    resumed = feed_of(loader(22), order="torch")
-    resumed.load_state_dict(state)
-    assert [indices(batch) for batch, _, _ in epoch(resumed, start=1)] == whole[1:]
-    assert torch.get_rng_state().equal(before)
 
 
 def test_torch_order_on_several_is_the_distributed_samplers_permutation() -> None:

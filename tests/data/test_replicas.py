@@ -132,7 +132,7 @@ def test_the_first_batch_of_a_pass_is_compared_over_a_replica(first: Any, second
 
     name = {"fit": "train", "validate": "val"}[stage]
     for told in as_threads(2, play):
-        assert told == "" if same else f"{name}_dataloader: ranks" in told
+        assert told == "" if same else f"{name}_dataloader yields different samples on ranks" in told
 
 
 def play_over_groups() -> list[int]:

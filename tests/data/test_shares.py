@@ -178,7 +178,7 @@ def batch_sampler() -> DataLoader[Any]:
     ],
 )
 def test_loaders_of_whole_batches_are_refused_by_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields whole batches"):
+    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields ready-made batches"):
         feed_of(make(), 0, 2, shares=(3, 1))
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     made = SGD([weight])
     with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\) is in two of its optimizers"):
         CombinedOptimizer(made, Adam([weight]))
-    with pytest.raises(ValueError, match=r"CombinedOptimizer\(LBFGS\)"):
+    with pytest.raises(ValueError, match="does not support LBFGS"):
         CombinedOptimizer(torch.optim.LBFGS([weight]))
     with pytest.raises(ValueError, match="cannot choose one of its optimizers"):
         CombinedOptimizer(made).add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -290,7 +290,7 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
     assert "  hello      a command of quiet 1.5" in lines
     assert sum(line.startswith("  env ") and "quiet" not in line for line in lines) == 1
     said = {line.partition(":")[0]: line for line in lines[5:]}
-    claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
+    claimed = "twice: the strategy 'twice' is provided by loud 1.5 and by quiet 1.5: uninstall one of them."
     assert said["twice"] == claimed
     assert said["broken"] == (
         "broken: the strategy 'broken' of broken 1.5 cannot be imported from 'broken:Quiet': OSError: no card. Repair "

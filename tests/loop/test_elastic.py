@@ -307,13 +307,13 @@ def test_what_is_said_of_it(
     )
     for given, size, accumulate, other in (
         (make, 4, 2, "the same"),
-        (make, 4, 3, "another"),
+        (make, 4, 3, "a different"),
         (Rows(59, 8), 8, 1, "the same"),
     ):
         assert told(given, accumulate_grad_batches=accumulate) == (
             f"{had}1 rank x batch_size={size} x accumulate_grad_batches={accumulate} = {size * accumulate} samples a "
-            f"step, {other} global batch (batch_size or accumulate_grad_batches differs from the checkpoint, and "
-            "applies from here on)."
+            f"step, {other} global batch (batch_size or accumulate_grad_batches was changed, and the new value applies "
+            "from now on)."
         )
 
 

@@ -770,7 +770,7 @@ def test_an_order_is_refused_within_a_nest_of_loaders(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         run(flags={"callbacks": [Cut("on_train_batch_end", 14, tmp_path / "cut.ckpt")]})
-    with pytest.raises(MisconfigurationException, match="Unseeded now draws a different order"):
+    with pytest.raises(MisconfigurationException, match="Unseeded draws a different order"):
         run(ckpt_path=tmp_path / "cut.ckpt")
 
 
@@ -788,7 +788,7 @@ def play_ranks(kind: type[Shuffling], stage: str) -> str:
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_an_order_that_differs_between_ranks_is_refused_by_name(ranks: RankPool, stage: str) -> None:
     for told in ranks(2).run(play_ranks, Unseeded, stage):
-        assert "the Unseeded draws another order on each rank" in told
+        assert "the Unseeded draws a different order on each rank" in told
     assert ranks(2).run(play_ranks, ByOwnNumpy, stage) == ["", ""]
 
 

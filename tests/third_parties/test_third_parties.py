@@ -112,7 +112,7 @@ def test_wandbs_class_for_fabric_says_who_asks_and_what_to_take(ranks: RankPool,
     if said == "NameError: name '_PATH' is not defined":
         pytest.skip("this release of wandb ends in an error of its own where an import fails")
     assert re.search(
-        r"fabric\.utilities\.logger\.\w+, imported by wandb \(.*logger\.py:\d+\): .* Leave out the part of wandb",
+        r"fabric\.utilities\.logger\.\w+, imported by wandb \(.*logger\.py:\d+\): .* Do not use the part of wandb",
         said,
     )
 

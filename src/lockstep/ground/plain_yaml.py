@@ -21,4 +21,4 @@ def read(path: str | os.PathLike[str]) -> Any:
             return yaml.safe_load(file)
     except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"it is not valid YAML ({reason[:300]})" if reason else "it is nested too deeply") from error
+        raise ValueError(f"it is not YAML ({reason[:300]})" if reason else "it is nested too deeply") from error

@@ -163,7 +163,7 @@ def test_other_private_attributes_name_the_package_and_line_that_read_them(
     said = next(line for line in ended.stderr.splitlines() if line.startswith("AttributeError: "))
     assert said.startswith(f"AttributeError: {what.removesuffix('()')}, which thirdparty ({tmp_path}/thirdparty.py:10)")
     assert said.endswith(
-        "Leave out the part of thirdparty that needs it, or run with Lightning itself, without --lightning."
+        "Do not use the part of thirdparty that needs it, or run with Lightning itself, without --lightning."
     )
 
 
