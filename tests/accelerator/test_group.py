@@ -50,14 +50,6 @@ def test_a_collective_returns_when_it_is_queued() -> None:
 
 
 @on_device(2)
-def test_the_group_alone_carries_this_device_only() -> None:
-    _meet()
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(1))
-    dist.barrier()
-
-
-@on_device(2)
 def test_a_group_for_both_carries_both() -> None:
     from tests.accelerator.madeup import having, queues
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
@@ -69,20 +70,15 @@ def test_a_checkpoint_io_beside_other_plugins() -> None:
     assert trainer.precision == "64-true"
 
 
-def on_a_grid(rank: int) -> tuple[int, int, list[float]]:
+def on_a_grid() -> tuple[int, int, list[float]]:
+    rank = torch.distributed.get_rank()
     trainer, module = quiet(plugins=Grid(rank, 2), strategy="ddp", devices=2, max_epochs=1), Slope()
     trainer.fit(module, numbers(4))
     return trainer.global_rank, trainer.world_size, module.gradients
 
 
-def rank_on_a_grid() -> tuple[int, int, list[float]]:
-    import torch.distributed as dist
-
-    return on_a_grid(dist.get_rank())
-
-
 def test_a_cluster_tells_which_rank_this_is(ranks: RankPool) -> None:
-    assert ranks(2).run(rank_on_a_grid) == [(0, 2, [1.5, 3.5]), (1, 2, [1.5, 3.5])]
+    assert ranks(2).run(on_a_grid) == [(0, 2, [1.5, 3.5]), (1, 2, [1.5, 3.5])]
 
 
 def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> None:

@@ -364,14 +364,6 @@ def test_limits(limit: Any, count: int) -> None:
         assert [window.last for window in feed.windows(3)][-1]
 
 
-def test_ranks_with_different_data_are_told() -> None:
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tensor, tensor + 1])
-
-    with pytest.raises(MisconfigurationException, match=r"train_dataloader is not the same .* by rank: 5, 6"):
-        feed_of(loader(40), 0, 2, gather=gather)
-
-
 def test_a_loader_that_ends_too_early_is_named() -> None:
     window = Window(iter([1]), [(1.0, 0.5), (1.0, 0.5)], True, [2.0, 2.0])
     with pytest.raises(RuntimeError, match="yielded fewer batches than its length"):

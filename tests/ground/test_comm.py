@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 from unittest.mock import patch
 
@@ -175,20 +174,6 @@ def test_rows_are_told_now_and_read_later(ranks: RankPool) -> None:
     for rank, (*found, alone) in enumerate(ranks(3).run(_rows_to_come)):
         assert found == [[[float(each), 10.0 * number + each] for each in range(3)] for number in range(5)]
         assert alone == [[float(rank)]]
-
-
-def _late_row() -> float:
-    if dist.get_rank() == 1:
-        time.sleep(1.0)
-    begin = time.monotonic()
-    rows = comm.RowExchange([1.0])
-    took = time.monotonic() - begin
-    rows.read()
-    return took
-
-
-def test_nobody_waits_where_a_row_is_told(ranks: RankPool) -> None:
-    assert ranks(2).run(_late_row)[0] < 0.5
 
 
 def _by_way_of_gpus() -> tuple[list[str], torch.device]:

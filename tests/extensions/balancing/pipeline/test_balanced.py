@@ -586,7 +586,7 @@ def test_stages_see_the_same_samples_under_torchs_order(ranks: RankPool) -> None
 def test_stages_whose_loader_draws_other_samples_are_refused(ranks: RankPool) -> None:
     with pytest.raises(
         RankFailure,
-        match="train_dataloader yields different samples on ranks 0 and 1, but these ranks share one replica",
+        match="different samples on ranks 0 and 1, but these ranks share one replica",
     ):
         ranks(2).run(samples_of_stages, False, timeout=40)
 
