@@ -160,7 +160,7 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """Create the error for a missing internal part of Lightning's Trainer, which has the code that uses the part.
+    """Create the error for a missing internal part of Lightning's Trainer. Its message has the line that uses the part.
 
     Args:
         path: path to the part.

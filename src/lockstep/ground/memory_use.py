@@ -55,7 +55,7 @@ def memory_held(device: torch.device) -> int | None:
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Return the maximum number of bytes that tensors occupied since `forget_memory_peak`; None if unknown."""
+    """Return the maximum number of bytes that tensors have occupied since `forget_memory_peak`; None if unknown."""
     return _bytes(device, "max_memory_allocated", "allocated_bytes.all.peak")
 
 

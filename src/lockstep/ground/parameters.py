@@ -160,7 +160,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
 
 
 def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the parameters in ``optimizers`` that are not parameters of ``module``, by their place there.
+    """Return the parameters in ``optimizers`` that are not parameters of ``module``, by place in the optimizers.
 
     A module that stores parameters in a plain list, for example, does not list them.
     """
