@@ -334,7 +334,7 @@ def test_a_loader_that_gives_no_batches_is_named() -> None:
 def test_a_data_set_in_the_place_of_a_loader_was_trained_on_sample_by_sample_in_silence() -> None:
     module = BoringModel()
     with pytest.warns(
-        UserWarning, match=r"train_dataloader is a RandomDataset, a data set.*DataLoader\(data_set, batch"
+        UserWarning, match=r"train_dataloader is a RandomDataset, which is a data set.*DataLoader\(data_set, batch"
     ):
         quiet(max_steps=2).fit(module, RandomDataset(32, 8))  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
 
 
 def refuse_unsupported_flags(model_registry: object) -> None:
-    """Raise an error for flags of Lightning of which lockstep supports only the default.
+    """Raise an error for flags whose default is the only value that lockstep supports.
 
     Raises:
         MisconfigurationException: such a flag has another value.

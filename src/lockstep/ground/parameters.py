@@ -58,8 +58,8 @@ def grad_norm(
 
 
 LAZY = (
-    "{who} does not support lazy layers, but parameter {name!r} has no shape before its layer's first forward. Pass "
-    "sizes to the layer (nn.Linear(in_features, ...)), or run one batch through the module in `configure_model`: "
+    "{who}: parameter {name!r} belongs to a lazy layer, which has no shape before its first forward. Pass sizes to the "
+    "layer (nn.Linear(in_features, ...)), or run one batch through the module in its `configure_model`: "
     "`self(torch.zeros(2, in_features))`."
 )
 
