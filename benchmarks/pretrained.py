@@ -96,7 +96,7 @@ def cut(module: Any, layers: Any) -> None:
 def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
     import lockstep
     from lockstep import LightningModule, Trainer
-    from lockstep.ground.parameters import local_part, stands_in
+    from lockstep.ground.parameters import is_placeholder, local_part
     from lockstep.strategies import ModelParallelStrategy
 
     found: dict[str, float] = {}
@@ -130,7 +130,7 @@ def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
             held = [
                 getattr(p, "ds_tensor", local_part(p.detach()))
                 for p in self.parameters()
-                if hasattr(p, "ds_tensor") or not stands_in(p)
+                if hasattr(p, "ds_tensor") or not is_placeholder(p)
             ]
             found.update(peak=self.peak.bytes, seconds=time.perf_counter() - self.begin)
             found["held"] = sum(each.nbytes for each in held)

@@ -19,7 +19,7 @@ from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
 from lockstep.extensions.balancing.balance.step_times import WindowTimes
 from lockstep.extensions.balancing.shares import ShareControl
-from lockstep.ground.comm import RowsToCome
+from lockstep.ground.comm import RowExchange
 
 from .language import GPT, TINY, loss_of
 
@@ -201,7 +201,7 @@ def looks(rounds: int) -> dict[str, list[float]]:
     control, found = ShareControl(size), []
     for number in range(rounds):
         start = time.perf_counter()
-        rows = RowsToCome([1.0] * (3 + len(WindowTimes._fields)))
+        rows = RowExchange([1.0] * (3 + len(WindowTimes._fields)))
         told = time.perf_counter()
         dist.barrier()
         heard = time.perf_counter()

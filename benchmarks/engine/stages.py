@@ -17,7 +17,7 @@ from lockstep import LightningModule, Trainer
 from lockstep.extensions.balancing.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
 from lockstep.extensions.balancing.pipeline.measured_split import LATEST, MEASURED
 from lockstep.extensions.balancing.pipeline.times import AFTER, BACKWARD, BEFORE, BLOCKS, StageTimes, typical
-from lockstep.ground.comm import RowsToCome
+from lockstep.ground.comm import RowExchange
 from lockstep.strategies import BalancedStrategy
 
 from .language import BYTES, Block, Size
@@ -217,7 +217,7 @@ def measuring(rounds: int) -> dict[str, float]:
                     for part in parts:
                         part()
         measured = time.thread_time()
-        rows = RowsToCome(typical(times.take()))
+        rows = RowExchange(typical(times.take()))
         told = time.thread_time()
         dist.barrier()
         heard = time.thread_time()

@@ -38,7 +38,7 @@ from lockstep.config.run import (
     config_of,
     defaults_of,
     refuse_unknown_flags,
-    refuse_what_is_not_there,
+    refuse_unsupported_flags,
     strip,
     synchronizes_batchnorm,
 )
@@ -47,11 +47,11 @@ from lockstep.engines.strategy import Strategy
 from lockstep.engines.table import drives_all_devices, make_strategy
 from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.device import creating
-from lockstep.ground.errors import MisconfigurationException, NotThere
+from lockstep.ground.errors import MisconfigurationException, MissingAttribute
 from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_only, warn_once
-from lockstep.ground.torch_support import warn_of_untried_torch
+from lockstep.ground.torch_support import warn_of_untested_torch
 from lockstep.ground.types import Planned, RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import directly, here, is_interactive, is_placed_by_cluster, launcher
@@ -225,7 +225,7 @@ class Trainer(Attributes):
         **others: Never,
     ) -> None:
         variables = locals()
-        warn_of_untried_torch()
+        warn_of_untested_torch()
         flags = {name: variables[name] for name in FLAGS}
         flags.update(flags_of(flags, FLAGS))  # PL_TRAINER_... variables fill flags that were not given
         unknown: dict[str, Any] = {**others}  # Never: type checkers report a misspelt flag
@@ -238,7 +238,7 @@ class Trainer(Attributes):
             callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
         self.barebones = strip(flags)
         self._given_flags = dict(flags)
-        refuse_what_is_not_there(flags["model_registry"])
+        refuse_unsupported_flags(flags["model_registry"])
         config = config_of(flags)
         for name in ("accelerator", "strategy", "profiler"):
             check_not_lightnings(f"Trainer({name}=...)", flags[name])
@@ -525,13 +525,13 @@ class Trainer(Attributes):
                 target network's, are in the file.
 
         Raises:
-            NotThere: no fit has set up a module, or its state is in other processes.
+            MissingAttribute: no fit has set up a module, or its state is in other processes.
         """
         call = f"trainer.save_checkpoint({os.fspath(filepath)!r})"
         session = self._saved_session(call)
         if session is not self.session:
             if weights_only is False or trainable_only:
-                raise NotThere(f"{call}: {STAYED_THERE}")
+                raise MissingAttribute(f"{call}: {STAYED_THERE}")
             if not weights_only:
                 warn_once(f"{call} writes the weights alone: {STAYED_THERE}", key=STAYED_THERE)
             state.save(session, filepath, True, storage_options)
@@ -569,7 +569,7 @@ class Trainer(Attributes):
                 files from the folder that the model was loaded from.
 
         Raises:
-            NotThere: no fit has set up a module, or it is in other processes.
+            MissingAttribute: no fit has set up a module, or it is in other processes.
         """
         strategy = self._saved_session(f"trainer.save_pretrained({os.fspath(folder)!r})").strategy
         from lockstep.checkpoint import export  # few runs write one
@@ -589,12 +589,12 @@ class Trainer(Attributes):
 
             return spawn_results.local_session(self.session)
         if self._spawns:
-            raise NotThere(
+            raise MissingAttribute(
                 f"{call}: there are no weights to save. Calls of this Trainer run in other processes, which return the "
                 "weights when they end without an error. Save after such a call, or in a hook."
             )
         if not self.session.has("hooks") or self.strategy.module is None:
-            raise NotThere(
+            raise MissingAttribute(
                 f"{call}: there is nothing to save before the first fit has set up its module (a copy of a Trainer "
                 "starts without one)."
             )

@@ -7,36 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep import LightningModule, Trainer
+from lockstep import Trainer
 from lockstep.ground.extensions import is_there
 from tests.accelerator.madeup import NAME
-from tests.accelerator.test_lockstep import QUIET, rows
+from tests.accelerator.test_lockstep import QUIET, Plain, rows
 from tests.tools.pool import RankPool
-
-
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.01)
 
 
 def _left(flags: dict[str, Any]) -> list[Any]:
     """Bytes on the device behind a fit, a validation and a second fit; and whether the module works on the CPU."""
-    module, device = Net(), torch.get_device_module(NAME)
+    module, device = Plain(), torch.get_device_module(NAME)
     trainer = Trainer(accelerator=NAME, max_epochs=1, **QUIET, **flags)
     gc.collect()
     before, left = device.memory_allocated(), []
@@ -57,7 +39,8 @@ def test_nothing_is_left_on_the_device(madeup: RankPool, flags: dict[str, Any]) 
 
 
 def _trained(flags: dict[str, Any]) -> list[Tensor]:
-    module = Net()
+    torch.manual_seed(0)
+    module = Plain()
     Trainer(max_epochs=1, **QUIET, **flags).fit(module, rows(40))
     return [parameter.detach().cpu() for parameter in module.parameters()]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.ground import comm
 from tests.accelerator.on_device import on_device
@@ -49,69 +47,6 @@ def test_a_collective_returns_when_it_is_queued() -> None:
     go_on()
     assert (values.item(), last.item()) == (3.0, 13.0)
     assert work.is_completed()
-
-
-@on_device(2)
-def test_every_collective_does_what_it_does_on_the_cpu() -> None:
-    rank = _meet()
-    one, two = _of(float(rank)), _of(4.0 * rank, 4.0 * rank + 1)
-    out, parts = torch.empty(2, device="madeup"), [torch.empty(1, device="madeup") for _ in range(2)]
-    found: dict[str, Any] = {}
-
-    def note(name: str, value: Tensor | list[Tensor]) -> None:
-        found[name] = value.tolist() if isinstance(value, Tensor) else torch.cat(value).tolist()
-
-    dist.all_gather(parts, one)
-    note("all_gather", parts)
-    dist._all_gather_base(out, one)  # all_gather_into_tensor, by the name that all releases have
-    note("all_gather_into_tensor", out)
-    half = torch.empty(1, device="madeup")
-    dist._reduce_scatter_base(half, two, op=dist.ReduceOp.SUM)
-    note("reduce_scatter_tensor", half)
-    dist.reduce_scatter(half, list(two.split(1)), op=dist.ReduceOp.MAX)
-    note("reduce_scatter", half)
-    dist.all_to_all_single(out, two)
-    note("all_to_all_single", out)
-    if torch.__version__ >= "2.12":  # gloo has none before
-        dist.all_to_all(parts, list(two.split(1)))
-        note("all_to_all", parts)
-    given = two.clone()
-    dist.broadcast(given, 1)
-    note("broadcast", given)
-    dist.reduce(given, 0)
-    note("reduce", given) if rank == 0 else None
-    dist.gather(one, parts if rank == 0 else None, 0)
-    note("gather", parts) if rank == 0 else None
-    dist.scatter(half, list(two.split(1)) if rank == 1 else None, 1)
-    note("scatter", half)
-    mean = one.clone()
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
-    note("mean", mean)
-    expected = {
-        "all_gather": [0.0, 1.0],
-        "all_gather_into_tensor": [0.0, 1.0],
-        "reduce_scatter_tensor": [[4.0], [6.0]][rank],
-        "reduce_scatter": [[4.0], [5.0]][rank],
-        "all_to_all_single": [[0.0, 4.0], [1.0, 5.0]][rank],
-        "all_to_all": [[0.0, 4.0], [1.0, 5.0]][rank],
-        "broadcast": [4.0, 5.0],
-        **({"reduce": [8.0, 10.0], "gather": [0.0, 1.0]} if rank == 0 else {}),
-        "scatter": [[4.0], [5.0]][rank],
-        "mean": [0.5],
-    }
-    assert found == expected
-    objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": 0}, {"rank": 1}]
-    dist.barrier()
-
-
-@on_device(2)
-def test_the_group_alone_carries_this_device_only() -> None:
-    _meet()
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(1))
-    dist.barrier()
 
 
 @on_device(2)
@@ -160,21 +95,6 @@ def test_messages_go_by_themselves() -> None:
     assert held is not None
     held.wait()
     assert values.item() == 0.0
-
-
-@on_device(2)
-def test_a_barrier_stops_the_host() -> None:
-    from tests.accelerator.madeup import queues
-
-    rank = _meet()
-    dist.barrier()
-    begun = time.monotonic()
-    if rank == 1:
-        time.sleep(0.1)
-    with queues.watched_waits() as waits:
-        dist.barrier()
-    assert [each[0] for each in waits] == ["barrier"]
-    assert time.monotonic() - begun > 0.09
 
 
 @on_device(2)
@@ -229,36 +149,3 @@ def test_a_collective_of_a_lost_rank_never_ends_or_fails(madeup: RankPool, ends:
     assert "exit status 3" in str(caught.value)
     assert "this rank saw it" in str(caught.value)
     assert "AssertionError" not in str(caught.value)
-
-
-@on_device(2)
-def test_torchs_ddp_trains_on_it() -> None:
-    rank = _meet()
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2).double()
-    alone = nn.Linear(3, 2).double()
-    alone.load_state_dict(net.state_dict())
-    rows = torch.randn(8, 3, dtype=torch.float64)
-    ddp = nn.parallel.DistributedDataParallel(net.to(f"madeup:{rank}"))
-    ddp(rows[rank::2].to(f"madeup:{rank}")).pow(2).mean().backward()
-    alone(rows).pow(2).mean().backward()
-    assert net.weight.grad is not None
-    torch.testing.assert_close(net.weight.grad.cpu(), alone.weight.grad, rtol=1e-12, atol=1e-12)
-
-
-@on_device(2)
-def test_torchs_fsdp_trains_on_it() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    rank = _meet(BOTH)
-    torch.manual_seed(0)
-    net, alone = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(2))
-    alone.load_state_dict(net.state_dict())
-    rows = torch.randn(8, 3, dtype=torch.float64)
-    net.to(f"madeup:{rank}")
-    fully_shard(net, mesh=init_device_mesh("madeup", (2,)))
-    for module, batch in ((net, rows[rank::2].to(f"madeup:{rank}")), (alone, rows)):
-        module(batch).pow(2).mean().backward()
-    for mine, its in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor().cpu(), its.grad, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]

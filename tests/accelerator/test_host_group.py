@@ -1,10 +1,11 @@
-"""Collectives of a device's tensors by way of the host, against gloo's on the CPU."""
+"""Collectives of a device's tensors by way of the host, and of the made-up device, against gloo's on the CPU."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -85,8 +86,10 @@ def grouped(function: Any, device: str, backend: str, folder: str) -> Any:
     return function(device)
 
 
-def test_each_collective_gives_what_gloos_gives(madeup: RankPool, tmp_path: Any) -> None:
-    ours = madeup(WORLD).run(grouped, collectives, "madeup", "cpu:gloo,madeup:by_host", f"{tmp_path}/a", group=False)
+@pytest.mark.parametrize("backend", ["by_host", "madeupccl"])
+def test_each_collective_gives_what_gloos_gives(madeup: RankPool, tmp_path: Any, backend: str) -> None:
+    both = f"cpu:gloo,madeup:{backend}"
+    ours = madeup(WORLD).run(grouped, collectives, "madeup", both, f"{tmp_path}/a", group=False)
     theirs = madeup(WORLD).run(grouped, collectives, "cpu", "gloo", f"{tmp_path}/b", group=False)
     for own, expected in zip(ours, theirs, strict=True):
         assert own.keys() == expected.keys()

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Callback, LightningModule, Trainer, seed_everything
+from lockstep import LightningModule, Trainer, seed_everything
 from lockstep.ground.accelerators import TorchAccelerator
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import check_equivalence
 from tests.accelerator.madeup import NAME
 from tests.accelerator.on_device import on_device
+from tests.accelerator.test_steady_steps import Watch
 from tests.tools.pool import RankPool
 
 QUIET: dict[str, Any] = {
@@ -30,16 +31,15 @@ QUIET: dict[str, Any] = {
 class Small(LightningModule):
     """A net with what a net has: normalization, dropout, logged values."""
 
-    def __init__(self, dropout: float = 0.1, sync_dist: bool = False) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.net = nn.Sequential(
             nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4), nn.Linear(4, 1)
         )
-        self.sync_dist = sync_dist
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.sync_dist)
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -55,34 +55,10 @@ def rows(count: int = 48, batch_size: int = 4) -> DataLoader[Any]:
     return DataLoader(TensorDataset(values, values.sum(1, keepdim=True).sin()), batch_size)
 
 
-class Waits(Callback):
-    """What the host waited for in the steps from ``begin`` to ``end``, and where."""
-
-    def __init__(self, begin: int = 4, end: int = 8) -> None:
-        self.begin, self.end = begin, end
-        self.found: list[tuple[str, str]] = []
-        self.over = False
-        self._watch: Any = None
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: object, batch_idx: int) -> None:
-        from tests.accelerator.madeup import queues
-
-        if trainer.global_step == self.begin and self._watch is None:
-            self._watch = queues.watched_waits()
-            self.found = self._watch.__enter__()
-        elif trainer.global_step == self.end:
-            if not self.over:
-                self._watch.__exit__(None, None, None)
-            self.over = True
-
-
 def _steady(flags: dict[str, Any]) -> list[tuple[str, str]]:
-    waits = Waits()
-    strategy = {"strategy": "ddp", "devices": 2} if "devices" in flags else {"devices": 1}
-    module = Small(sync_dist=flags.pop("sync_dist", False))
-    Trainer(accelerator=NAME, max_epochs=1, callbacks=[waits], **{**QUIET, **strategy, **flags}).fit(module, rows(80))
-    assert waits.over
-    return waits.found
+    watch = Watch(validation=False)
+    Trainer(accelerator=NAME, devices=1, max_epochs=1, callbacks=[watch], **{**QUIET, **flags}).fit(Small(), rows(80))
+    return watch.waits
 
 
 STEADY: dict[str, dict[str, Any]] = {
@@ -109,20 +85,6 @@ def test_a_step_in_float16_waits_once(madeup: RankPool) -> None:
 def test_a_row_of_logged_values_is_one_wait(madeup: RankPool) -> None:
     (found,) = madeup(1).run(_steady, {"log_every_n_steps": 1}, group=False)
     assert len(found) == 4, found
-
-
-RANKS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "clipped": {"gradient_clip_val": 0.1},
-    "fsdp": {"strategy": "fsdp"},
-    "fsdp, clipped": {"strategy": "fsdp", "gradient_clip_val": 0.1},
-}
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("flags", RANKS.values(), ids=RANKS)
-def test_a_steady_step_of_two_ranks_waits_for_nothing(madeup: RankPool, flags: dict[str, Any]) -> None:
-    assert madeup(2).run(_steady, {"devices": 2, **flags}, group=False) == [[], []]
 
 
 # -- the numbers of one CPU process

@@ -86,7 +86,7 @@ def _waits(what: str) -> list[tuple[str, str]]:
     watch = Watch(what.endswith("validation"))
     module = Net(what)
     train = DataLoader(Stream() if what == "iterable" else Samples(), 2)
-    flags: dict[str, Any] = {"gradient_clip_val": 1.0} if what == "clip" else {}
+    flags: dict[str, Any] = {"gradient_clip_val": 1.0} if "clip" in what else {}
     trainer = quiet(
         strategy="fsdp" if what.startswith("fsdp") else "ddp",
         devices=2,
@@ -124,7 +124,7 @@ def test_parameters_for_which_a_rank_waits_in_each_step_are_named_once(madeup: R
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize(
-    "what", ["plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "validation", "fsdp validation"]
+    "what", ["plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "fsdp, clip", "validation", "fsdp validation"]
 )
 def test_nobody_waits_for_the_device(madeup: RankPool, what: str) -> None:
     """Each of them was a copy up, a collective and a copy down, behind all that the device had yet to do."""

@@ -95,7 +95,7 @@ def test_a_callback_of_the_module_takes_the_place_of_the_classes_above_its_own()
 
 
 def test_callbacks_of_the_module_are_checked_as_the_trainers() -> None:
-    with pytest.raises(MisconfigurationException, match=r"configure_callbacks\(\): 2 callbacks share the state_key"):
+    with pytest.raises(MisconfigurationException, match=r"configure_callbacks.*2 callbacks have the same state_key"):
         configured([Counted(), Counted()])
     with pytest.raises(TypeError, match=r"configure_callbacks\(\)"):
         configured([3])

@@ -167,19 +167,19 @@ class Gpus:
 
 def test_a_task_that_sees_one_device_does_not_index_it() -> None:
     """SLURM's --gpus-per-task=1 shows each task its own device, which is number 0 in all of them."""
-    devices, asked = node_devices(Gpus(1), 8, dealt_out=True)
+    devices, asked = node_devices(Gpus(1), 8, assigned_by_cluster=True)
     assert asked == 8
     assert [device_of(devices, rank, 8).index for rank in range(8)] == [0] * 8
 
 
 def test_a_task_that_sees_all_devices_indexes_them() -> None:
-    devices, asked = node_devices(Gpus(8), "auto", dealt_out=True)
+    devices, asked = node_devices(Gpus(8), "auto", assigned_by_cluster=True)
     assert asked is None  # as many as there are tasks, not devices
     assert [device_of(devices, rank, 8).index for rank in range(8)] == list(range(8))
 
 
 def test_ones_own_machine_has_the_devices_that_were_asked_for() -> None:
-    assert node_devices(Gpus(4), 2, dealt_out=False)[1] == 2
-    assert node_devices(Gpus(4), "auto", dealt_out=False)[1] == 4
+    assert node_devices(Gpus(4), 2, assigned_by_cluster=False)[1] == 2
+    assert node_devices(Gpus(4), "auto", assigned_by_cluster=False)[1] == 4
     with pytest.raises(MisconfigurationException, match="there are 4"):
-        node_devices(Gpus(4), 5, dealt_out=False)
+        node_devices(Gpus(4), 5, assigned_by_cluster=False)

@@ -37,9 +37,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of([torch.device("cuda", index) for index in range(2)], 0, 4)
     monkeypatch.setenv("LOCKSTEP_STARTED", "--devices 2")
     assert device_of(one, 0, 1) == one[0]
-    with pytest.raises(
-        MisconfigurationException, match="2 ranks were started on this node, which has 1 cuda device for them"
-    ):
+    with pytest.raises(MisconfigurationException, match="2 ranks were started on this node, but only 1 cuda device"):
         device_of(one, 1, 2)
     assert device_of([torch.device("cpu")], 1, 2).type == "cpu"
 

@@ -26,17 +26,17 @@ class ForgetsData(LightningDataModule):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda t: t.fit(Slope, numbers(1)), r"trainer.fit\(model\): Slope is a class; give an instance, Slope\(\)"),
+        (lambda t: t.fit(Slope, numbers(1)), r"trainer.fit\(model\): Slope is a class: pass an instance, Slope\(\)"),
         (lambda t: t.validate(Slope), r"trainer.validate\(model\): Slope is a class"),
         (
             lambda t: t.fit(3, numbers(1)),
-            r"trainer.fit\(model\): expected a `LightningModule` of lockstep, got `int`",
+            r"trainer.fit\(model\): pass an instance of lockstep's `LightningModule`, not of `int`",
         ),
         (
             lambda t: t.fit(ForgetsModule(), numbers(1)),
-            r"ForgetsModule.__init__ does not call `super\(\).__init__\(\)`",
+            r"ForgetsModule.__init__ did not call `super\(\).__init__\(\)`",
         ),
-        (lambda t: t.fit(Slope(), datamodule=ForgetsData()), r"ForgetsData.__init__ does not call `super\(\)"),
+        (lambda t: t.fit(Slope(), datamodule=ForgetsData()), r"ForgetsData.__init__ did not call `super\(\)"),
     ],
 )
 def test_calls_that_are_nearly_right(call: Any, said: str) -> None:
@@ -47,11 +47,11 @@ def test_calls_that_are_nearly_right(call: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"callbacks": [EarlyStopping]}, r"callbacks=...\): EarlyStopping is a class; give an instance, EarlySt"),
+        ({"callbacks": [EarlyStopping]}, r"callbacks=...\): EarlyStopping is a class: pass an instance, EarlySt"),
         ({"callbacks": Callback}, r"callbacks=...\): Callback is a class"),
         (
             {"callbacks": [print]},
-            r"callbacks=...\): expected a `Callback` of lockstep, got `builtin_function_or_method`",
+            r"callbacks=...\): pass an instance of lockstep's `Callback`, not of `builtin_function_or_method`",
         ),
         ({"logger": Recorder}, r"logger=.*Recorder.*CSVLogger\(folder\)"),
         ({"strategy": SingleDeviceStrategy}, r"strategy=SingleDeviceStrategy\) is a class"),
@@ -73,8 +73,8 @@ def test_classes_of_an_installed_lightning_name_the_import_and_the_command(
     class TheirData(lightning.LightningDataModule):  # type: ignore[misc,name-defined]
         pass
 
-    change = r"derives from lightning\.pytorch\..*from `lightning.pytorch` to `lockstep`; "
-    said = change + r".*: `lockstep run --lightning script\.py`\."
+    change = r"derives from lightning\.pytorch\..*from `lockstep` instead of `lightning.pytorch`\."
+    said = change + r".* with `lockstep run --lightning script\.py`\."
     with pytest.raises(MisconfigurationException, match=rf"Theirs {said}"):
         quiet().fit(Theirs(), numbers(1))
     with pytest.raises(MisconfigurationException, match=rf"TheirData {said}"):
@@ -84,9 +84,9 @@ def test_classes_of_an_installed_lightning_name_the_import_and_the_command(
     with pytest.raises(MisconfigurationException, match=rf"EarlyStopping {said}"):
         quiet(callbacks=lightning.callbacks.EarlyStopping)
     monkeypatch.setattr("sys.argv", ["there/train.py"])
-    with pytest.raises(MisconfigurationException, match=r"DDPStrategy .*: `lockstep run --lightning train\.py`"):
+    with pytest.raises(MisconfigurationException, match=r"DDPStrategy .* with `lockstep run --lightning train\.py`"):
         quiet(strategy=lightning.strategies.DDPStrategy())
-    with pytest.raises(MisconfigurationException, match=r"CPUAccelerator .*: `lockstep run --lightning train\.py`"):
+    with pytest.raises(MisconfigurationException, match=r"CPUAccelerator .* with `lockstep run --lightning train\.py`"):
         quiet(accelerator=lightning.accelerators.CPUAccelerator())
-    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler .*: `lockstep run --lightning train\.py`"):
+    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler .* with `lockstep run --lightning train\.py`"):
         quiet(profiler=lightning.profilers.SimpleProfiler())

@@ -58,18 +58,6 @@ def test_every_flag_may_be_given_at_its_default(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"sync_batchnorm": "yes"}, "sync_batchnorm='yes'.*True or False"),
-        ({"model_registry": "me/model"}, "model_registry='me/model'.*ModelCheckpoint"),
-    ],
-)
-def test_what_a_trainer_does_not_have(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(MisconfigurationException, match=said):
-        quiet(**flags)
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("limit_val_batches", 1.5),

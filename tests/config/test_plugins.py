@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
@@ -69,20 +70,15 @@ def test_a_checkpoint_io_beside_other_plugins() -> None:
     assert trainer.precision == "64-true"
 
 
-def on_a_grid(rank: int) -> tuple[int, int, list[float]]:
+def on_a_grid() -> tuple[int, int, list[float]]:
+    rank = torch.distributed.get_rank()
     trainer, module = quiet(plugins=Grid(rank, 2), strategy="ddp", devices=2, max_epochs=1), Slope()
     trainer.fit(module, numbers(4))
     return trainer.global_rank, trainer.world_size, module.gradients
 
 
-def rank_on_a_grid() -> tuple[int, int, list[float]]:
-    import torch.distributed as dist
-
-    return on_a_grid(dist.get_rank())
-
-
 def test_a_cluster_tells_which_rank_this_is(ranks: RankPool) -> None:
-    assert ranks(2).run(rank_on_a_grid) == [(0, 2, [1.5, 3.5]), (1, 2, [1.5, 3.5])]
+    assert ranks(2).run(on_a_grid) == [(0, 2, [1.5, 3.5]), (1, 2, [1.5, 3.5])]
 
 
 def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> None:
@@ -92,13 +88,13 @@ def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*choose everything else by `strategy=`"),
+        ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*select everything else with `strategy=`"),
         (
             {"plugins": [Files(), TorchCheckpointIO()]},
-            r"\[Files\(\), TorchCheckpointIO\(\)\]\): a run has one checkpoint_io",
+            r"\[Files\(\), TorchCheckpointIO\(\)\]\): a run can have only one checkpoint_io",
         ),
-        ({"plugins": [Precision]}, "give instances of lockstep's Precision"),
-        ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*leave one out"),
+        ({"plugins": [Precision]}, "pass instances of lockstep's Precision"),
+        ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*remove one"),
         ({"plugins": Starts()}, r"Starts\(\)\): its creates_processes_externally is False"),
         ({"plugins": Grid(0, 3), "num_nodes": 2}, r"Grid\(\), num_nodes=2\): its world_size\(\) of 3 is not divisible"),
         ({"plugins": Grid(0, 4), "devices": 2}, r"devices=2, num_nodes=1 make 2 rank.*world_size\(\) is 4"),
@@ -114,5 +110,5 @@ def test_lightnings_own_plugins_are_refused_by_name(lightning: Any) -> None:
     from lightning.pytorch.plugins import TorchCheckpointIO as LightningsIO
 
     for made in (HalfPrecision("bf16-true"), LightningsIO(), TorchSyncBatchNorm()):
-        with pytest.raises(MisconfigurationException, match="give instances of lockstep's"):
+        with pytest.raises(MisconfigurationException, match="pass instances of lockstep's"):
             quiet(plugins=made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 import lockstep
-from lockstep.data.counting import BatchCounting, BatchPlan, LoaderOrder, RunAttempt, count_batches
+from lockstep.data.counting import LoaderOrder
 from lockstep.ground.errors import MisconfigurationException
-from tests.data.loaders import SizedStream, Stream, feed_of, indices, numbers
+from tests.data.loaders import SizedStream, Stream, indices, numbers
+from tests.data.test_feed_elsewhere import in_all, play
 
 Make = Callable[[], Any]
 
@@ -145,33 +145,11 @@ def test_a_checkpoint_that_does_not_tell_of_orders_goes_on_without_a_word(tmp_pa
 
 @pytest.mark.parametrize("state", [["shuffled", 20], ["shuffled", "20", 0], "shuffled"])
 def test_a_checkpoint_with_orders_that_cannot_be_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="an order is"):
+    with pytest.raises(ValueError, match="the order of a loader is"):
         LoaderOrder.load(state)
 
 
 # -- a stream's workers ----------------------------------------------------------------------------------------
-
-
-def drawn(make: Make, size: int, saved: BatchPlan | None, stop: int | None) -> tuple[list[int], BatchPlan]:
-    """What ranks draw in so many steps, one rank after the other, and where they leave off."""
-    found: list[int] = []
-    number = 0
-    for rank in range(size):
-
-        def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
-            return count_batches(saved, RunAttempt(size, 1, batches, flexible, workers=workers))
-
-        feed = feed_of(make(), rank, size, counting=counting)
-        number = feed.counting.begins(0)[0] if saved is None or feed.counting.moved else saved.at.number
-        feed.begin(0, number, 1)
-        try:
-            for window in itertools.islice(feed.windows(1), stop):
-                number += window.size
-                found += [index for batch, weight, _ in window if weight for index in indices(batch)]
-        finally:
-            feed.close()
-    at, before = feed.reached(number), feed.counting.resumed_at
-    return found, BatchPlan(feed.counting.ranks, 1, feed.batches, size, at, before)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -179,10 +157,10 @@ def drawn(make: Make, size: int, saved: BatchPlan | None, stop: int | None) -> t
 @pytest.mark.parametrize("workers", [(2, 0, 0), (0, 2, 3), (2, 3, 0)])
 def test_a_stream_goes_on_with_other_workers(kind: Any, workers: tuple[int, ...], size: int) -> None:
     makes = [lambda count=count: DataLoader(kind(61), 4, num_workers=count) for count in workers]
-    first, plan = drawn(makes[0], size, None, 3)
-    second, plan = drawn(makes[1], size, plan, 2)
-    third, _ = drawn(makes[2], size, plan, None)
-    assert sorted(first + second + third) == list(range(61))
+    first = play(makes[0], size, stop=3)
+    second = play(makes[1], size, saved=first.plan, stop=2)
+    third = play(makes[2], size, saved=second.plan)
+    assert in_all(first, second, third) == list(range(61))
 
 
 def test_a_fit_goes_on_with_other_workers_and_says_so(tmp_path: Path) -> None:
@@ -191,16 +169,16 @@ def test_a_fit_goes_on_with_other_workers_and_says_so(tmp_path: Path) -> None:
 
     seen, told = resumed(tmp_path / "a.ckpt", make(2), make(0), {}, {})
     assert sorted(seen) == list(range(40))
-    assert [each.startswith("trainer.fit: num_workers differs from the checkpoint") for each in told] == [True]
+    assert [each.startswith("trainer.fit: the iterable data set is read by") for each in told] == [True]
 
 
 def test_a_stream_that_shards_itself_over_other_workers_is_refused() -> None:
-    _, plan = drawn(lambda: DataLoader(Stream(61, sharded=True), 4, num_workers=2), 1, None, 3)
+    first = play(lambda: DataLoader(Stream(61, sharded=True), 4, num_workers=2), 1, stop=3)
     told = ""
     try:
-        drawn(lambda: DataLoader(Stream(61, sharded=True), 4, num_workers=3), 1, plan, None)
+        play(lambda: DataLoader(Stream(61, sharded=True), 4, num_workers=3), 1, saved=first.plan)
     except MisconfigurationException as error:
         told = str(error)
     gc.collect()  # the error's frames held the workers
     assert "Stream shards itself over the loader's workers" in told
-    assert "num_workers is 3 now but was 2 when the epoch was started" in told
+    assert "num_workers was changed from 2 to 3" in told

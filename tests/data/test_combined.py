@@ -62,7 +62,7 @@ def test_the_loaders_can_be_seen_and_exchanged() -> None:
     combined.flattened = [range(1), range(2)]
     assert combined.iterables == {"a": range(1), "b": range(2)}
     assert combined.sampler == {"a": None, "b": None}
-    with pytest.raises(ValueError, match="has 2 loaders, not 1"):
+    with pytest.raises(ValueError, match="assigned 1 loaders, but it has 2"):
         combined.flattened = [range(1)]
     with pytest.raises(ValueError, match="3 numbers for 2 loaders"):
         combined.limits = [1, 2, 3]

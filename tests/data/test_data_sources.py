@@ -48,10 +48,10 @@ def test_a_data_set_that_grows_or_shrinks_behind_its_loader_is_told_of(shuffle: 
     feed = feed_of(DataLoader(kept, 2, shuffle=shuffle))  # type: ignore[arg-type]
     assert sorted(drawn(epoch(feed))) == [*range(6)]
     kept.append(6)
-    with pytest.warns(UserWarning, match="data set of train_dataloader has 7 samples; it had 6 when its dataloader"):
+    with pytest.warns(UserWarning, match="data set of train_dataloader has 7 samples, but had 6 when its dataloader"):
         assert sorted(drawn(epoch(feed, 1))) == [*range(6)]
     del kept[4:]
-    with pytest.raises(MisconfigurationException, match=r"has 4 samples; it had 6 .*reload_dataloaders_every_n_"):
+    with pytest.raises(MisconfigurationException, match=r"has 4 samples, but had 6 .*reload_dataloaders_every_n_"):
         epoch(feed, 2)
 
 
@@ -83,5 +83,5 @@ class Growing:
 def test_a_sampler_that_grows_is_told_of_where_it_is_not_drawn_to_its_end() -> None:
     feed = feed_of(DataLoader(numbers(20), 2, sampler=Growing()))  # type: ignore[arg-type]
     assert drawn(epoch(feed)) == [0, 1, 2, 3]
-    with pytest.warns(UserWarning, match="sampler of train_dataloader has length 6; it had 4 when"):
+    with pytest.warns(UserWarning, match="sampler of train_dataloader has length 6, but had 4 when"):
         assert drawn(epoch(feed, 1)) == [0, 1, 2, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +50,12 @@ def play(
     accumulate: Accumulation = 1,
     *,
     saved: BatchPlan | None = None,
-    stop: float = math.inf,
+    stop: int | None = None,
     epoch: int = 0,
+    pick: Callable[[Any], list[int]] = indices,
     **flags: Any,
 ) -> Life:
-    """One life, rank after rank, for so many windows of an epoch."""
+    """One life, rank after rank, for so many windows of an epoch; ``pick`` returns the samples of a batch."""
     keep = flags.pop("keep", True)
     rows = batches_of_window(accumulate, epoch)
     found: list[list[int]] = []
@@ -65,20 +66,18 @@ def play(
 
         planned = None if saved is None else saved.ranks
         feed = feed_of(make(), rank, size, counting=counting, planned=planned, **flags)
-        first = feed.counting.begins(epoch)[0]
-        feed.begin(epoch, first, rows)
-        number = first
-        for index, window in enumerate(feed.windows(rows)):
-            if index >= stop:
-                break
-            number += window.size
-            found.extend([] for _ in range(index + 1 - len(found)))
-            for batch, weight, _ in window:
-                if weight:
-                    found[index] += indices(batch)
-        feed.close()
+        goes_on = saved is not None and not feed.counting.moved  # on the same ranks
+        number = saved.at.number if saved is not None and goes_on else feed.counting.done_before(epoch)[0]
+        feed.begin(epoch, number, rows)
+        try:
+            for index, window in enumerate(itertools.islice(feed.windows(rows), stop)):
+                number += window.size
+                found.extend([] for _ in range(index + 1 - len(found)))
+                found[index] += [sample for batch, weight, _ in window if weight for sample in pick(batch)]
+        finally:
+            feed.close()
     at = feed.reached(number)
-    before = feed.counting.resumed_at if first else None
+    before = feed.counting.resumed_at if feed.counting.done_before(epoch)[0] else None
     return Life(
         [sorted(window) for window in found],
         BatchPlan(feed.counting.ranks, accumulate, feed.batches, size, at, before),
@@ -124,7 +123,7 @@ def test_several_moves_in_one_epoch(kind: str) -> None:
     make = CASES[kind]
     found: list[list[int]] = []
     plan = None
-    for size, stop in ((4, 1), (3, 1), (4, 1), (1, math.inf)):
+    for size, stop in ((4, 1), (3, 1), (4, 1), (1, None)):
         life = play(make, size, 1, saved=plan, stop=stop)
         found += life.windows
         plan = BatchPlan.load(life.plan.state_dict())
@@ -190,33 +189,13 @@ def test_several_loaders_go_on_together() -> None:
     def make() -> Any:
         return {"long": loader(64, 4), "short": loader(24, 2)}  # 4 and 3 batches of 4 ranks
 
-    def drawn(life_size: int, saved: BatchPlan | None, stop: float) -> tuple[list[Any], BatchPlan]:
-        found: list[Any] = []
-        for rank in range(life_size):
-
-            def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
-                return count_batches(saved, RunAttempt(size, 1, batches, flexible))
-
-            feed = feed_of(make(), rank, life_size, seed=1, counting=counting)
-            number = feed.counting.begins(0)[0]
-            feed.begin(0, number, 1)
-            for index, window in enumerate(feed.windows(1)):
-                if index >= stop:
-                    break
-                number += window.size
-                found.extend(([], []) for _ in range(index + 1 - len(found)))
-                for batch, _, _ in window:
-                    for into, name in zip(found[index], ("long", "short"), strict=True):
-                        into += indices(batch[name])
-        at = feed.reached(number)
-        sets = [(sorted(long), sorted(short)) for long, short in found]
-        return sets, BatchPlan(feed.counting.ranks, 1, feed.batches, life_size, at)
-
-    whole, _ = drawn(4, None, math.inf)
-    first, plan = drawn(4, None, 1)
-    assert plan.batches == [4, 2]
-    for size in (1, 2, 3):
-        assert first + drawn(size, plan, math.inf)[0] == whole
+    for name in ("long", "short"):
+        pick = lambda batch, name=name: indices(batch[name])  # noqa: E731
+        first = play(make, 4, stop=1, pick=pick)
+        assert first.plan.batches == [4, 2]
+        for size in (1, 2, 3):
+            second = play(make, size, saved=first.plan, pick=pick)
+            assert first.windows + second.windows == at_once(make, 4, pick=pick)
 
 
 # -- what the user has changed, and what cannot be -----------------------------------------------------------
@@ -242,7 +221,7 @@ def test_whole_batches_that_do_not_divide_are_refused_with_the_numbers() -> None
         return DataLoader(Stream(64), 1)
 
     first = play(make, 4, {0: 3, 2: 2}, stop=1)
-    said = r"has 8 batches \(4 ranks x accumulate_grad_batches=2\), which cannot be .* over 3 .* 1, 2, 4, 8;"
+    said = r"The 8 batches of a step \(4 ranks x accumulate_grad_batches=2\) cannot be .* over 3 .* 1, 2, 4, 8;"
     with pytest.raises(MisconfigurationException, match=said):
         play(make, 3, {0: 3, 2: 2}, saved=first.plan)
     assert in_all(first, play(make, 3, 1, saved=first.plan)) == list(range(64))

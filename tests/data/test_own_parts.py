@@ -32,16 +32,6 @@ class InIter(IterableDataset[Any]):
         return iter(torch.tensor([number, 0]) for number in self.part())
 
 
-class AtFirst(InIter):
-    """Looks for its rank when it is made."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def part(self) -> range:
-        return range(self.rank, COUNT, self.size)
-
-
 class OfWorkers(InIter):
     """Shards itself over ranks and workers, by the variables of the environment, as webdataset does."""
 
@@ -110,24 +100,13 @@ def play(kind: type[InIter], workers: int, how: str) -> tuple[list[int], bool]:
     return found, feed._source.own if how == "trained" else True
 
 
-KINDS = [InIter, AtFirst, OfWorkers, Uneven, AllOfOne]
 CASES = [
     (InIter, 0, "trained"),
     (OfWorkers, 2, "trained"),
     (AllOfOne, 0, "evaluated"),
+    pytest.param(Uneven, 1, "trained", marks=pytest.mark.slow),
+    pytest.param(OfWorkers, 2, "evaluated", marks=pytest.mark.slow),
 ]
-MORE = [
-    (kind, workers, how)
-    for kind in KINDS
-    for workers in (0, 1, 2)
-    for how in ("trained", "evaluated")
-    if (kind, workers, how) not in CASES and not (kind is not OfWorkers and workers == 2 and how == "evaluated")
-]
-
-
-def check_once(ranks: RankPool, kind: Any, workers: int, how: str) -> None:
-    found = ranks(2).run(play, kind, workers, how, timeout=50)
-    assert sorted(found[0][0] + found[1][0]) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(("kind", "workers", "how"), CASES)
@@ -135,13 +114,8 @@ def test_each_sample_of_a_stream_that_shards_itself_is_seen_once(
     ranks: RankPool, kind: Any, workers: int, how: str
 ) -> None:
     """It was shared out twice: half of its samples were never seen, of which a warning told."""
-    check_once(ranks, kind, workers, how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "workers", "how"), MORE)
-def test_each_sample_once_however_a_stream_shards_itself(ranks: RankPool, kind: Any, workers: int, how: str) -> None:
-    check_once(ranks, kind, workers, how)
+    found = ranks(2).run(play, kind, workers, how, timeout=50)
+    assert sorted(found[0][0] + found[1][0]) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(("kind", "workers"), [(Shared, 0), (Shared, 2), (SharedByWorkers, 2)])

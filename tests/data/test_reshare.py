@@ -32,7 +32,7 @@ def play(feeds: list[Feed], accumulate: int, changes: Any = (), start: int = 0, 
         assert len({(window.size, window.last, tuple(window.of_rank)) for window in windows}) == 1
         steps = [[(indices(b) if weight else [], weight, share) for b, weight, share in window] for window in windows]
         mine = [sum(len(samples) for samples, _, _ in step) for step in steps]
-        assert windows[0].begun or mine == list(windows[0].of_rank)
+        assert windows[0].num_done or mine == list(windows[0].of_rank)
         found.append(steps)
         for _, shares in (change for change in changes if change[0] == len(found)):
             number = max(feed.drawn for feed in feeds)
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
             return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
         feeds = of(lambda: loader(113, 4), size, counting=counting, planned=3)
-        first = feeds[0].counting.begins(0)[0]
+        first = feeds[0].counting.done_before(0)[0]
         found = play(feeds, 1, changes, first)[:stop]
         number = first + sum(len(window[0]) for window in found)
         found_plan = BatchPlan(feeds[0].counting.ranks, 1, feeds[0].batches, size, feeds[0].reached(number))
@@ -149,5 +149,5 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
 
 @pytest.mark.parametrize("make", [batch_sampler, lambda: DataLoader(Stream(40), 4), lambda: [torch.arange(4)]])
 def test_loaders_of_whole_batches_are_refused_by_the_flags_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader yields whole"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader yields ready-made"):
         feed_of(make(), 0, 2, reshared=True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lockstep.data.cut import apportion
 from lockstep.data.feed import Feed
+from lockstep.data.partition import apportion
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
@@ -178,19 +178,21 @@ def batch_sampler() -> DataLoader[Any]:
     ],
 )
 def test_loaders_of_whole_batches_are_refused_by_name(make: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields whole batches"):
+    with pytest.raises(MisconfigurationException, match=r"shares=\(3, 1\): train_dataloader yields ready-made batches"):
         feed_of(make(), 0, 2, shares=(3, 1))
 
 
 def test_shares_that_cannot_be() -> None:
-    with pytest.raises(MisconfigurationException, match="yields whole batches"):
+    with pytest.raises(MisconfigurationException, match="yields ready-made batches"):
         feed_of(loader(40), 0, 2, shares=(3, 1), distribute=False)
     for wrong in ((1, 2, 3), (1, 0), (1, -2), (1, math.nan), (math.inf, 1)):
-        with pytest.raises(MisconfigurationException, match="give 2 positive numbers, one for each replica"):
+        with pytest.raises(
+            MisconfigurationException, match="not a list of 2 positive numbers: pass one for each replica"
+        ):
             feed_of(loader(40), 0, 2, shares=wrong)
-    with pytest.raises(MisconfigurationException, match=r"of 4 samples of .* \(batch_size=2 x 2\) replica 1 gets none"):
+    with pytest.raises(MisconfigurationException, match=r"replica 1 gets no sample .* 4 samples \(batch_size=2 x 2\)"):
         feed_of(loader(40, 2), 0, 2, shares=(9, 1))
     replicas = Replicas(0, 2, lambda tensor: torch.stack([tensor, tensor + 1]))
-    with pytest.raises(MisconfigurationException, match="not the same on all ranks"):
+    with pytest.raises(MisconfigurationException, match="differs between the ranks"):
         Feed.train(loader(40), replicas=replicas, seed=1, shares=(3, 1))
     assert drawn(epoch(feed_of(loader(9, shuffle=False), shares=(3,)))) == list(range(9))

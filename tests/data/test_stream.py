@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
-from lockstep import LightningModule
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of
-from tests.loop.pieces import quiet
 
 
 # Threads share the process' random generators, so these streams draw nothing.
@@ -237,29 +235,3 @@ def test_a_stream_is_read_up_to_the_length_it_tells() -> None:
             return iter(torch.arange(1000).unsqueeze(1).expand(-1, 2))
 
     assert drawn(epoch(feed_of(DataLoader(Endless(10), 4)))) == list(range(12))
-
-
-class Thinned(LightningModule):
-    """One weight, pulled to the mean of what is left of each window; says how many samples that are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guess = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return {"loss": (0.5 * (batch - self.guess) ** 2).mean(), "weight": len(batch)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 1.0)
-
-
-def without_odd(samples: list[torch.Tensor]) -> torch.Tensor:
-    kept = [sample[0].double() for sample in samples if sample[0] % 2 == 0 or sample[0] < 4]
-    return torch.stack(kept)
-
-
-def test_a_batch_weighs_what_a_collate_fn_has_left_where_the_step_says_so() -> None:
-    module = Thinned()
-    loader = DataLoader(Stream(8), 4, collate_fn=without_odd)  # 0, 1, 2, 3, and then 4, 6
-    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, loader)
-    assert module.guess.item() == pytest.approx((0 + 1 + 2 + 3 + 4 + 6) / 6)

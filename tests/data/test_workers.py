@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from lockstep.data import workers
 from lockstep.data.workers import opened
 from lockstep.supervise.signals import handling
 from tests.data.loaders import epoch, feed_of
@@ -117,7 +116,6 @@ def test_a_worker_killed_with_the_lock_ends_the_pass_and_the_other_workers(
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.timeout(60)
 class Deadly(Dataset[Any]):
     """Its fourth sample kills whoever fetches it."""
 
@@ -178,61 +176,13 @@ def test_workers_end_by_themselves_and_persistent_ones_live_on() -> None:
     assert multiprocessing.active_children() == []
 
 
-class Iterable:
-    """A pass with the attributes of torch's that matter here."""
-
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-
-class Worker:
-    ended = False
-
-    def is_alive(self) -> bool:
-        return not self.ended
-
-    def kill(self) -> None:
-        self.ended = True
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_workers_are_killed_only_if_the_lock_is_lost(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "SECONDS_FOR_LOCK", 0.01)
-    event, worker = torch.multiprocessing.Event(), Worker()
-    iterator: Any = opened(Iterable(_workers_done_event=event, _workers=[worker]))
-    if lost:
-        event._cond.acquire()  # type: ignore[attr-defined]
-    done = iterator._workers_done_event
-    assert not done.is_set()
-    done.set()
-    assert done.is_set()
-    assert worker.ended is lost
-    assert lost or event.is_set()
-
-
-class Patient(Dataset[int]):
-    """Samples are the workers' process ids."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_do_not_see_the_signals_that_are_heeded(context: str) -> None:
     noted: list[int] = []
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
     with handling(numbers, noted.append):
-        feed = DataLoader(Patient(), batch_size=1, num_workers=1, multiprocessing_context=context)
+        feed = DataLoader(Lethal(-1), batch_size=1, num_workers=1, multiprocessing_context=context)
         iterator = opened(feed)
         first = int(next(iterator))
         for number in numbers:

@@ -431,7 +431,7 @@ ROWS = [
         "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
         PAGE,
         replace(PLAIN, flags=_flags(min_epochs=3)),
-        lambda program, d, theirs, ours: refused(ours, "the minimum is above the maximum"),
+        lambda program, d, theirs, ours: refused(ours, "the minimum exceeds the maximum"),
         then="all",
     ),
     Row(

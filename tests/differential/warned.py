@@ -22,7 +22,7 @@ from tests.differential.record import Record
 
 TOPICS = {
     "no effect": (
-        r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|"
+        r"no (epoch|step) is saved|saves nothing: leave|overfit_batches overrides|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
         r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|"
         r"(and there is no logger|but the Trainer has no logger): (set|give)"

@@ -108,7 +108,7 @@ def test_plugins_of_the_strategy_are_the_trainers() -> None:
     trainer = quiet(strategy=DDPStrategy(checkpoint_io=io, precision_plugin=precision), devices=1)
     assert trainer.strategy.checkpoint_io is io
     assert trainer.precision_plugin is trainer.strategy.precision_plugin is precision
-    with pytest.raises(MisconfigurationException, match="a run has one checkpoint_io"):
+    with pytest.raises(MisconfigurationException, match="a run can have only one checkpoint_io"):
         quiet(strategy=DDPStrategy(checkpoint_io=io), plugins=[TorchCheckpointIO()], devices=1)
 
 

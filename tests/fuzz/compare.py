@@ -30,7 +30,7 @@ class Verdict:
         reasons: the error's message, or the differences.
     """
 
-    program: Program
+    program: Any
     outcome: str
     reasons: tuple[str, ...] = ()
 
@@ -43,13 +43,18 @@ def compare(pool: RankPool, program: Program, timeout: float = 60) -> Verdict:
         return Verdict(program, "impossible", (_reason(error),))
     try:
         ranks = pool.run(run, program, world=program.world, group=False, timeout=timeout)
-    except RankTimeout as error:
-        return Verdict(program, "different", (f"no end: {error}",))
-    except RankFailure as error:
-        named = isinstance(error.__cause__, MisconfigurationException) or NAMED.search(_reason(error)) is not None
-        return Verdict(program, "refused" if named else "different", (_reason(error),))
+    except (RankTimeout, RankFailure) as error:
+        return failed(program, error)
     found = differences(expected, ranks)
     return Verdict(program, "different" if found else "equal", tuple(found))
+
+
+def failed(program: Any, error: RankTimeout | RankFailure) -> Verdict:
+    """The verdict on a program whose ranks ended in an error."""
+    if isinstance(error, RankTimeout):
+        return Verdict(program, "different", (f"no end: {error}",))
+    named = isinstance(error.__cause__, MisconfigurationException) or NAMED.search(_reason(error)) is not None
+    return Verdict(program, "refused" if named else "different", (_reason(error),))
 
 
 def _reason(error: RankFailure) -> str:

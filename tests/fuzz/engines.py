@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lockstep import Callback, LightningModule, Trainer, callbacks, strategies
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.equivalence.models import cut_by_mesh
-from tests.fuzz.compare import NAMED, differences
-from tests.fuzz.program import Rows, Shown, Stream, samples
+from tests.fuzz.compare import Verdict, differences, failed
+from tests.fuzz.program import QUIET, Rows, Shown, optimizer_of, samples, scheduled, training_loader
 from tests.tools.extensions import is_there
 from tests.tools.pool import RankFailure, RankPool, RankTimeout
 
@@ -46,15 +46,6 @@ CHAINS = ("balanced", "one process balanced")
 AVERAGES = ("", "", "", "ema", "average", "swa") if is_there("extras") else ("",)
 ROUNDED = 2e-4
 """How much float32, in which DeepSpeed trains, may differ from float64, beside the largest weight."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a program did: "equal"; "refused", by name; "impossible": with one process, too; or "different"; and why."""
-
-    program: Program
-    outcome: str
-    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,19 +173,7 @@ class Net(LightningModule):
         program = self.program
         kept = [p for p in self.parameters() if p.requires_grad]
         parts: Any = [{"params": kept[:2]}, {"params": kept[2:], "lr": 0.02}] if program.groups else kept
-        sgd = program.optimizer == "sgd"
-        optimizer: Any = (
-            torch.optim.SGD(parts, lr=0.05, momentum=0.9, weight_decay=0.01)
-            if sgd
-            else torch.optim.Adam(parts, lr=0.01, eps=1e-2)
-        )
-        if program.schedule == "none" or program.manual:
-            return optimizer
-        if program.schedule == "plateau":
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "largest"}}
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": program.schedule}}
+        return scheduled(optimizer_of(program.optimizer, parts), "none" if program.manual else program.schedule)
 
     def on_train_epoch_end(self) -> None:
         optimizers: Any = self.optimizers()
@@ -212,13 +191,6 @@ class SaveAt(Callback):
         if (trainer.current_epoch, batch_idx) == (self.epoch, self.batch_idx):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
-
-
-def loader_of(program: Program, replicas: int) -> Any:
-    data, size = samples(program.seed, program.samples), program.batch // replicas
-    if program.loader == "iterable":
-        return DataLoader(Stream(data), size)
-    return DataLoader(data, size, shuffle=program.loader == "shuffled", drop_last=program.loader == "drop_last")
 
 
 def averaging(name: str) -> list[Any]:
@@ -252,18 +224,20 @@ def run(program: Program, engine: str, path: str = "", save: bool = False) -> Sh
             gradient_clip_algorithm=algorithm,
             callbacks=callbacks,
             logger=Rows(shown),
-            log_every_n_steps=1,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=0,
+            **QUIET,
         )
         trainer.seed = program.seed
         module = Net(program, shown, int(os.environ.get("RANK", "0")) if ranks > 1 else 0)
         validation = None
         if program.validation:
             validation = DataLoader(samples(program.seed + 2, program.validation, first=200), program.batch // replicas)
-        trainer.fit(module, loader_of(program, replicas), validation, ckpt_path=path if path and not save else None)
+        trainer.fit(
+            module,
+            training_loader(program, program.batch // replicas),
+            validation,
+            ckpt_path=path if path and not save else None,
+        )
         if save:
             return shown
         shown.metrics = {name: float(found) for name, found in trainer.callback_metrics.items()}
@@ -297,13 +271,8 @@ def compare(pool: RankPool, program: Program) -> Verdict:
             if path and not os.path.exists(path):
                 return Verdict(program, "impossible", ("the fit ends before it is saved",))
             ranks = pool.run(run, program, last, path, world=ENGINES[last][0], group=False, timeout=90)
-        except RankTimeout as error:
-            return Verdict(program, "different", (f"no end: {error}",))
-        except RankFailure as error:
-            reason = str(error.__cause__ or error)
-            named = type(error.__cause__).__name__ == "MisconfigurationException" or NAMED.search(reason)
-            kind = type(error.__cause__).__name__
-            return Verdict(program, "refused" if named else "different", (f"{kind}: {reason}",))
+        except (RankTimeout, RankFailure) as error:
+            return failed(program, error)
     found = unlike(program, expected, count_once(ranks, last), last)
     return Verdict(program, "different" if found else "equal", tuple(found))
 

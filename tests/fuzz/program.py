@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ LATE_HOOKS = (
     "on_validation_epoch_end",
     "on_train_epoch_end",
 )
+QUIET: dict[str, Any] = {
+    "log_every_n_steps": 1,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 EVENTS = ("thaw", "freeze")
 LATE = {
     "add parameter": "parameter 'extra0' was added after set-up",
@@ -158,8 +165,8 @@ def samples(seed: int, count: int, first: int = 0) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4, generator=source), torch.arange(first, first + count))
 
 
-def training_loader(program: Program) -> Any:
-    data, size = samples(program.seed, program.samples), program.batch_size
+def training_loader(program: Any, size: int) -> Any:
+    data = samples(program.seed, program.samples)
     if program.loader == "iterable":
         return DataLoader(Stream(data), size)
     if program.loader == "weighted sampler":
@@ -170,6 +177,26 @@ def training_loader(program: Program) -> Any:
         other = samples(program.seed + 1, program.samples + more, first=100)
         return {"a": DataLoader(data, size, shuffle=True), "b": DataLoader(other, size)}
     return DataLoader(data, size, shuffle=program.loader == "shuffled", drop_last=program.loader == "drop_last")
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+
+def optimizer_of(kind: str, parameters: Any) -> Any:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-2)
+
+
+def scheduled(optimizer: Any, schedule: str) -> Any:
+    """What `configure_optimizers` returns for an optimizer and the schedule of a program."""
+    if schedule == "none":
+        return optimizer
+    if schedule == "plateau":
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "largest"}}
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": schedule}}
 
 
 # -- what a run shows ----------------------------------------------------------------------------------------
@@ -322,22 +349,11 @@ class Fuzzed(LightningModule):
 
     def configure_optimizers(self) -> Any:
         program, everything = self.program, [*self.parameters(), *self.hidden]
-        make = (
-            (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01))
-            if program.optimizer == "sgd"
-            else (lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-2))
-        )
+        make = partial(optimizer_of, program.optimizer)
         if program.manual:
             head = {id(p) for p in self.head.parameters()}
             return [make([p for p in everything if id(p) not in head]), make([p for p in everything if id(p) in head])]
-        optimizer = make(everything)
-        if program.schedule == "none":
-            return optimizer
-        if program.schedule == "plateau":
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "largest"}}
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": program.schedule}}
+        return scheduled(make(everything), program.schedule)
 
     # -- counting, and changes in the middle of the run
 
@@ -529,14 +545,11 @@ def run(program: Program) -> Shown:
             sync_batchnorm="norm" in program.traits and program.world > 1,
             callbacks=[Counter(shown)],
             logger=Rows(shown),
-            log_every_n_steps=1,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         trainer.seed = program.seed
         module = Fuzzed(program, shown)
-        trainer.fit(module, training_loader(program), validation)
+        trainer.fit(module, training_loader(program, program.batch_size), validation)
     shown.said = [str(warning.message) for warning in caught]
     shown.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     whole = {name: value for name, value, _ in trainer.strategy.whole_parameters()}

@@ -32,7 +32,7 @@ def test_many_user_programs_are_the_same_on_ranks(ranks: RankPool, first: int) -
     assert not failures(ranks(3).pool, range(first, min(first + 28, ALL)))
 
 
-def unlike_on_engines(pool: RankPool, seeds: range) -> list[engines.Verdict]:
+def unlike_on_engines(pool: RankPool, seeds: range) -> list[Verdict]:
     verdicts = [engines.compare(pool, engines.draw(seed)) for seed in seeds]
     return [verdict for verdict in verdicts if verdict.outcome == "different"]
 

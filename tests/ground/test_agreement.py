@@ -190,36 +190,6 @@ def test_messages_go_more_often_where_windows_are_long(ranks: RankPool) -> None:
     assert quick[0] == quick[1] <= 16
 
 
-def _one_request(mode: str, every: int, asking: int, windows: int) -> list[int]:
-    agreement = _flags(mode, every)
-    stop = agreement.register("stop")
-    seen = []
-    for window in range(windows):
-        if window == 4 and dist.get_rank() == asking:
-            agreement.request(stop)
-        agreement.publish()
-        _reduce()
-        agreement.settle(True)
-        if agreement.is_up(stop):
-            seen.append(window)
-            agreement.lower(stop)
-    agreement.close()
-    return seen
-
-
-@pytest.mark.parametrize("asking", [0, 2])
-def test_shared_memory_answers_at_the_next_boundary_and_once(ranks: RankPool, asking: int) -> None:
-    assert ranks(3).run(_one_request, "shared", 1, asking, 10) == [[4]] * 3
-
-
-@pytest.mark.parametrize("every", [1, 4])
-def test_messages_answer_within_two_periods_and_once(ranks: RankPool, every: int) -> None:
-    first, second = ranks(2).run(_one_request, "messages", every, 1, 20)
-    assert first == second
-    assert len(first) == 1
-    assert every <= first[0] - 4 <= 2 * every - 1
-
-
 def _two_clocks() -> list[int]:
     """Both ranks' clocks ring, one of them after it has published: one save answers both."""
     agreement = _flags("shared")

@@ -74,7 +74,7 @@ def test_a_state_goes_into_another_one() -> None:
     other.load_state_dict(saved)
     for one, two in zip(trained(again, other, range(3, 6)), expected, strict=True):
         assert torch.equal(one, two)
-    with pytest.raises(ValueError, match="different number of parameter groups: 2, and CombinedOptimizer has 1"):
+    with pytest.raises(ValueError, match="different number of parameter groups: 2, but this CombinedOptimizer has 1"):
         CombinedOptimizer(SGD(again.parameters())).load_state_dict(saved)
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     made = SGD([weight])
     with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\) is in two of its optimizers"):
         CombinedOptimizer(made, Adam([weight]))
-    with pytest.raises(ValueError, match=r"CombinedOptimizer\(LBFGS\)"):
+    with pytest.raises(ValueError, match="does not support LBFGS"):
         CombinedOptimizer(torch.optim.LBFGS([weight]))
-    with pytest.raises(ValueError, match="which of its optimizers is to update"):
+    with pytest.raises(ValueError, match="cannot choose one of its optimizers"):
         CombinedOptimizer(made).add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 from unittest.mock import patch
 
@@ -164,31 +163,17 @@ def test_without_a_process_group_one_rank_answers() -> None:
 def _rows_to_come() -> list[Any]:
     rank, found = float(dist.get_rank()), []
     for number in range(5):
-        rows = comm.RowsToCome([rank, 10 * number + rank])
+        rows = comm.RowExchange([rank, 10 * number + rank])
         dist.all_reduce(torch.ones(1))  # the reduction of a window
         found.append(rows.read())
-    comm.RowsToCome([rank]).leave()
-    return [*found, comm.RowsToCome([rank], alone=True).read()]
+    comm.RowExchange([rank]).send_only()
+    return [*found, comm.RowExchange([rank], alone=True).read()]
 
 
 def test_rows_are_told_now_and_read_later(ranks: RankPool) -> None:
     for rank, (*found, alone) in enumerate(ranks(3).run(_rows_to_come)):
         assert found == [[[float(each), 10.0 * number + each] for each in range(3)] for number in range(5)]
         assert alone == [[float(rank)]]
-
-
-def _late_row() -> float:
-    if dist.get_rank() == 1:
-        time.sleep(1.0)
-    begin = time.monotonic()
-    rows = comm.RowsToCome([1.0])
-    took = time.monotonic() - begin
-    rows.read()
-    return took
-
-
-def test_nobody_waits_where_a_row_is_told(ranks: RankPool) -> None:
-    assert ranks(2).run(_late_row)[0] < 0.5
 
 
 def _by_way_of_gpus() -> tuple[list[str], torch.device]:

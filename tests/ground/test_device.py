@@ -18,7 +18,7 @@ from lockstep.config.devices import announce_device
 from lockstep.ground.accelerators import carries, resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import is_oom_error
-from lockstep.ground.torch_support import untried
+from lockstep.ground.torch_support import untested_device_warning
 from lockstep.ground.transfer import move_data_to_device
 
 META = torch.device("meta")
@@ -107,12 +107,12 @@ def test_gpus(two_gpus: None, accelerator: str, devices: Any, indices: list[int]
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
-        (3, r"devices=3, but this machine has 2 cuda device.*devices=2 or less"),
-        ([0, 2], r"devices=\[0, 2\], but this machine has 2"),
+        (3, r"devices=3 was requested, but this machine has 2 cuda device.*devices=2 or less"),
+        ([0, 2], r"devices=\[0, 2\] was requested, but this machine has 2"),
         ([1, 1], r"devices=\[1, 1\] contains a device twice"),
-        (0, "devices=0: give a number"),
-        (True, "devices=True: give a number"),
-        ("0,x", "devices='0,x': give a number"),
+        (0, "devices=0 is not valid: pass a number"),
+        (True, "devices=True is not valid: pass a number"),
+        ("0,x", "devices='0,x' is not valid: pass a number"),
     ],
 )
 def test_impossible_gpus_are_refused_by_flag_value_and_way_out(two_gpus: None, devices: Any, says: str) -> None:
@@ -197,10 +197,10 @@ def test_a_device_on_which_nothing_ran_is_said_once(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, logger="lockstep"):
         for kind in ("cpu", "xpu", "xpu"):
             announce_device(kind)
-    assert untried("cpu") is untried("cpu", several=True) is untried("cuda") is None
-    assert "has not run on several such devices yet" in str(untried("cuda", several=True))
-    assert "has not run on such a device yet" in str(untried("xpu", several=True))
-    assert [record.getMessage() for record in caplog.records] == [untried("xpu")]
+    assert {untested_device_warning(*each) for each in (("cpu",), ("cpu", True), ("cuda",))} == {None}
+    assert "has not run on several such devices yet" in str(untested_device_warning("cuda", several=True))
+    assert "has not run on such a device yet" in str(untested_device_warning("xpu", several=True))
+    assert [record.getMessage() for record in caplog.records] == [untested_device_warning("xpu")]
     announce_device.cache_clear()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.ground import extensions
-from lockstep.ground.extensions import EXTENSIONS, ROOT, home_of, is_there
+from lockstep.ground.extensions import EXTENSIONS, ROOT, is_there, module_of
 from tests.guards.source import PROJECT
 from tests.tools.core import copy_without
 from tests.tools.fresh import python
@@ -44,7 +44,7 @@ def test_a_module_is_one_by_either_path(extension: str) -> None:
             assert importlib.import_module(former) is importlib.import_module(today), former
         except ModuleNotFoundError as error:
             assert error.name in optional, former  # noqa: PT017
-        assert extensions.home_of(former.removeprefix("lockstep.")) == today
+        assert extensions.module_of(former.removeprefix("lockstep.")) == today
 
 
 @pytest.mark.extension("lightning")
@@ -54,8 +54,8 @@ def test_a_module_runs_by_its_former_path() -> None:
 
 
 def test_a_path_of_no_extension_has_no_home() -> None:
-    assert home_of("loop.fit") is None
-    assert home_of("verification") is None
+    assert module_of("loop.fit") is None
+    assert module_of("verification") is None
 
 
 # -- deleted -------------------------------------------------------------------------------------------------
@@ -112,25 +112,25 @@ assert "verify" in pydoc.render_doc(Trainer)
 def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> None:
     run = subprocess.run([sys.executable, "-c", DELETED.format(path=str(without))], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    absent = "is not installed: install torch-lockstep again, or do without it."
+    absent = "is not installed: reinstall torch-lockstep, or do not use it."
     strategy, face, old, code, call, dp, container, *balancing, hook = run.stdout.splitlines()[1:]
     assert run.stdout.startswith("False True\n")
-    assert strategy.startswith("MissingExtension: the strategy 'deepspeed_stage_2' is of the extension 'deepspeed'")
+    assert strategy.startswith("MissingExtension: the strategy 'deepspeed_stage_2' belongs to the extension")
     assert face.startswith("ImportError: cannot import name 'SpikeDetection'") or "extension 'extras'" in face
     assert old.startswith("ModuleNotFoundError: lockstep.verify")
     assert old.endswith(absent)
     assert code == "2"
-    assert run.stderr.count("the command 'verify' is of the extension 'verify'") == 1
-    assert call.startswith("MissingExtension: the service 'trainer.verify' is of the extension 'verify'")
-    assert dp.startswith("MissingExtension: the strategy 'dp' is of the extension 'parallel'")
-    assert container.startswith("AttributeError: lockstep.DistributedDataParallel is of the extension 'parallel'")
+    assert run.stderr.count("the command 'verify' belongs to the extension 'verify'") == 1
+    assert call.startswith("MissingExtension: the service 'trainer.verify' belongs to the extension 'verify'")
+    assert dp.startswith("MissingExtension: the strategy 'dp' belongs to the extension 'parallel'")
+    assert container.startswith("AttributeError: lockstep.DistributedDataParallel belongs to the extension 'parallel'")
     of_balancing = (
         "the strategy 'balanced'",
         *(f"the service '{name}'" for name in ("balance", "saved plans", "trainer.plan")),
     )
     for said, what in zip(balancing, of_balancing, strict=True):
-        assert said.startswith(f"MissingExtension: {what} is of the extension 'balancing'")
-    assert hook.startswith("MissingExtension: the service 'communication hooks' is of the extension 'parallel'")
+        assert said.startswith(f"MissingExtension: {what} belongs to the extension 'balancing'")
+    assert hook.startswith("MissingExtension: the service 'communication hooks' belongs to the extension 'parallel'")
     assert all(said.endswith(absent) for said in (dp, container, *balancing, hook))
 
 
@@ -290,7 +290,7 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
     assert "  hello      a command of quiet 1.5" in lines
     assert sum(line.startswith("  env ") and "quiet" not in line for line in lines) == 1
     said = {line.partition(":")[0]: line for line in lines[5:]}
-    claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
+    claimed = "twice: the strategy 'twice' is provided by loud 1.5 and by quiet 1.5: uninstall one of them."
     assert said["twice"] == claimed
     assert said["broken"] == (
         "broken: the strategy 'broken' of broken 1.5 cannot be imported from 'broken:Quiet': OSError: no card. Repair "

@@ -108,7 +108,7 @@ def test_isolate_rng_also_after_an_exception() -> None:
 
 def test_without_a_seed_the_one_before_or_zero() -> None:
     hand_down_seed(None)
-    with pytest.warns(UserWarning, match=r"no seed.*using 0") as seen:
+    with pytest.warns(UserWarning, match=r"without a seed.*the seed is 0") as seen:
         assert seed_everything(verbose=True) == 0
     assert seen[0].filename == __file__
     seed_everything(9, verbose=False)

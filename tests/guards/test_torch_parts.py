@@ -129,5 +129,5 @@ def test_what_is_there_is_found(name: str, there: bool) -> None:
 
 
 def test_nothing_is_refused_on_this_torch() -> None:
-    for feature in torch_support.ASKED_FOR:
+    for feature in torch_support.REFUSED_FEATURES:
         refuse_without(feature, feature, "never")

@@ -46,7 +46,7 @@ class NoOptimizer(LightningModule):
         (lambda t: t.fit(NoStep(), numbers(1)), r"trainer.fit\(NoStep\): No `training_step\(\)` method defined"),
         (lambda t: t.fit(NoOptimizer(), numbers(1)), r"trainer.fit\(NoOptimizer\).*No `configure_optimizers\(\)`"),
         (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): there is no training data: pass `train_dataloaders=`"),
-        (lambda t: t.fit(torch.nn.Linear(1, 1), numbers(1)), r"expected a `LightningModule` of lockstep, got `Linear`"),
+        (lambda t: t.fit(torch.nn.Linear(1, 1), numbers(1)), r"lockstep's `LightningModule`, not of `Linear`"),
         (lambda t: t.validate(NoOptimizer(), numbers(1)), r"trainer.validate\(NoOptimizer\).*No `validation_step\(\)`"),
         (
             lambda t: t.validate(Validated()),
@@ -55,8 +55,11 @@ class NoOptimizer(LightningModule):
         (lambda t: t.test(Slope(), numbers(1)), r"trainer.test\(Slope\).*No `test_step\(\)`"),
         (lambda t: t.predict(Slope(), numbers(1)), r"neither `predict_step` nor `forward`"),
         (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): there is no data.*`predict_dataloader`"),
-        (lambda t: t.validate(), r"trainer.validate\(model\): expected a `LightningModule`"),
-        (lambda t: t.fit(Slope(), numbers(0)), r"train_dataloader has no batches: its data set is empty \(length 0\)"),
+        (lambda t: t.validate(), r"trainer.validate\(model\): pass an instance of lockstep's `LightningModule`"),
+        (
+            lambda t: t.fit(Slope(), numbers(0)),
+            r"train_dataloader has no batches, because its data set is empty \(length 0\)",
+        ),
         (lambda t: t.fit(Slope(), numbers(3, 4, drop_last=True)), r"drop_last=True drops .* 3 samples.*batch_size=4"),
         (lambda t: t.fit(Slope(), []), r"train_dataloader.*no loader"),
         (
@@ -174,7 +177,7 @@ def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
         on_ranks(max_epochs=1).fit(module, DataLoader(Stream(1)))
 
     ranks(2).run(fit, False, timeout=20)
-    with pytest.raises(RankFailure, match="shorter than the number of ranks"):
+    with pytest.raises(RankFailure, match="has fewer samples than there are ranks"):
         ranks(2).run(fit, True, timeout=20)
 
 
@@ -304,7 +307,7 @@ def test_a_loader_that_gives_no_batches_is_named() -> None:
 def test_a_data_set_in_the_place_of_a_loader_was_trained_on_sample_by_sample_in_silence() -> None:
     module = BoringModel()
     with pytest.warns(
-        UserWarning, match=r"train_dataloader is a RandomDataset, a data set.*DataLoader\(data_set, batch"
+        UserWarning, match=r"train_dataloader is a RandomDataset, which is a data set.*DataLoader\(data_set, batch"
     ):
         quiet(max_steps=2).fit(module, RandomDataset(32, 8))  # type: ignore[arg-type]
 

@@ -215,8 +215,8 @@ def test_what_is_compiled_is_logged() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (3, r"compile=3\): give True, False, or a dict"),
-        ({"blocks": 3}, r"give True \(the repeated blocks\)"),
+        (3, r"compile=3\) is not valid: pass True, False, or a dict"),
+        ({"blocks": 3}, r"pass True \(the repeated blocks\)"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(given: Any, says: str) -> None:

@@ -294,30 +294,30 @@ def test_what_is_said_of_it(
 
     assert told() == (
         "trainer.fit: the run was planned as 2 ranks x batch_size=4 x accumulate_grad_batches=1 = 8 samples a step. "
-        "On 1 rank each step is the same, as 2 micro-batches of 4 on each rank. Flags that count batches still "
-        "count those of 2 ranks."
+        "On 1 rank each step keeps its samples, as 2 micro-batches of 4 on each rank. Flags that count batches still "
+        "count batches of 2 ranks."
     )
     planned = "2 ranks x batch_size=4 x accumulate_grad_batches=1 = 8 samples a step"
-    had = f"trainer.fit: the checkpoint has {planned}; now it is "
+    had = f"trainer.fit: the checkpoint was saved with {planned}; this run has "
     assert told(keep_global_batch=False) == (
-        had + "1 rank x batch_size=4 x accumulate_grad_batches=1 = 4 samples a step, another global batch "
+        had + "1 rank x batch_size=4 x accumulate_grad_batches=1 = 4 samples a step, a different global batch "
         "(keep_global_batch=False)."
     )
     for given, size, accumulate, other in (
-        (make, 4, 3, "another"),
+        (make, 4, 3, "a different"),
         (Rows(59, 8), 8, 1, "the same"),
     ):
         assert told(given, accumulate_grad_batches=accumulate) == (
             f"{had}1 rank x batch_size={size} x accumulate_grad_batches={accumulate} = {size * accumulate} samples a "
-            f"step, {other} global batch (batch_size or accumulate_grad_batches differs from the checkpoint, and "
-            "applies from here on)."
+            f"step, {other} global batch (batch_size or accumulate_grad_batches was changed, and the new value applies "
+            "from now on)."
         )
 
 
 def test_by_hand_a_step_has_what_the_user_gives_it(ranks: RankPool, tmp_path: Path) -> None:
     make, flags, cut = Rows(59, 4), {"max_epochs": 1, "module": ByHand}, Cut(2, tmp_path / "cut.ckpt")
     first = play(ranks, 2, make, flags, None, cut)
-    with pytest.warns(UserWarning, match=r"another global batch \(in manual optimization lockstep cannot"):
+    with pytest.warns(UserWarning, match=r"a different global batch \(in manual optimization lockstep cannot"):
         fewer = play(ranks, 1, make, flags, cut.path)
     assert sorted(s for _, _, s in first["seen"] + fewer["seen"]) == list(range(59))
     more = play(ranks, 3, make, flags, cut.path)

@@ -71,7 +71,7 @@ def test_what_chooses_batches_itself_is_left_and_named() -> None:
         pass
 
     loader = DataLoader(data(), batch_sampler=Own(RandomSampler(range(10)), 2, False))
-    with pytest.warns(UserWarning, match="train_dataloader has a batch sampler of its own, Own"):
+    with pytest.warns(UserWarning, match="train_dataloader has a custom batch sampler, Own"):
         quiet(overfit_batches=1, max_epochs=1).fit(Sees(), loader)
 
 

@@ -115,7 +115,7 @@ def said(make: Callable[[], Any], stage: str = "fit", ranks: bool = False, **fla
         told += heard(fit if stage == "fit" else validate)
     finally:
         rank_module.log.removeHandler(handler)
-    return [each for each in told if "ready-made" in each or "cannot share it out" in each]
+    return [each for each in told if "ready-made" in each or "cannot split its samples" in each]
 
 
 def test_the_size_that_was_taken_is_said_once() -> None:

@@ -331,5 +331,5 @@ def test_one_loss_for_loaders_that_are_cut_unevenly_is_named(ranks: RankPool) ->
 
 def test_losses_in_another_nest_than_the_batches_are_refused() -> None:
     wrong = acting(Two, training_step=lambda m, *_: {"loss": {"a": m.weights["a"] * 1.0}})
-    with pytest.raises(Exception, match="one loss for each loader, in the structure of the batch"):
+    with pytest.raises(Exception, match="one loss per loader in the structure of the batch"):
         quiet(max_epochs=1).fit(wrong, loaders("dict", "indexed", 1, (2, 2)))

@@ -55,10 +55,10 @@ def test_torch_is_pinned_in_the_spelling_that_scripts_install() -> None:
 def test_torch_is_bounded_by_what_was_tried(project: dict[str, Any]) -> None:
     """From the oldest on with which the whole suite ran; a newer one than was tried is told of when it is used."""
     (required,) = (line for line in project["dependencies"] if line.startswith("torch"))
-    newest = ".".join(map(str, torch_support.TRIED))
+    newest = ".".join(map(str, torch_support.NEWEST_TESTED))
     assert required == "torch>=2.11"
     pinned = tuple(map(int, PINNED["torch"].split(".")[:2]))
-    assert (2, 11) <= pinned <= torch_support.TRIED
+    assert (2, 11) <= pinned <= torch_support.NEWEST_TESTED
     assert f"torch 2.11 to {newest}" in (ROOT / "README.md").read_text()
 
 
@@ -66,12 +66,12 @@ def test_a_torch_that_nobody_tried_is_told_of_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(rank, "_warned", set())
-    major, minor = torch_support.TRIED
+    major, minor = torch_support.NEWEST_TESTED
     for version in (f"{major}.{minor}.9+cpu", f"{major}.9.1", f"{major}.{minor}.0a0+git1234"):
-        torch_support.warn_of_untried_torch(version)
+        torch_support.warn_of_untested_torch(version)
     assert not recwarn.list
     for _ in range(2):
-        torch_support.warn_of_untried_torch(f"{major}.{minor + 1}.0+cu130")
+        torch_support.warn_of_untested_torch(f"{major}.{minor + 1}.0+cu130")
     (told,) = recwarn.list
     assert f"torch {major}.{minor + 1}.0+cu130 is newer than {major}.{minor}" in str(told.message)
 

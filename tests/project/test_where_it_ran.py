@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.ground.torch_support import RAN, RAN_ON_SEVERAL
+from lockstep.ground.torch_support import TESTED_ON, TESTED_ON_SEVERAL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,11 +75,11 @@ def test_the_table_has_a_row_for_each_kind_of_place() -> None:
 
 
 def test_runs_on_devices_of_the_table_say_nothing_at_their_start() -> None:
-    """`lockstep.ground.torch_support.RAN` goes with the table: write a kind there when its row gets a date."""
+    """`lockstep.ground.torch_support.TESTED_ON` goes with the table: write a kind there when its row gets a date."""
     rows = table()
     ran = {kind for kind, (row, _) in ROWS.items() if kind != "nccl" and rows[row] != NOT_YET}
-    assert {*RAN} == {"cpu", *ran}
-    assert ("cuda" in RAN_ON_SEVERAL) == (rows[ROWS["nccl"][0]] != NOT_YET)
+    assert {*TESTED_ON} == {"cpu", *ran}
+    assert ("cuda" in TESTED_ON_SEVERAL) == (rows[ROWS["nccl"][0]] != NOT_YET)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -44,7 +44,7 @@ def by_hand() -> dict[str, list[str]]:
     }
     hooks = {kind: {**former_methods("module"), **outputs} for kind in ("LightningModule", "LightningDataModule")}
     found = {
-        f"name {kind}.{name}": [f"{name}: nobody calls it today; instead: {instead}."]
+        f"name {kind}.{name}": [f"{name}: no longer called; use {instead}."]
         for kind, names in {**hooks, "Callback": former_methods("callback")}.items()
         for name, instead in names.items()
     }

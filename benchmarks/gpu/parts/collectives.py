@@ -136,7 +136,7 @@ def exchanged(device: str) -> Numbers:
     from lockstep.ground.agreement import HostMaximum
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    heard = comm.RowsToCome([float(rank), 1.0]).read()
+    heard = comm.RowExchange([float(rank), 1.0]).read()
     maximum = HostMaximum(1)
     maximum.begin([rank])
     maximum.start()

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from lockstep.ground.hyperparameters import is_same
-from lockstep.ground.tree import is_made_again
+from lockstep.ground.tree import is_rebuildable
 
 _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
 """Packages with classes that hold values and no code, so that they need no annotation."""
@@ -111,12 +111,12 @@ def allowed_by(annotation: object) -> list[type]:
     for kind in waiting:
         # not `kind.__subclasses__()`, which needs an argument if `kind` is a metaclass
         inner: list[type] = type.__subclasses__(kind)
-        for base in kind.__mro__ if is_made_again(kind) else ():
+        for base in kind.__mro__ if is_rebuildable(kind) else ():
             names = {**vars(sys.modules.get(base.__module__, types)), base.__name__: base}
             inner += [each for hint in _hints(base, names).values() for each in named(hint)]
         waiting += [each for each in dict.fromkeys(inner) if each not in found]
         found |= dict.fromkeys(inner)
-    return [kind for kind in found if is_made_again(kind)]
+    return [kind for kind in found if is_rebuildable(kind)]
 
 
 def named(annotation: object) -> Iterator[type]:
@@ -140,7 +140,7 @@ def _class(noted: str, allowed: list[type]) -> type | None:
     package = module.partition(".")[0]
     if package in _HOLD_VALUES:
         known = getattr(sys.modules.get(package), name, None)
-        return known if isinstance(known, type) and is_made_again(known) else None
+        return known if isinstance(known, type) and is_rebuildable(known) else None
     found = [kind for kind in allowed if kind.__qualname__ == name]
     found = [kind for kind in found if kind.__module__ == module] or found
     # a notebook's cell that ran twice has defined a class twice

@@ -17,7 +17,7 @@ from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.tree import is_made_again
+from lockstep.ground.tree import is_rebuildable
 
 
 class HasHyperparameters(Protocol):
@@ -69,7 +69,7 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
             continue
         # The command line saves plain forms of tuples, sets and dataclasses, which jsonargparse turns back into them.
         kinds = set(named(annotations.get(key)))
-        values = {kind for kind in kinds if kind in (tuple, set) or is_made_again(kind)}
+        values = {kind for kind in kinds if kind in (tuple, set) or is_rebuildable(kind)}
         others = all(kind.__module__ in ("builtins", "collections.abc") for kind in kinds - values)
         if any(_paths(value)) or (values and others and not kinds & {type, Callable}):
             inner[key] = value

@@ -31,7 +31,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.storage import PathLike
-from lockstep.ground.parameters import is_cut_again, local_part, starts_of
+from lockstep.ground.parameters import is_sharded_twice, local_part, starts_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset of a part within the whole tensor, and its size, in each dimension."""
@@ -93,7 +93,7 @@ class _PlacedPart:
 
 def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors with those that torch would place wrongly wrapped as `_PlacedPart`."""
-    return {name: _PlacedPart(each) if is_cut_again(each) else each for name, each in tensors.items()}
+    return {name: _PlacedPart(each) if is_sharded_twice(each) else each for name, each in tensors.items()}
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.checkpoint import pretrained
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import box_of, local_part, stands_in
+from lockstep.ground.parameters import box_of, is_placeholder, local_part
 
 NO_RESET = (
     "{layer} has {name!r} on the meta device, and nothing initializes it: add a method `reset_parameters` to {kind}, "
@@ -99,7 +99,7 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
     _give_memory(module, device, wanted, parts)
     ties.restore()
     for tensor, source in _planned_once(module):
-        if stands_in(tensor):
+        if is_placeholder(tensor):
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         pretrained.read_into(tensor, source)
     pretrained.forget(module)

@@ -15,10 +15,10 @@ from lockstep.checkpoint.pretrained import FOLDER, shown
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import (
+    is_placeholder,
     local_part,
     partition_values,
     plain_name,
-    stands_in,
     starts_of,
     state_dicts_without,
     whole_shape,
@@ -288,7 +288,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
         numel, rank = parameter.ds_shape.numel(), comm.rank(None)
         start = min(rank * parameter.ds_tensor.numel(), numel)
         return partition_values(parameter, rank), [start], (numel,)
-    if stands_in(parameter):
+    if is_placeholder(parameter):
         return torch.empty(0), [0], (0,)
     return local_part(parameter.detach()), starts_of(parameter), parameter.shape
 

@@ -1,1 +1,1 @@
-"""The Trainer's flags, checked and completed before a run starts."""
+"""Validation of the Trainer's flags, and their defaults, before a run starts."""

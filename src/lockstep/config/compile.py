@@ -1,4 +1,4 @@
-"""``Trainer(compile=...)``: the layers that are compiled, and the options of ``torch.compile``."""
+"""Options of ``Trainer(compile=...)``."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from lockstep.ground.errors import MisconfigurationException
 
 Blocks = bool | tuple[type[nn.Module] | str, ...] | None
 OWN = "blocks"
-"""The key of lockstep's own option; all others are arguments of ``torch.compile``."""
+"""Key of the option that lockstep interprets; all others are arguments of ``torch.compile``."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """The layers that are compiled, and the options of ``torch.compile``."""
+    """A validated ``Trainer(compile=...)``: which layers to compile, and the arguments of ``torch.compile``."""
 
     blocks: Blocks = None
-    """True: the repeated blocks; False: the whole module, layer by layer from the top; or classes of layers, or their
-    names; None: the repeated blocks if several ranks train, else the whole module."""
+    """The layers to compile. True: the repeated blocks. False: the whole module, layer by layer from the top. A tuple:
+    layers of these classes or class names. None: the repeated blocks if several ranks train, else the whole module."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``torch.compile``."""
 
     @property
     def backend(self) -> str:
-        """Name of the compiler."""
+        """Name of the backend of ``torch.compile``."""
         backend = self.options.get("backend", "inductor")
         return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
 
 def compile_options(flag: str, value: object) -> CompileOptions | None:
-    """Return the options; None if nothing is compiled.
+    """Validate a value of ``Trainer(compile=...)``; return its options, or None if nothing is compiled.
 
     Raises:
         MisconfigurationException: the value is not a bool or dict, or "blocks" does not name layers.
@@ -46,8 +46,8 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
         value = {}
     if not isinstance(value, Mapping):
         raise MisconfigurationException(
-            f'Trainer({flag}={value!r:.100}): give True, False, or a dict such as {{"mode": "max-autotune", '
-            '"fullgraph": True, "blocks": [Block]}.'
+            f"Trainer({flag}={value!r:.100}) is not valid: pass True, False, or a dict such as "
+            f'{{"mode": "max-autotune", "fullgraph": True, "blocks": [Block]}}.'
         )
     options = {name: option for name, option in value.items() if name != OWN}
     return CompileOptions(_blocks(flag, value.get(OWN)), options)
@@ -60,7 +60,7 @@ def _blocks(flag: str, given: object) -> Blocks:
     are_layers = [isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in kinds]
     if not kinds or not all(are_layers):
         raise MisconfigurationException(
-            f"Trainer({flag}={{'blocks': {given!r:.100}}}): give True (the repeated blocks), False (the whole module), "
-            "or classes of layers."
+            f"Trainer({flag}={{'blocks': {given!r:.100}}}) is not valid: pass True (the repeated blocks), False (the "
+            "whole module), or classes of layers."
         )
     return kinds

@@ -1,4 +1,4 @@
-"""Checks of the flags for nodes, devices and folders, and torch's process-wide flags."""
+"""Checks of the Trainer's flags for nodes, devices and folders, and the setting of torch's process-wide switches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.config.run import RunConfig, check_writable, whole
 from lockstep.ground.accelerators import Accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.ground.torch_support import untried
+from lockstep.ground.torch_support import untested_device_warning
 from lockstep.launch.environment import fix_cublas_workspaces
 
 # -- nodes, devices and folders ------------------------------------------------------------------------------
 
 
 def nodes(value: object) -> int:
-    """Return the number of machines.
+    """Validate ``num_nodes`` and return it.
 
     Raises:
         MisconfigurationException: the value is not a whole number of at least 1.
@@ -32,43 +32,45 @@ def nodes(value: object) -> int:
 
 
 def check_devices(devices: list[int] | str | int, cluster: str) -> None:
-    """Refuse a list of devices if a cluster has assigned them.
+    """Raise an error if the user selects devices that a cluster has already assigned.
 
     Args:
         devices: value of ``Trainer(devices=...)``.
         cluster: name of the cluster that started the ranks; "local" if it was the user on this machine.
 
     Raises:
-        MisconfigurationException: the message has the way out.
+        MisconfigurationException: a cluster started the ranks, and ``devices`` is a list of devices.
     """
     named = isinstance(devices, (MutableSequence, tuple)) or (isinstance(devices, str) and "," in devices)
     if named and cluster != "local":
         raise MisconfigurationException(
-            f"Trainer(devices={devices!r}): {cluster} has started this process and assigned its devices: give their "
-            "number, or devices='auto', and choose devices when you submit the job (CUDA_VISIBLE_DEVICES)."
+            f"Trainer(devices={devices!r}) cannot select devices, because {cluster} started this process and assigned "
+            "its devices: pass their number, or devices='auto', and select devices when you submit the job "
+            "(CUDA_VISIBLE_DEVICES)."
         )
 
 
 def node_devices(
-    accelerator: Accelerator, devices: list[int] | str | int, dealt_out: bool, alone: bool = False
+    accelerator: Accelerator, devices: list[int] | str | int, assigned_by_cluster: bool, alone: bool = False
 ) -> tuple[list[torch.device], int | None]:
-    """Return the devices of this process, and the number of ranks on each node that the flags request.
+    """Return the devices available to this process, and the number of ranks per node that the flags request.
 
     Args:
         accelerator: the accelerator.
         devices: value of ``Trainer(devices=...)``.
-        dealt_out: a cluster has assigned this process its devices.
-        alone: one process uses all requested devices.
+        assigned_by_cluster: True if a cluster has assigned this process its devices.
+        alone: True if one process uses all requested devices.
 
     Returns:
-        This node's devices by local rank, or the only one; and the number of ranks (None: as many as were started).
+        This node's devices by local rank, or the only device; and the number of ranks per node (None: as many as were
+        started).
 
     Raises:
         MisconfigurationException: a device does not exist, or the value is malformed.
     """
     if alone:
         return accelerator.get_parallel_devices(devices), 1
-    if accelerator.device_type == "cpu" or not dealt_out:
+    if accelerator.device_type == "cpu" or not assigned_by_cluster:
         found = accelerator.get_parallel_devices(devices)
         return found, None if devices == "auto" and accelerator.device_type == "cpu" else len(found)
     # This process sees only its own devices. The flag is a number of ranks, which is compared with those started.
@@ -81,7 +83,7 @@ def node_devices(
 
 
 def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
-    """Return the device of a rank: the only one that it sees, or the one with the index of its local rank.
+    """Return a rank's device, which is the only one it can see, or that with the index of its local rank.
 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
@@ -93,14 +95,14 @@ def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> 
     if not on_cpu and local_size > len(devices):
         has = f"{len(devices)} {devices[0].type} device{'s' * (len(devices) > 1)}"
         raise MisconfigurationException(
-            f"{local_size} ranks were started on this node, which has {has} for them: start {len(devices)} or less, or "
-            f"request {local_size} devices for each node (SLURM: --gres=gpu:{local_size})"
+            f"{local_size} ranks were started on this node, but only {has} can be used: start at most {len(devices)}, "
+            f"or request {local_size} devices for each node (SLURM: --gres=gpu:{local_size})"
         )
     return devices[local_rank % len(devices)]
 
 
 def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
-    """Refuse a ``default_root_dir`` that cannot be written to, if the run writes files there.
+    """Raise an error if the run writes to ``default_root_dir`` but that folder is not writable.
 
     Args:
         config: the config of the run.
@@ -108,7 +110,7 @@ def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
         callbacks: callbacks of the Trainer.
 
     Raises:
-        MisconfigurationException: the message names the folder.
+        MisconfigurationException: the folder is not writable.
     """
     # A remote folder is checked by the first write: a check would be a request to the storage.
     if config.fast_dev_run or is_remote(config.default_root_dir):
@@ -143,7 +145,7 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
 
 @cache
 def announce_device(device_type: str, several: bool = False) -> None:
-    """Report once, on rank 0, if this release never ran on such a device, or on several of them."""
-    message = untried(device_type, several)
+    """Log once, on rank 0, if this release has never been tested on such a device, or on several of them."""
+    message = untested_device_warning(device_type, several)
     if message is not None:
         rank_zero_info(message)

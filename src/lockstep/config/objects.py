@@ -1,4 +1,4 @@
-"""Objects that users pass to a Trainer (plugins, callbacks, loggers, a profiler), and the default ones."""
+"""Checks of the plugins, callbacks, loggers and profiler that users pass to a Trainer, and their defaults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.profilers.base import Profiler
 
 
 def several(given: object) -> list[Any]:
-    """Return one object or several as a list; empty for None."""
+    """Return a list of the objects, for one object, several, or None (an empty list)."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -45,32 +45,32 @@ PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def check_kind(where: str, thing: object, kind: type, name: str) -> None:
-    """Refuse an object that is not an instance of ``kind``.
+    """Raise an error if an object is not an instance of ``kind``.
 
     Args:
         where: the call and its argument, for the message.
         thing: the object.
-        kind: lockstep's class.
-        name: its name in lockstep, for the message.
+        kind: the required class of lockstep.
+        name: name of the class, for the message.
 
     Raises:
         WrongType: the object is a class, or an instance of another class.
-        MisconfigurationException: the object is Lightning's.
+        MisconfigurationException: the object is from an installed Lightning.
     """
     if isinstance(thing, type) and issubclass(thing, kind):
-        raise WrongType(f"{where}: {thing.__name__} is a class; give an instance, {thing.__name__}().")
+        raise WrongType(f"{where}: {thing.__name__} is a class: pass an instance, {thing.__name__}().")
     if isinstance(thing, kind):
         return
     check_not_lightnings(where, thing)
     shown = type(thing).__name__ if not isinstance(thing, type) else f"the class {thing.__name__}"
-    raise WrongType(f"{where}: expected a `{name}` of lockstep, got `{shown}` ({thing!r:.100}).")
+    raise WrongType(f"{where}: pass an instance of lockstep's `{name}`, not of `{shown}` ({thing!r:.100}).")
 
 
 def check_not_lightnings(where: str, thing: object) -> None:
-    """Refuse an object with a class that derives from a class of an installed Lightning.
+    """Raise an error if an object's class derives from a class of an installed Lightning.
 
     Raises:
-        MisconfigurationException: the message has the import to change, and the command that makes this unnecessary.
+        MisconfigurationException: it does. The message has the import to change, or an alternative command.
     """
     kind = thing if isinstance(thing, type) else type(thing)
     base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
@@ -84,14 +84,14 @@ def check_not_lightnings(where: str, thing: object) -> None:
         script = os.path.basename(sys.argv[0])
         way = f"`lockstep run --lightning {script if script.endswith('.py') else 'script.py'}`"
     raise MisconfigurationException(
-        f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, but lockstep's Trainer runs "
-        f"classes of lockstep: change its import from `{package}` to `lockstep`; or, if it is a third party's, replace "
-        f"`{package}` by lockstep everywhere: {way}."
+        f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, but lockstep's Trainer needs "
+        f"lockstep's class: import it from `lockstep` instead of `{package}`. If {kind.__name__} is not your code, "
+        f"replace `{package}` by lockstep everywhere with {way}."
     )
 
 
 def check_constructed(where: str, thing: object, attribute: str) -> None:
-    """Refuse an object if its class does not call the constructor of its base class.
+    """Raise an error if an object's class did not call the constructor of its base class.
 
     Args:
         where: the call, for the message.
@@ -99,12 +99,12 @@ def check_constructed(where: str, thing: object, attribute: str) -> None:
         attribute: an attribute that the base class sets in ``__init__``.
 
     Raises:
-        MisconfigurationException: the message has the line to add.
+        MisconfigurationException: ``attribute`` is missing. The message has the line to add.
     """
     if attribute not in vars(thing):
         name = type(thing).__name__
         raise MisconfigurationException(
-            f"{where}: {name}.__init__ does not call `super().__init__()`: make that its first line."
+            f"{where}: {name}.__init__ did not call `super().__init__()`: add that as its first line."
         )
 
 
@@ -113,7 +113,7 @@ def check_constructed(where: str, thing: object, attribute: str) -> None:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The plugins of a Trainer by kind."""
+    """The plugins of a Trainer, sorted by kind."""
 
     precision: Precision | None = None
     cluster: DescribesRanks | None = None
@@ -121,11 +121,11 @@ class Plugins:
 
 
 def sort_plugins(given: object, precision_flag: str | int | None, carried: Iterable[Any] = ()) -> Plugins:
-    """Return a Trainer's plugins by kind.
+    """Validate a Trainer's plugins and sort them by kind.
 
     Args:
         given: value of ``Trainer(plugins=...)``: None, one, or several.
-        precision_flag: value of ``Trainer(precision=...)``, which must not be given with a precision plugin.
+        precision_flag: value of ``Trainer(precision=...)``, which excludes a precision plugin.
         carried: plugins that were passed to the strategy.
 
     Raises:
@@ -137,19 +137,19 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         kind = _kind(plugin)
         if kind is None:
             raise MisconfigurationException(
-                f"Trainer(plugins={plugin!r:.100}): give instances of lockstep's Precision or CheckpointIO, or a "
-                "ClusterEnvironment; choose everything else by `strategy=` and `precision=`."
+                f"Trainer(plugins={plugin!r:.100}) is not supported: pass instances of lockstep's Precision or "
+                "CheckpointIO, or a ClusterEnvironment; select everything else with `strategy=` and `precision=`."
             )
         if kind in found:
             raise MisconfigurationException(
-                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): a run has one {kind}; "
-                "give one of them."
+                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): a run can have only "
+                f"one {kind}: remove one of them."
             )
         found[kind] = plugin
     if "precision" in found and precision_flag is not None:
         raise MisconfigurationException(
-            f"Trainer(precision={precision_flag!r}, plugins={type(found['precision']).__name__}()): both choose the "
-            "precision; leave one out."
+            f"Trainer(precision={precision_flag!r}, plugins={type(found['precision']).__name__}()): both select the "
+            "precision: remove one of them."
         )
     if "cluster" in found:
         found["cluster"] = cluster = _cluster(found["cluster"])
@@ -160,14 +160,15 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
 
 
 def _cluster(given: Any) -> Any:
-    """Return the cluster environment of a run: the given one, if its ranks are started externally."""
+    """Validate the cluster environment plugin of a run and return it."""
     if given.creates_processes_externally:
         return given
     # LightningEnvironment describes how lockstep starts ranks itself; by name, since it may be Lightning's own class.
     if "LightningEnvironment" not in [kind.__name__ for kind in type(given).__mro__]:
         raise MisconfigurationException(
-            f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, but lockstep "
-            'starts ranks itself: leave the plugin out and use strategy="ddp", or return True.'
+            f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, but without a "
+            "cluster "
+            'lockstep starts the ranks itself: remove the plugin and use strategy="ddp", or return True.'
         )
     return LightningEnvironment()
 
@@ -184,7 +185,7 @@ def _kind(plugin: object) -> str | None:
 
 
 def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
-    """Refuse objects that are not callbacks, and callbacks with states and the same ``state_key``.
+    """Raise an error for objects that are not callbacks, or for callbacks whose ``state_key`` is equal.
 
     Args:
         where: the call and its argument, for the message.
@@ -200,7 +201,7 @@ def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
 
 
 def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
-    """Refuse callbacks with states and the same ``state_key``: a checkpoint could keep only one of the states.
+    """Raise an error if two callbacks with states have the same ``state_key``, which a checkpoint cannot store.
 
     Args:
         callbacks: callbacks of a run.
@@ -216,13 +217,13 @@ def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
     key, times = max(keys.items(), key=itemgetter(1), default=("", 0))
     if times > 1:
         raise MisconfigurationException(
-            f"{where}: {times} callbacks share the state_key {key!r}, so a checkpoint could keep only one: define a "
-            "property `state_key` in their classes that differs between them."
+            f"{where}: {times} callbacks have the same state_key, {key!r}, so a checkpoint could store only one of "
+            "their states: define a property `state_key` in their classes that differs between them."
         )
 
 
 def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Return callbacks in their order, with searches first and those that write checkpoints last."""
+    """Move searches to the front of a list of callbacks, and those that write checkpoints to the end."""
     # The others start with the results of a search. A checkpoint holds their states after the hook.
 
     def place(callback: Callback) -> int:
@@ -239,7 +240,7 @@ def make_callbacks(
     summary: bool | None,
     config: RunConfig,
 ) -> list[Any]:
-    """Return the callbacks of a Trainer, with the default ones; those that write checkpoints are last.
+    """Validate a Trainer's callbacks, add the default ones, and return them in order (checkpoints last).
 
     Args:
         given: value of ``Trainer(callbacks=...)``.
@@ -259,7 +260,8 @@ def make_callbacks(
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
+            f"Trainer(callbacks=[{', '.join(bars)}]) has two progress bars, which would draw over each other: remove "
+            "one."
         )
     defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
@@ -271,7 +273,8 @@ def make_callbacks(
         existing = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
         if existing and is_on is False:
             raise MisconfigurationException(
-                f"Trainer({flag}=False, callbacks=[{', '.join(existing)}(...)]): leave out the flag or the callback."
+                f"Trainer({flag}=False, callbacks=[{', '.join(existing)}(...)]): the flag contradicts the callback: "
+                "remove one."
             )
         if not existing and is_on is not False and not (config.fast_dev_run and kind is Checkpoint):
             callbacks.append(make())
@@ -279,7 +282,7 @@ def make_callbacks(
 
 
 def choose_progress_bar() -> ProgressBar:
-    """Return the default progress bar of a Trainer.
+    """Return the default progress bar, depending on the terminal and installed packages.
 
     Returns:
         ``RichProgressBar`` on a terminal that can move its cursor, if rich is installed;
@@ -308,7 +311,7 @@ def choose_progress_bar() -> ProgressBar:
 
 
 def make_loggers(given: Logger | Iterable[Logger] | bool | None, config: RunConfig) -> list[Any]:
-    """Return the loggers of a Trainer.
+    """Validate ``Trainer(logger=...)`` and return a list of loggers.
 
     Args:
         given: True or None for the default one, False for none, a Logger or several.
@@ -323,7 +326,8 @@ def make_loggers(given: Logger | Iterable[Logger] | bool | None, config: RunConf
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
             check_not_lightnings("Trainer(logger=...)", logger)
             raise MisconfigurationException(
-                f"Trainer(logger={given!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
+                f"Trainer(logger={given!r:.100}) is not valid: pass True, False, a Logger such as CSVLogger(folder), "
+                "or a list of loggers."
             )
     # A trial run of a few batches must not leave files.
     if config.fast_dev_run and (by_default or loggers):
@@ -346,7 +350,7 @@ _PROFILERS = {
 
 
 def make_profiler(flag: Profiler | str | None) -> Profiler | None:
-    """Return the profiler of a Trainer; None if nothing is recorded.
+    """Validate ``Trainer(profiler=...)`` and return the profiler, or None.
 
     Args:
         flag: None, "simple", "advanced", "pytorch" (upper or lower case), or a profiler.
@@ -358,7 +362,8 @@ def make_profiler(flag: Profiler | str | None) -> Profiler | None:
         return flag
     if not isinstance(flag, str) or flag.lower() not in _PROFILERS:
         raise MisconfigurationException(
-            f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler.'
+            f'Trainer(profiler={flag!r}) is not valid: pass None, "simple", "advanced", "pytorch", or an instance of '
+            "lockstep.profilers.Profiler."
         )
     file, name = _PROFILERS[flag.lower()].split(":")
     # imported here, since torch.profiler is slow to import

@@ -1,4 +1,4 @@
-"""RunConfig: the Trainer's flags, checked as far as possible without a model, data or a device."""
+"""`RunConfig`, which has the Trainer's flags, validated as far as possible without a model, data or a device."""
 
 # ruff: noqa: RUF009 - dataclass fields are made by a function that calls `field`
 
@@ -23,52 +23,53 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 
 def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
-    """Return the default of each flag, in the order of the Trainer's signature."""
+    """Return the default value of each flag, in the order of the Trainer's signature."""
     parameters = inspect.signature(init).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
-    """Refuse flags that the Trainer does not have.
+    """Raise an error for unknown arguments of the Trainer.
 
     Args:
-        given: further arguments of the Trainer.
-        flags: names of its flags.
+        given: the unknown arguments.
+        flags: names of the Trainer's flags.
 
     Raises:
-        WrongType: there is a further argument; the message has the flag with the closest name.
+        WrongType: there is an unknown argument. The message suggests the flag with the closest name.
     """
     for name, value in given.items():
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
         hint = f" Did you mean `{near[0]}`?" if near else f" The flags are: {', '.join(sorted(flags))}."
-        raise WrongType(f"Trainer has no flag `{name}` (given {name}={value!r}).{hint}")
+        raise WrongType(f"Trainer({name}={value!r}): there is no flag `{name}`.{hint}")
 
 
 def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
-    """Return True if BatchNorm computes its statistics over all ranks.
+    """Validate ``sync_batchnorm``; return True if BatchNorm computes its statistics over all ranks.
 
     Raises:
         MisconfigurationException: the value is not a bool, or one process has several devices.
     """
     if switch("sync_batchnorm", given) and devices_of_a_process > 1:
         raise MisconfigurationException(
-            f"Trainer(sync_batchnorm=True) with {devices_of_a_process} devices in one process: BatchNorm is "
-            'synchronized over ranks only; use strategy="ddp".'
+            f"Trainer(sync_batchnorm=True) does not support {devices_of_a_process} devices in one process, because "
+            "BatchNorm is "
+            'synchronized only between ranks: use strategy="ddp".'
         )
     return bool(given)
 
 
-def refuse_what_is_not_there(model_registry: object) -> None:
-    """Refuse flags of Lightning for which lockstep supports only the default.
+def refuse_unsupported_flags(model_registry: object) -> None:
+    """Raise an error for flags whose default is the only value that lockstep supports.
 
     Raises:
-        MisconfigurationException: the message has the reason and the way out.
+        MisconfigurationException: such a flag has another value.
     """
     if model_registry is not None:
         raise MisconfigurationException(
-            f"Trainer(model_registry={model_registry!r}): with this flag Lightning uploads checkpoints to its "
-            "company's model hub, which lockstep does not do. Leave it out, keep checkpoints with "
-            "ModelCheckpoint(dirpath=...), and upload the files yourself."
+            f"Trainer(model_registry={model_registry!r}) is not supported, because lockstep does not upload "
+            "checkpoints to Lightning's model hub. Omit it, save checkpoints with ModelCheckpoint(dirpath=...), and "
+            "upload the files yourself."
         )
 
 
@@ -76,23 +77,23 @@ def refuse_what_is_not_there(model_registry: object) -> None:
 
 
 def is_number(value: object, *kinds: type) -> TypeGuard[float]:
-    """Return True if a value has one of these classes of numbers; a bool does not count as a number."""
+    """Return True if a value is an instance of one of the classes, but not a bool."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
-    """Return True or False; also None if ``optional``."""
+    """Validate a flag that must be True or False, or None if ``optional``."""
     if value is None and optional:
         return None
     if not isinstance(value, int) or value not in (0, 1):
-        raise MisconfigurationException(f"Trainer({flag}={value!r}): give True or False.")
+        raise MisconfigurationException(f"Trainer({flag}={value!r}) is not valid: pass True or False.")
     return bool(value)
 
 
 def whole(
     flag: str, value: object, *, at_least: int, default: int | None = None, may_be_off: bool = False
 ) -> int | None:
-    """Return a whole number; the default for None, and 0 for False if the flag ``may_be_off``."""
+    """Validate a flag that must be an integer; return the default for None, and 0 for False if it ``may_be_off``."""
     if value is None:
         return default
     if value is False and may_be_off:
@@ -101,21 +102,26 @@ def whole(
     if number is None or number < at_least:
         meaning = " (-1 means no limit)" if at_least == -1 else ""
         raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): give a whole number of at least {at_least}{meaning}."
+            f"Trainer({flag}={value!r}) is not valid: pass an integer of at least {at_least}{meaning}."
         )
     return number
 
 
 def batches_to_try(flag: str, value: object) -> int:
-    """Return the number of batches of a ``fast_dev_run``; 0 if it is off."""
+    """Validate ``fast_dev_run`` and return its number of batches; 0 if it is off."""
     number = int(value) if isinstance(value, bool) else whole_number(value)
     if number is None or number < 0:
-        raise MisconfigurationException(f"Trainer({flag}={value!r}): give True, False or the number of batches to try.")
+        raise MisconfigurationException(
+            f"Trainer({flag}={value!r}) is not valid: pass True, False or the number of batches to run."
+        )
     return number
 
 
 def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
-    """Return a number of batches (int), or a fraction of them (float); a whole float above 1 is a number."""
+    """Validate a limit of batches, which is a number (int) or a fraction (float).
+
+    A float above 1 without decimals, such as 10.0, is a number of batches.
+    """
     if value is None:
         return default
     if is_number(value, int, float) and (value > 0 or (zero and value == 0)):
@@ -124,45 +130,47 @@ def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: f
         if value.is_integer():
             return int(value)
     raise MisconfigurationException(
-        f"Trainer({flag}={value!r}): give a number of batches (an int) or a fraction of the loader "
+        f"Trainer({flag}={value!r}) is not valid: pass a number of batches (an int) or a fraction of the loader "
         "(a float between 0.0 and 1.0)."
     )
 
 
 def interval(flag: str, value: object) -> int | float | timedelta:
-    """Return a number of batches, a fraction of an epoch, or a duration."""
+    """Validate an interval, which is a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, timedelta)):
         return duration(flag, value)
     return fraction_or_count(flag, value, zero=False)
 
 
 def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
-    """Return the value, which must be one of the choices."""
+    """Validate a flag whose value must be one of ``choices``, and return the value."""
     if value not in choices:
-        raise MisconfigurationException(f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}.")
+        raise MisconfigurationException(
+            f"Trainer({flag}={value!r}) is not valid: choose one of {', '.join(map(repr, choices))}."
+        )
     return value
 
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
-    """Return the micro-batches of a window, or a dict from the first epoch to that number."""
+    """Validate ``accumulate_grad_batches``, which is a number or a dict from an epoch to the number from then on."""
     given = value if isinstance(value, dict) else {0: value}
     table: dict[int, int] = {}
     for first, count in given.items():
         epoch, batches = whole_number(first), whole_number(count)
         if epoch is None or batches is None or epoch < 0 or batches < 1:
             raise MisconfigurationException(
-                f"Trainer({flag}={value!r}): give an int of at least 1, or a dict from the first "
-                "epoch (counted from 0) to the micro-batches of a step from then on, such as {0: 8, 5: 4}."
+                f"Trainer({flag}={value!r}) is not valid: pass an int of at least 1, or a dict from an epoch (counted "
+                "from 0) to the number of micro-batches in a step from then on, such as {0: 8, 5: 4}."
             )
         table[epoch] = batches
     return table if isinstance(value, dict) else table[0]
 
 
 def clip_bound(flag: str, value: object) -> float | None:
-    """Return a bound for gradients; None for 0, which means no clipping, as in Lightning."""
+    """Validate ``gradient_clip_val``; return None for 0, which means no clipping, as in Lightning."""
     if value is None:
         return None
-    message = f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping."
+    message = f"Trainer({flag}={value!r}) is not valid: pass a number above 0, or None for no clipping."
     if not is_number(value, int, float):
         raise WrongType(message)
     if not value >= 0:
@@ -171,12 +179,12 @@ def clip_bound(flag: str, value: object) -> float | None:
 
 
 def clip_algorithm(flag: str, value: object) -> object:
-    """Return the algorithm in lower case; "norm" for None."""
+    """Validate ``gradient_clip_algorithm`` and return it in lower case; "norm" for None."""
     return choice(flag, "norm" if value is None else str(value).lower(), choices=("norm", "value"))
 
 
 def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
-    """Return a duration."""
+    """Convert "DD:HH:MM:SS", a dict or a timedelta to a timedelta."""
     try:
         if isinstance(value, timedelta):
             length = value
@@ -189,53 +197,54 @@ def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
             raise ValueError
     except (TypeError, ValueError, AttributeError):
         raise MisconfigurationException(
-            f'Trainer({flag}={value!r}): give "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a dict '
-            'such as {"hours": 2}.'
+            f'Trainer({flag}={value!r}) is not valid: pass "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a '
+            'dict such as {"hours": 2}.'
         ) from None
     return length
 
 
 def duration_in_seconds(flag: str, value: str | timedelta | dict[str, int] | None) -> float | None:
-    """Return a duration in seconds, or None."""
+    """Convert a duration in any form to seconds; return None for None."""
     return None if value is None else duration(flag, value).total_seconds()
 
 
 def seconds(flag: str, value: object) -> float | None:
-    """Return a positive duration in seconds, or None for no limit."""
+    """Convert a positive number or timedelta to seconds; return None for None, which means no limit."""
     if value is None:
         return None
     found = value.total_seconds() if isinstance(value, timedelta) else value
     if is_number(found, int, float) and 0 < found < float("inf"):
         return float(found)
     raise MisconfigurationException(
-        f"Trainer({flag}={value!r}): give seconds above 0, a datetime.timedelta, or None for off."
+        f"Trainer({flag}={value!r}) is not valid: pass a number of seconds above 0, a datetime.timedelta, or None."
     )
 
 
 def folder(flag: str, value: object) -> str:
-    """Return the path of a folder, which need not exist; the working directory for None."""
+    """Validate the path of a folder, which need not exist; return the working directory for None."""
     if value is None:
         return os.getcwd()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str):
         raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): give the path of a folder, a str or a pathlib.Path; it is created when needed."
+            f"Trainer({flag}={value!r}) is not valid: pass the path of a folder, as a str or a pathlib.Path. The "
+            "folder is created when needed."
         )
     path = os.path.expanduser(path)
     if os.path.exists(path) and not os.path.isdir(path):
-        raise MisconfigurationException(f"Trainer({flag}={path!r}): this path is a file; give a folder.")
+        raise MisconfigurationException(f"Trainer({flag}={path!r}): this path is a file: pass the path of a folder.")
     return path
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Refuse a folder that this user may not write to, or may not create in its closest existing parent."""
+    """Raise an error if this user cannot write to a folder, or cannot create it in its closest existing parent."""
     existing = os.path.abspath(path)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         raise MisconfigurationException(
             f"Trainer({flag}={path!r}): logs and checkpoints are written there, but {existing!r} is not writable: "
-            f"give `{flag}` another folder, or set logger=False and enable_checkpointing=False."
+            f"set `{flag}` to another folder, or set logger=False and enable_checkpointing=False."
         )
 
 
@@ -257,7 +266,7 @@ OFF: dict[str, Any] = {
 
 
 def strip(given: dict[str, Any]) -> bool:
-    """Set flags to their values in barebones mode and report it once; return True if the mode is on.
+    """Apply ``barebones``, which turns other flags off; return True if it is on. Logs which flags are off, once.
 
     Args:
         given: the Trainer's flags; changed in place if ``barebones`` is on.
@@ -271,8 +280,8 @@ def strip(given: dict[str, Any]) -> bool:
         value = given[name]
         if value is not None and not (isinstance(value, (bool, int)) and value == off):
             raise MisconfigurationException(
-                f"`Trainer(barebones=True, {name}={value!r:.100})` was passed: the mode measures the cost of a step, "
-                "and this flag adds to it; leave out one of the two."
+                f"`Trainer(barebones=True, {name}={value!r:.100})` was passed, but barebones measures the cost of a "
+                "step, to which this flag adds: remove one of the two."
             )
         given[name] = off
     rank_zero_info(
@@ -283,20 +292,20 @@ def strip(given: dict[str, Any]) -> bool:
 
 
 NonFinite = Literal["protect", "skip", "stop", "ignore"]
-"""Values of ``Trainer(non_finite=...)``."""
+"""Valid values of ``Trainer(non_finite=...)``."""
 
 
 # -- RunConfig -----------------------------------------------------------------------------------------------
 
 
 def _flag(check: Callable[..., Any], **options: object) -> Any:
-    """Return a field of RunConfig with the check that converts the user's value."""
+    """Create a field of `RunConfig` with the function that validates and converts the user's value."""
     return field(metadata={"check": partial(check, **options)})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The Trainer's flags, checked and with their defaults.
+    """The Trainer's flags, validated and with their defaults.
 
     Limits of batches are an ``int`` (a number of batches) or a ``float`` in [0, 1] (a fraction of the loader).
 
@@ -343,17 +352,18 @@ class RunConfig:
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if most != -1 and least > most:
                 raise MisconfigurationException(
-                    f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum."
+                    f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum exceeds the maximum: change one of "
+                    "them."
                 )
         # An interval across epochs has no length that a fraction could refer to.
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise MisconfigurationException(
-                f"Trainer(check_val_every_n_epoch=None, val_check_interval={self.val_check_interval!r}): across epochs "
-                "the interval counts training batches or time; give `val_check_interval` an int or a duration."
+                f"Trainer(check_val_every_n_epoch=None, val_check_interval={self.val_check_interval!r}): an interval "
+                "across epochs must count batches or time: set `val_check_interval` to an int or a duration."
             )
 
     def accumulation(self, epoch: int) -> int:
-        """Return the micro-batches of a window in ``epoch`` (counted from 0)."""
+        """Return ``accumulate_grad_batches`` for ``epoch`` (counted from 0)."""
         return batches_of_window(self.accumulate_grad_batches, epoch)
 
 
@@ -361,7 +371,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check
 
 
 def config_of(given: dict[str, Any]) -> RunConfig:
-    """Return the RunConfig of a Trainer's flags; flags without a field in it are ignored.
+    """Create a `RunConfig` from a Trainer's flags. Flags without a field in `RunConfig` are ignored.
 
     Raises:
         MisconfigurationException: a value, or a combination of flags, cannot work.
@@ -375,14 +385,16 @@ def config_of(given: dict[str, Any]) -> RunConfig:
     overfit = values["overfit_batches"]
     for name in ("limit_train_batches", "limit_val_batches"):
         if overfit and not values["fast_dev_run"] and given[name] is not None and values[name] != overfit:
-            rank_zero_warn(f"Trainer(overfit_batches={overfit}, {name}={given[name]}): the former sets the latter.")
+            rank_zero_warn(
+                f"Trainer(overfit_batches={overfit}, {name}={given[name]}): overfit_batches overrides {name}."
+            )
     for name in ("fast_dev_run", "overfit_batches"):
         values.update(_implied_by(name, values[name]))
     return RunConfig(**values)
 
 
 def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
-    """Return the config with a flag that is set after construction, with the same checks.
+    """Return a copy of the config with a flag changed after construction, with the same checks.
 
     Raises:
         MisconfigurationException: a value, or a combination of flags, cannot work.
@@ -392,7 +404,7 @@ def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
 
 
 def _implied_by(name: str, value: Any) -> dict[str, Any]:
-    """Return the values of other flags that follow from a flag."""
+    """Return the values of other flags that a flag implies."""
     if name == "overfit_batches" and value:
         return {"limit_train_batches": value, "limit_val_batches": value}
     if name != "fast_dev_run" or not value:

@@ -1,1 +1,1 @@
-"""The order of data, its cut among the ranks, and feeds that yield windows of weighted micro-batches."""
+"""The order of data, its division among the ranks, and the feeds that yield accumulation windows."""

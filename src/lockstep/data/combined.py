@@ -1,4 +1,7 @@
-"""Return values of dataloader hooks (one loader, or several in a nest) and the sources made from them."""
+"""`CombinedLoader`, and the sources that are made from whatever a dataloader hook returns.
+
+A hook may return one loader, or several in a nest of dicts, lists and tuples.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lockstep.data.cut import WindowPlan, apportion
 from lockstep.data.fixed import Untouched, in_order
 from lockstep.data.order import make_key
 from lockstep.data.own_parts import check_own_batches, makes_own_batches
+from lockstep.data.partition import WindowPlan, apportion
 from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
 from lockstep.data.source import (
     Gather,
@@ -28,11 +31,11 @@ from lockstep.data.source import (
     Reshare,
     Sampling,
     SourceSpec,
-    begun,
     holders,
     length_of,
     of_all_ranks,
-    skipped,
+    read_first,
+    skip,
 )
 from lockstep.data.stream import Stream
 from lockstep.data.workers import end_workers
@@ -48,7 +51,7 @@ LENGTHS: dict[str, Callable[[Iterable[int | float]], int | float]] = {
     "max_size": max,
     "sequential": sum,
 }
-"""Number of batches in each mode, as a function of the loaders' lengths."""
+"""Function that computes the number of batches from the loaders' lengths, for each mode."""
 
 _END = object()
 
@@ -83,34 +86,37 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def iterables(self) -> Any:
-        """The loaders in their nest."""
+        """The loaders, in the dict, list or other nest that was passed."""
         return self._iterables
 
     @property
     def mode(self) -> Mode:
-        """The mode."""
+        """The mode, as passed to the constructor."""
         return self._mode
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders in a list; may be set to a list of the same length."""
+        """The loaders as a flat list. Assign a list of the same length to replace them."""
         return self._flattened
 
     @flattened.setter
     def flattened(self, loaders: list[Any]) -> None:
         if len(loaders) != len(self._flattened):
-            raise ValueError(f"CombinedLoader.flattened has {len(self._flattened)} loaders, not {len(loaders)}.")
+            raise ValueError(
+                f"CombinedLoader.flattened was assigned {len(loaders)} loaders, but it has {len(self._flattened)}: "
+                "assign a list of that length."
+            )
         self._iterables = tree_unflatten(loaders, self._spec)
         self._flattened = loaders
 
     @property
     def sampler(self) -> Any:
-        """The loaders' samplers in the same nest; None where a loader has none."""
+        """The samplers of the loaders, in the nest of `iterables`; None for a loader without a sampler."""
         return tree_unflatten([getattr(loader, "sampler", None) for loader in self._flattened], self._spec)
 
     @property
     def batch_sampler(self) -> Any:
-        """The loaders' batch samplers in the same nest; None where a loader has none."""
+        """The batch samplers of the loaders, in the nest of `iterables`; None for a loader without one."""
         found = [getattr(loader, "batch_sampler", None) for loader in self._flattened]
         return tree_unflatten(found, self._spec)
 
@@ -124,7 +130,10 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         if isinstance(limits, int | float):
             limits = [limits] * len(self._flattened)
         elif limits is not None and len(limits) != len(self._flattened):
-            raise ValueError(f"CombinedLoader.limits has {len(limits)} numbers for {len(self._flattened)} loaders.")
+            raise ValueError(
+                f"CombinedLoader.limits was assigned {len(limits)} numbers for {len(self._flattened)} loaders: assign "
+                "one number for each loader, or a single number for all."
+            )
         self._limits = limits
 
     def __iter__(self) -> CombinedLoader:
@@ -142,11 +151,14 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         lengths = [math.inf if (n := length_of(loader)) is None else n for loader in self._flattened]
         length = LENGTHS[self._mode](map(min, lengths, self._limits or itertools.repeat(math.inf)))
         if math.isinf(length):
-            raise TypeError(f"This CombinedLoader (mode={self._mode!r}) has a loader without a length.")
+            raise TypeError(
+                f"This CombinedLoader (mode={self._mode!r}) has no length, because one of its loaders has none "
+                "(no `__len__`)."
+            )
         return int(length)
 
     def reset(self) -> None:
-        """Drop the current pass and end persistent workers."""
+        """Abandon the current iteration and end persistent loader workers."""
         self._iterator = None
         for loader in self._flattened:
             end_workers(loader)
@@ -174,7 +186,9 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def rows(
     openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
-    """Draw rows of batches from several iterators in any mode except ``"sequential"``. The iterators are opened now.
+    """Yield lists with one batch from each of several iterators, in any mode except ``"sequential"``.
+
+    The iterators are opened when this function is called, not at the first item.
 
     Args:
         openers: functions that open one iterator each, given the number of passes that have ended.
@@ -207,7 +221,7 @@ def _drawn_from(
 
 
 def flatten(loaders: object) -> tuple[list[Any], TreeSpec]:
-    """Return the loaders of a nest as a list, and the spec that rebuilds the nest.
+    """Return the loaders in a nest as a list, and the tree spec that rebuilds the nest.
 
     A list counts as a loader, not as a nest, if its items are batches: tensors, objects that cannot be iterated,
     arrays, or tuples or dicts that contain only tensors, arrays, strings and numbers.
@@ -233,7 +247,10 @@ def _is_batch(item: object) -> bool:
 
 
 def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """Return (loaders, their nest or None for a single bare loader, mode) for the value that a loader hook returned."""
+    """Return (loaders, tree spec, mode) for the value that a loader hook returned.
+
+    The spec describes the nest of the loaders; it is None for a single loader that is not in a container.
+    """
     if isinstance(returned, CombinedLoader):
         return returned.flattened, flatten(returned.iterables)[1], returned.mode
     loaders, nest = flatten(returned)
@@ -244,7 +261,10 @@ def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str
 def make_sources(
     loaders: list[Any], spec: SourceSpec, overfit: bool = False
 ) -> tuple[list[LoaderSource], list[Any], list[str]]:
-    """Return a source for each loader of a stage, the loaders (in order under ``overfit_batches``), and their names."""
+    """Return a source for each loader of a stage, the loaders themselves, and their names in messages.
+
+    With ``overfit``, the returned loaders read their data sets in order instead of shuffling.
+    """
     hook, several = f"{spec.stage}_dataloader", len(loaders) > 1
     names = [f"{hook}[{number}]" if several else hook for number in range(len(loaders))]
     if overfit:
@@ -254,17 +274,17 @@ def make_sources(
 
 
 def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> LoaderSource:
-    """Return the source for a loader or other iterable.
+    """Return the source that reads a loader, or another iterable of batches.
 
     Args:
-        loader: the value that a dataloader hook returned, or one part of it.
+        loader: the value that a dataloader hook returned, or one loader from it.
         spec: settings that all sources of the stage share.
         number: index of the loader in the stage; the loaders of a stage are shuffled independently.
         name: name of the loader in messages.
 
     Raises:
-        MisconfigurationException: the loader has a `DistributedSampler` made for other ranks, or cannot be shared out
-            by weight.
+        MisconfigurationException: the loader has a `DistributedSampler` that was made for another rank, or its
+            batches cannot be divided by the requested shares.
         WrongType: the loader cannot be iterated.
     """
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
@@ -275,15 +295,15 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     # It has `__getitem__`, so Python iterates it, sample by sample.
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         warn_once(
-            f"{name} is a {type(loader).__name__}, a data set: each of its samples is taken for a batch. To make "
-            "batches, pass DataLoader(data_set, batch_size=...)."
+            f"{name} is a {type(loader).__name__}, which is a data set, so each of its samples is used as a batch. To "
+            "make batches, pass DataLoader(data_set, batch_size=...)."
         )
     measure = Measure(name, spec.stage)
     # The index is part of the key: loaders of a stage are shuffled independently.
     key = make_key(spec.seed, spec.stage, number)
     if not isinstance(loader, DataLoader) or not spec.distribute:
         if spec.distribute and spec.size > 1:
-            warn_once(SEEN_WHOLE.format(name=name, kind=type(loader).__name__, size=spec.size))
+            warn_once(READ_BY_ALL.format(name=name, kind=type(loader).__name__, size=spec.size))
         made: LoaderSource = Untouched(loader, spec, measure)
     elif (reason := makes_own_batches(loader)) is not None:
         check_own_batches(loader, spec, name, reason)
@@ -299,15 +319,15 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     return made
 
 
-SEEN_WHOLE = (
-    "{name} is a {kind}, not a DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all of it. "
-    "Unless it shards itself by rank, every sample is seen {size} times: make a DataLoader of it or shard it. "
-    "Trainer(use_distributed_sampler=False) silences this where each rank has its own data."
+READ_BY_ALL = (
+    "{name} is a {kind}, not a DataLoader: lockstep cannot split its samples among the ranks, so each of the {size} "
+    "ranks reads all of them, and every sample is seen {size} times unless the iterable shards itself by rank. Pass a "
+    "DataLoader, or set Trainer(use_distributed_sampler=False) if each rank has its own data."
 )
 
 
 def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
-    """Return the source for a loader over a map-style data set; its sampler decides which one."""
+    """Return the source for a loader over a map-style data set; its class depends on the loader's sampler."""
     sampling = Sampling.of(loader, spec, key, name)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
@@ -325,7 +345,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """Return the shares of ``count`` replicas as a tuple; empty if they are equal.
+    """Validate the shares of ``count`` replicas and return them as a tuple, which is empty if they are equal.
 
     Raises:
         MisconfigurationException: the shares are not ``count`` positive numbers, or differ between ranks.
@@ -334,32 +354,34 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
         return ()
     shares = tuple(share if isinstance(share, int) else float(share) for share in shares)  # NumPy's numbers, too
     if len(shares) != count or not all(0 < share < math.inf for share in shares):
-        raise MisconfigurationException(f"shares={shares!r}: give {count} positive numbers, one for each replica.")
+        raise MisconfigurationException(
+            f"shares={shares!r} is not a list of {count} positive numbers: pass one for each replica."
+        )
     if gather is not None:
         of_ranks = gather(torch.tensor(shares, dtype=torch.float64))
         if not bool((of_ranks == of_ranks[0]).all()):
             raise MisconfigurationException(
-                f"shares={shares!r} are not the same on all ranks ({of_ranks.tolist()}): samples would be seen twice "
-                "and others never. Measure on one rank and broadcast the numbers."
+                f"shares={shares!r} differs between the ranks ({of_ranks.tolist()}), so some samples would be seen "
+                "twice and others never. Compute the shares on one rank and broadcast them."
             )
-    # Equal shares take the faster even cut.
+    # Equal shares use the faster even division.
     return shares if len(set(shares)) > 1 else ()
 
 
 def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
-    """Refuse shares that a loader cannot be cut by.
+    """Raise an error if the batches of a loader cannot be divided by the requested shares.
 
     Raises:
-        MisconfigurationException: the loader yields whole batches only, or a replica would get no sample.
+        MisconfigurationException: the loader yields ready-made batches, or a replica would get no sample.
     """
     if not source.divisible:
-        flag, else_do = f"shares={spec.shares}", "give equal shares"
+        flag, else_do = f"shares={spec.shares}", "use equal shares"
         if spec.reshared:
-            flag, else_do = "Trainer(balance=True)", "leave `balance` out"
+            flag, else_do = "Trainer(balance=True)", "omit `balance`"
         raise MisconfigurationException(
-            f"{flag}: {name} yields whole batches, which lockstep cannot share out by weight. Make it a DataLoader "
-            "over a map-style data set, with a batch_size and without a DistributedSampler or its own batch sampler, "
-            f"and keep Trainer(use_distributed_sampler=True); or {else_do}."
+            f"{flag}: {name} yields ready-made batches, which lockstep cannot divide unevenly among the ranks. Pass a "
+            "DataLoader over a map-style data set, with a batch_size and without a DistributedSampler or a batch "
+            f"sampler, and keep Trainer(use_distributed_sampler=True); or {else_do}."
         )
     if not spec.shares:
         return
@@ -367,18 +389,18 @@ def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
     parts = apportion(samples, spec.size, spec.shares)
     if 0 in parts:
         raise MisconfigurationException(
-            f"shares={spec.shares}: of a global batch of {samples} samples of {name} (batch_size={source.batch} x "
-            f"{spec.size}) replica {parts.index(0)} gets none: give a larger batch_size, or a larger share."
+            f"shares={spec.shares}: replica {parts.index(0)} gets no sample from a global batch of {name}, which has "
+            f"{samples} samples (batch_size={source.batch} x {spec.size}): use a larger batch_size or a larger share."
         )
 
 
 def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: str) -> None:
-    """Refuse a `DistributedSampler` that was made for another rank or another number of ranks."""
+    """Raise an error if a `DistributedSampler` was made for another rank or another number of ranks."""
     if (sampler.rank, sampler.num_replicas) != (spec.rank, spec.size):
         raise MisconfigurationException(
             f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
-            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out, since lockstep shares the data out over "
-            "the ranks; or set Trainer(use_distributed_sampler=False) to use the loader unchanged."
+            f"this is rank {spec.rank} of {spec.size}. Remove the sampler, because lockstep splits the data among the "
+            "ranks itself; or set Trainer(use_distributed_sampler=False) to use the loader unchanged."
         )
 
 
@@ -386,7 +408,7 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
 
 
 class RowWeight(float):
-    """The weight of a micro-batch of several loaders: the weight of its heaviest part.
+    """The weight of a micro-batch that combines several loaders, which is the weight of its heaviest part.
 
     Attributes:
         parts: the weight of each part.
@@ -396,7 +418,7 @@ class RowWeight(float):
 
     @classmethod
     def of(cls, parts: Iterable[float]) -> RowWeight:
-        """Return the weight of a micro-batch with these parts."""
+        """Create the weight of a micro-batch from the weights of its parts."""
         known = tuple(parts)
         made = cls(max(known))
         made.parts = known
@@ -404,7 +426,7 @@ class RowWeight(float):
 
 
 class Mixed(LoaderSource):
-    """Several sources in any mode of `CombinedLoader` except ``"sequential"``.
+    """A source that combines several sources, in any mode of `CombinedLoader` except ``"sequential"``.
 
     A micro-batch has the weight of its heaviest part. A part is None on a rank that has no samples of it.
 
@@ -444,7 +466,7 @@ class Mixed(LoaderSource):
         parts = self._parts
         self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
         self.length = LENGTHS[self._mode](self._lengths)
-        # parts that are cut by weight are rounded independently
+        # parts that are divided by weight are rounded independently
         uneven = any(part.uneven for part in parts)
         self.even = 0 if uneven else int(min(map(min, [part.even for part in parts], self._lengths)))
 
@@ -452,9 +474,9 @@ class Mixed(LoaderSource):
         lengths = [part.planned(ranks) for part in self._parts]
         return LENGTHS[self._mode](map(min, lengths, self._limits))
 
-    def recut(self, plan: WindowPlan) -> None:
+    def repartition(self, plan: WindowPlan) -> None:
         for part in self._parts:  # parts continue by the number of micro-batches
-            part.recut(replace(plan, number=0, position=None))
+            part.repartition(replace(plan, number=0, position=None))
             if isinstance(part, Stream):
                 part.moved = plan.number > 0
         self._measure()
@@ -533,7 +555,7 @@ class Mixed(LoaderSource):
     def _rows(
         self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
     ) -> Iterator[list[Any]]:
-        """Yield the parts' batches row by row, from row ``start`` on."""
+        """Yield lists with one batch from each part, starting with micro-batch ``start``."""
         cycles = self._mode == "max_size_cycle"
         begin = 0 if self._rereads else start
         begins = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
@@ -554,7 +576,7 @@ class Mixed(LoaderSource):
         return self._reread(opened, epoch, start) if self._rereads else opened()
 
     def _reread(self, opened: Callable[[], Iterator[list[Any]]], epoch: int, start: int) -> Iterator[list[Any]]:
-        """Yield the rows from ``start`` on of a pass that is read from its start, with a checkpoint's random states."""
+        """Read a pass from its beginning, with the random states of a checkpoint, and yield it from ``start`` on."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
         # Earlier versions did not save the epoch.
@@ -564,12 +586,12 @@ class Mixed(LoaderSource):
             self._set_own_states(resume.get("now", []))
             self._states = random_states(include_cuda=False)
             self._own_states = [part.generator_states() for part in self._parts]
-            return skipped(opened(), start)
+            return skip(opened(), start)
         self._states, self._own_states = resume["random"], resume.get("own", [])
         self._set_own_states(self._own_states)
         with isolate_rng(include_cuda=False):
             set_random_states(resume["random"])
-            return skipped(opened(), start) if start else begun(opened())
+            return skip(opened(), start) if start else read_first(opened())
 
     def _set_own_states(self, states: Sequence[Any]) -> None:
         for part, of_part in zip(self._parts, states, strict=False):

@@ -1,7 +1,7 @@
-"""Counting of batches by the ranks that planned a run, on any number of ranks.
+"""Batch counts of a run that resumes on a different number of ranks.
 
-A checkpoint keeps the plan (`BatchPlan`). A resumed attempt of the run computes the numbers that it counts by
-(`count_batches`) and reports to the user what has changed.
+Flags that count batches keep counting those of the planned ranks. A checkpoint keeps the plan (`BatchPlan`). A resumed
+attempt of the run computes the numbers that it counts by (`count_batches`) and reports to the user what has changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lockstep.data.cut import Position, WindowPlan
+from lockstep.data.partition import Position, WindowPlan
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
@@ -19,7 +19,7 @@ Accumulation = int | dict[int, int]
 
 
 def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
-    """Return the number of batches in a window of an epoch (counted from 0)."""
+    """Return ``accumulate_grad_batches`` for an epoch (counted from 0)."""
     if isinstance(accumulate, int):
         return accumulate
     due = [first for first in accumulate if first <= epoch]
@@ -28,7 +28,7 @@ def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point within an epoch at which an attempt of the run started."""
+    """A point within an epoch from which an attempt of the run starts."""
 
     epoch: int
     number: int
@@ -39,12 +39,12 @@ class ResumePoint:
     """Data drawn before it; see `Source.position`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dict."""
+        """Return the fields as a dict for a checkpoint."""
         return {"epoch": self.epoch, "number": self.number, "rows": self.rows, "place": self.position}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> ResumePoint:
-        """Load from a :meth:`state_dict`.
+        """Create a resume point from a :meth:`state_dict`.
 
         Raises:
             ValueError: a number is not a non-negative integer.
@@ -56,11 +56,12 @@ class ResumePoint:
 def _check_counts(state: dict[str, Any], names: tuple[str, ...], least: int) -> None:
     for name in names:
         if not isinstance(state[name], int) or state[name] < least:
-            raise ValueError(f"{name} is {state[name]!r:.50}")
+            raise ValueError(f"{name} is {state[name]!r:.50}, but must be an integer of at least {least}")
 
 
 IN_ORDER = "in order"
-"""The kind of a loader that does not shuffle: a longer data set starts with the same samples."""
+"""The `LoaderOrder.kind` of loaders that do not shuffle. If their data set grows, it still starts with the same
+samples."""
 
 
 class LoaderOrder(NamedTuple):
@@ -75,18 +76,18 @@ class LoaderOrder(NamedTuple):
 
     @classmethod
     def load(cls, state: object) -> LoaderOrder:
-        """Load from a list.
+        """Create an order from the list that a checkpoint stores.
 
         Raises:
-            ValueError: the list does not describe an order.
+            ValueError: the value does not describe an order.
         """
         match state:
             case [str(kind), int(samples), int(workers)]:
                 return cls(kind, samples, workers)
-        raise ValueError(f"an order is {state!r:.50}")
+        raise ValueError(f"the order of a loader is {state!r:.50}, but must be [kind, samples, workers]")
 
     def change(self, before: LoaderOrder) -> str:
-        """Describe how this order differs from ``before``; empty if every position is the same sample."""
+        """Describe how this order differs from ``before``; return "" if every position still has the same sample."""
         if self.kind != before.kind:
             return f"{self.kind}, before {before.kind}"
         if self.workers != before.workers:
@@ -97,7 +98,7 @@ class LoaderOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batches of a run and the progress of the attempt that saved it, as kept in a checkpoint."""
+    """The plan of a run's batches, and the progress of the attempt that saved it, as stored in a checkpoint."""
 
     ranks: int
     """The number of ranks that ``accumulate_grad_batches`` and ``batch_size`` were chosen for."""
@@ -116,7 +117,7 @@ class BatchPlan:
     """The order of each loader; None if the checkpoint does not record them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dict."""
+        """Return the fields as a dict for a checkpoint."""
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
         named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
         orders = None if self.orders is None else list(map(list, self.orders))
@@ -125,7 +126,7 @@ class BatchPlan:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> BatchPlan:
-        """Load from a :meth:`state_dict`.
+        """Create a plan from a :meth:`state_dict`.
 
         Raises:
             ValueError: a number is out of range.
@@ -141,14 +142,14 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Loader workers of each rank that read a stream up to the last boundary; None for other loaders."""
+        """Number of loader workers per rank that have read a stream so far; None if no loader is a stream."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """The numbers by which this attempt of a run counts batches, and its start. Made by :func:`count_batches`.
+    """How the current attempt of a run counts batches, and where it starts. Created by :func:`count_batches`.
 
     A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. Flags and schedulers that
     count batches count rows. A window is ``accumulate_grad_batches`` rows; ``size`` ranks share it out over as many
@@ -161,23 +162,23 @@ class BatchCounting:
     moved: bool = False
     """True if an attempt with other ranks or batches stopped at ``resumed_at`` (or between two epochs)."""
     message: str = ""
-    """The message to the user about it."""
+    """Message to the user about such a change."""
     is_warning: bool = field(default=False, compare=False)
-    """True if a step has another number of samples than in that attempt, or a stream has other workers."""
+    """True if a step has a different number of samples from that attempt, or a stream a different number of workers."""
 
-    def tell(self) -> None:
-        """Report to the user that this attempt counts differently from the previous one."""
+    def report(self) -> None:
+        """Log or warn that this attempt counts batches differently from the previous one; do nothing if it does not."""
         if self.moved:
             (rank_zero_warn if self.is_warning else rank_zero_info)(self.message)
 
     @property
     def resumed_number(self) -> int | None:
-        """Micro-batches of the epoch before this attempt; None if it did not start within an epoch."""
+        """Number of micro-batches of the epoch that precede this attempt; None if it did not start within an epoch."""
         return None if self.resumed_at is None else self.resumed_at.number
 
     @property
     def is_replanned(self) -> bool:
-        """True if rows are shared out over another number of ranks than planned."""
+        """True if this attempt has a different number of ranks from the plan."""
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
@@ -191,19 +192,19 @@ class BatchCounting:
         windows, more = divmod(int(rows), accumulate)
         return windows * self.micro(accumulate) + self.micro(more)
 
-    def begins(self, epoch: int) -> tuple[int, int]:
-        """Return (micro-batches, rows) of an epoch that precede this attempt."""
+    def done_before(self, epoch: int) -> tuple[int, int]:
+        """Return how many (micro-batches, rows) of an epoch earlier attempts have done."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Return the rows of an epoch that are done after ``number`` micro-batches; exact at the end of a window."""
-        first, rows = self.begins(epoch)
+        """Return how many rows ``number`` micro-batches of an epoch complete; exact at the end of a window."""
+        first, rows = self.done_before(epoch)
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
     def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
-        """Return the plan by which an epoch is cut; None if the loaders and the current ranks decide."""
+        """Return the plan that divides an epoch into windows; None if the current ranks and loaders determine them."""
         point = self.resumed_at
         if point is not None and point.epoch == epoch:
             return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
@@ -212,30 +213,31 @@ class BatchCounting:
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """An attempt of a run: its ranks, its flags and its loaders."""
+    """Properties of an attempt of a run that determine how it counts batches."""
 
     size: int
     accumulate: Accumulation
     batches: list[int]
     flexible: bool
-    """True if the loaders can be cut into windows of any size."""
+    """True if the loaders can be divided into windows of any size."""
     automatic: bool = True
     """True if lockstep forms the windows (automatic optimization), not the user."""
     keep: bool = True
     """``Trainer(keep_global_batch=...)``."""
     workers: int | None = None
-    """Loader workers of each rank that read a stream which lockstep shares out; None for other loaders."""
+    """Number of loader workers per rank for a stream that lockstep splits among the ranks; None if there is no such
+    stream."""
 
 
 def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
-    """Return how a run that resumes from ``saved`` counts its batches; pure.
+    """Return how a run that resumes from ``saved`` counts its batches. The function has no side effects.
 
     The plan is kept if only the number of ranks has changed. If the user has changed ``batch_size`` or
     ``accumulate_grad_batches``, the new values hold from the last boundary on. A stream that is read by another
     number of loader workers is handled like a change of ranks.
 
     Raises:
-        MisconfigurationException: the plan's windows cannot be shared out over these ranks.
+        MisconfigurationException: the windows of the plan cannot be divided evenly over the current ranks.
     """
     if saved is None:
         return BatchCounting(attempt.size, attempt.size)
@@ -256,7 +258,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """Return the message about an attempt that counts differently, and True if it is to be a warning."""
+    """Return the message about an attempt that counts differently, and True if the message is a warning."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -264,28 +266,28 @@ def _changes(
     if not _has_other_workers(saved, attempt):
         return message, before.samples != now.samples
     workers = (
-        f"trainer.fit: num_workers differs from the checkpoint: {attempt.workers} at once read the stream of a "
-        f"rank, before {saved.workers}. The stream of this epoch is read again, without the samples that were drawn "
-        "before. A data set that shards itself over its workers (`torch.utils.data.get_worker_info`) is cut "
-        "differently now: some samples are seen twice and others never. To resume such a data set, keep num_workers."
+        f"trainer.fit: the iterable data set is read by {attempt.workers} workers per rank, but the checkpoint was "
+        f"saved with {saved.workers}. The stream of this epoch is read again, and samples that were already drawn are "
+        "skipped. If the data set shards itself over its workers (`torch.utils.data.get_worker_info`), some samples "
+        "are seen twice and others never: resume such a data set with the former num_workers."
     )
     return (workers if planned and saved.size == attempt.size else f"{message} {workers}"), True
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """Return a dict from each epoch at which the number changes to the new number."""
+    """Return ``accumulate_grad_batches`` as a dict from each epoch at which its value changes to the new value."""
     # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
 
 def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Return True if the loader's number of workers differs from the one that the current epoch was started with."""
+    """Return True if a stream now has a different number of loader workers from the start of the epoch."""
     return saved.workers is not None and attempt.workers not in (None, saved.workers)
 
 
 def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
-    """Return the last boundary of ``saved`` by the counts of this attempt; None at the start of an epoch."""
+    """Convert the last boundary of ``saved`` to the counts of this attempt; return None at the start of an epoch."""
     at = saved.at
     if at.rows == 0:
         return None
@@ -313,10 +315,10 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
         fitting = [str(ranks) for ranks in range(1, whole + 1) if whole % ranks == 0]
         some = ", ".join(fitting[:8]) + (", ..." if len(fitting) > 8 else "")
         raise MisconfigurationException(
-            f"A step of this run has {whole} batches ({saved.ranks} ranks x accumulate_grad_batches={value}), which "
-            f"cannot be divided evenly over {attempt.size} ranks: its loader yields whole batches only. Resume with "
-            f"devices x num_nodes equal to one of {some}; change accumulate_grad_batches or batch_size; or set "
-            "Trainer(keep_global_batch=False) to keep both and accept another global batch."
+            f"The {whole} batches of a step ({saved.ranks} ranks x accumulate_grad_batches={value}) cannot be divided "
+            f"evenly over {attempt.size} ranks, and the loader yields ready-made batches, which cannot be split. "
+            f"Resume on a number of ranks from {some}; change accumulate_grad_batches or batch_size; or set "
+            "Trainer(keep_global_batch=False) to continue with a different global batch."
         )
 
 
@@ -324,7 +326,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 
 
 class StepSize(NamedTuple):
-    """The size of a step; with several loaders, the largest ``batch_size`` counts."""
+    """The global batch of an optimizer step; with several loaders, the largest ``batch_size`` counts."""
 
     ranks: int
     accumulate: int
@@ -332,7 +334,7 @@ class StepSize(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples on all ranks."""
+        """Number of samples in a step, over all ranks."""
         return self.ranks * self.accumulate * max(self.batches, default=1)
 
     def __str__(self) -> str:
@@ -357,16 +359,16 @@ def _plan_holds(before: StepSize, made: BatchCounting) -> str:
     each, more = divmod(before.samples, micro * made.size)
     parts = f"{each} to {each + 1}" if more else str(each)
     return (
-        f"trainer.fit: the run was planned as {before}. On {_counted(made.size, 'rank')} each step is the same, "
+        f"trainer.fit: the run was planned as {before}. On {_counted(made.size, 'rank')} each step keeps its samples, "
         f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank. Flags that count batches still "
-        f"count those of {_counted(before.ranks, 'rank')}."
+        f"count batches of {_counted(before.ranks, 'rank')}."
     )
 
 
 def _users_hold(before: StepSize, now: StepSize, attempt: RunAttempt, as_planned: bool) -> str:
-    same = "the same" if before.samples == now.samples else "another"
+    same = "the same" if before.samples == now.samples else "a different"
     if not as_planned:
-        why = "batch_size or accumulate_grad_batches differs from the checkpoint, and applies from here on"
+        why = "batch_size or accumulate_grad_batches was changed, and the new value applies from now on"
     elif not attempt.keep:
         why = "keep_global_batch=False"
     else:
@@ -374,4 +376,4 @@ def _users_hold(before: StepSize, now: StepSize, attempt: RunAttempt, as_planned
             "in manual optimization lockstep cannot accumulate for `training_step`; change batch_size or step less "
             "often to keep the global batch"
         )
-    return f"trainer.fit: the checkpoint has {before}; now it is {now}, {same} global batch ({why})."
+    return f"trainer.fit: the checkpoint was saved with {before}; this run has {now}, {same} global batch ({why})."

@@ -1,4 +1,4 @@
-"""Feeds: the loaders of a stage from which this rank draws its share of weighted batches.
+"""Feeds, which yield this rank's share of the batches of a stage, with their weights.
 
 A *rank* here is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.counting import BatchCounting, LoaderOrder, ResumePoint
-from lockstep.data.cut import WindowPlan
 from lockstep.data.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
+from lockstep.data.partition import WindowPlan
 from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
 from lockstep.data.window import Part, Window, empty_ranks, first_gap, weigh, weigh_parts
 from lockstep.ground.comm import as_bytes
@@ -28,16 +28,16 @@ from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.tree import tree_leaves, tree_map
 
 CountingFor = Callable[[int, list[int], bool, int | None], BatchCounting]
-"""Function that returns how a run counts batches, given the number of replicas, the ``batch_size`` of its loaders,
-whether they can be cut into windows of any size, and the loader workers that read a stream."""
+"""Function that returns how a run counts batches. Its arguments are the number of replicas, the ``batch_size`` of each
+loader, True if the loaders can be divided into windows of any size, and the number of workers that read a stream."""
 
 _END = object()
 
 
 class Feed:
-    """The training loaders of a fit, epoch by epoch.
+    """Source of the accumulation windows of a fit, read epoch by epoch from the training loaders.
 
-    Use :meth:`train` to make one. If all loaders know their length and weights in advance, a window costs nothing
+    Create a feed with :meth:`train`. If all loaders know their length and weights in advance, a window costs nothing
     but its batches. Otherwise (iterable data sets, foreign iterables) a window is fetched completely before it is
     handed out, plus one batch, to find out whether it is the last. With several ranks, one small collective per window
     determines which ranks still have data.
@@ -83,7 +83,7 @@ class Feed:
         #: ``batch_size`` of each loader; 1 for loaders that are used unchanged
         self.batches = batches
         self._length = self._stop = num_batches
-        self._is_recut = False
+        self._is_repartitioned = False
         self._start = self._first = 0
         self._epoch = 0
         self._accumulate = 1
@@ -112,20 +112,20 @@ class Feed:
         shares: Sequence[float] | None = None,
         reshared: bool = False,
     ) -> Feed:
-        """Return the feed for the value that a ``train_dataloader`` hook returned.
+        """Create the feed for the value that a ``train_dataloader`` hook returned.
 
         Args:
             source: a DataLoader or other iterable of batches, or a dict, list or `CombinedLoader` of such (a
                 dict or list ends with its longest loader, and the others restart).
-            replicas: the replicas, which see different samples, and the index of this rank's.
+            replicas: the number of replicas, which see different samples, and the index of this rank's replica.
             seed: seed of the data order and of the data sets' random numbers; the same on all ranks.
             limit: ``limit_train_batches``.
             distribute: ``use_distributed_sampler``; if False, each rank uses its own loaders unchanged.
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
-            counting: how a run counts batches that was started on other ranks; default: by these ranks.
-            planned: the number of ranks that it counts by, if already known.
+            counting: returns how a run counts batches that was planned on other ranks; default: by the current ranks.
+            planned: the number of ranks in the plan, if already known.
             padded: hand out padding batches where a rank's part of a micro-batch is empty.
             shares: a number for each replica, to which its part of each global batch is proportional; default: equal.
             reshared: the shares change while an epoch runs, by :meth:`reshare`.
@@ -157,7 +157,7 @@ class Feed:
         return cls(made, spec, count, count < whole, ahead and made.ahead, counted, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
-        """Open the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
+        """Start an epoch at this rank's micro-batch ``start_batch``, and open the loaders.
 
         Args:
             epoch: counted from 0.
@@ -175,58 +175,58 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Cut an epoch that was planned or started on other ranks; do nothing otherwise."""
+        """Divide an epoch that was planned or started on other ranks; do nothing for other epochs."""
         self._epoch, self._accumulate = epoch, accumulate
         counting, source, most = self.counting, self._source, self._limit
-        self._first = counting.begins(epoch)[0]
+        self._first = counting.done_before(epoch)[0]
         plan = counting.window_plan(epoch, accumulate, most)
-        if plan is None and not self._is_recut:
+        if plan is None and not self._is_repartitioned:
             return
-        self._is_recut = True
-        source.recut(plan or WindowPlan(counting.ranks, accumulate, most))
+        self._is_repartitioned = True
+        source.repartition(plan or WindowPlan(counting.ranks, accumulate, most))
         most = counting.batches(most, accumulate)
         if self._ahead:
             self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
         else:  # it ends when all ranks are done
             self.num_batches, self._stop = counting.batches(self.rows, accumulate), most
 
-    # -- shares that change
+    # -- changing shares
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The newest shares of the ranks; empty if they are equal."""
+        """The ranks' shares of a global batch as last set; empty if they are equal."""
         return self._latest
 
     @property
     def drawn(self) -> int:
-        """Micro-batches of the epoch that this rank has drawn, including prefetched ones; their shares are fixed."""
+        """Number of micro-batches that this rank has drawn in the epoch, including prefetched ones."""
         return self._source.drawn
 
     @property
     def sources(self) -> list[LoaderSource]:
-        """The single source that it draws from, possibly a combination of several."""
+        """A list of the one source that the feed reads, which may combine several loaders."""
         return [self._source]
 
     @property
     def micro(self) -> int:
-        """Micro-batches of a full window of the epoch."""
+        """Number of micro-batches in a full window of the epoch."""
         return self.counting.micro(self._accumulate)
 
     def shared_at_once(self) -> tuple[int, int]:
-        """Return (samples that are shared out at once, times per window) for the full windows of the epoch."""
+        """Return the unit in which samples are divided among the ranks: (samples per unit, units per full window)."""
         batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Use new shares from the first window that starts at or after micro-batch ``number``; the same on all ranks.
+        """Set new shares, which apply from the first window at or after micro-batch ``number``. Call it on all ranks.
 
         Args:
             shares: a positive number for each rank.
-            number: a micro-batch that no rank has drawn, nor any later one; None: the first of the next epoch.
+            number: a micro-batch that no rank has drawn yet; None: the first one of the next epoch.
 
         Returns:
-            the first micro-batch that they apply to, which starts a window; None: they apply from the next epoch on.
+            the first micro-batch with the new shares, which starts a window; None if that is in the next epoch.
         """
         self._latest = () if len(set(shares)) == 1 else tuple(shares)
         if number is None:
@@ -250,12 +250,12 @@ class Feed:
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
 
     def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
-        """Continue with the shares of a :meth:`shares_state`, if the number of ranks is the same.
+        """Restore the shares from a :meth:`shares_state`; ignore the state if the number of ranks has changed.
 
         Args:
             state: the state from a checkpoint.
-            number: micro-batches of its epoch that are done.
-            keep: if False, use them only until the current window ends, then the initial shares of the ranks.
+            number: number of micro-batches of the state's epoch that are done.
+            keep: if False, use the restored shares only until the current window ends, then the initial ones.
         """
         # Shares belong to ranks: they mean nothing on another number of ranks.
         if state["size"] != self._size:
@@ -274,17 +274,17 @@ class Feed:
         """The order in which each loader yields its samples."""
         return [leaf.order() for leaf in self._source.leaves()]
 
-    # -- batches of the plan
+    # -- counting by the plan
 
     @property
     def rows(self) -> int | float:
-        """Batches of an epoch as the plan counts them, after the limit; infinite if unknown."""
+        """Number of the plan's batches in an epoch, after the limit; infinite if unknown."""
         if not self.counting.is_replanned:
             return self._length
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
-        """Return the plan's batches that are done after ``number`` micro-batches of the current epoch."""
+        """Convert a number of micro-batches of the current epoch to a number of the plan's batches."""
         if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
@@ -292,18 +292,18 @@ class Feed:
         return int(all_rows if at_end else min(rows, all_rows))
 
     def samples(self, number: int) -> tuple[list[int], int] | None:
-        """Return (indices in the data set, position of the first) of this rank's part of a micro-batch of the epoch.
+        """Return (data set indices, position of the first index) for this rank's part of a micro-batch.
 
-        Return None if they are unknown: several loaders, streams, a user's own sampler.
+        Return None if the indices are unknown: with several loaders, a stream, or a user's own sampler.
         """
         return self._source.samples_of(number)
 
-    def begun(self, number: int, accumulate: int) -> int:
-        """Return the micro-batches of the current window that are done after ``number`` of the epoch."""
+    def batches_done(self, number: int, accumulate: int) -> int:
+        """Return how many micro-batches of the current window ``number`` micro-batches of the epoch include."""
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """Return the resume point of a boundary in the current epoch, for an attempt with other ranks."""
+        """Return the resume point after ``number`` micro-batches of the epoch, valid for any number of ranks."""
         before = self.counting.resumed_at
         if before is not None and (before.epoch, before.number) == (self._epoch, number):
             return before
@@ -311,18 +311,18 @@ class Feed:
         return ResumePoint(self._epoch, number, self.rows_at(number), position)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
-        """Return the windows of the epoch, of ``accumulate`` batches of the plan each; the last may have fewer.
+        """Return the accumulation windows of the epoch, with ``accumulate`` of the plan's batches each.
 
-        On as many ranks as planned, a window has as many micro-batches as batches of the plan.
+        The last window may have fewer. On the planned number of ranks, each batch of the plan is one micro-batch.
         """
         micro = self.counting.micro(accumulate)
         return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self, under_way: bool = False) -> dict[str, Any]:
-        """Return what this rank's loaders need to resume, besides epoch and micro-batch; often empty.
+        """Return the state from which this rank's loaders resume, besides epoch and micro-batch; often empty.
 
         Args:
-            under_way: resume with the batch that was handed out last, not with the one after it.
+            under_way: return the state before the batch that was yielded last, so that a resume yields it again.
         """
         if under_way and self._before is not None:
             return self._before
@@ -337,7 +337,7 @@ class Feed:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
-        """Drop the current epoch and end loader workers."""
+        """Abandon the current epoch and end loader workers."""
         self._batches = iter(())
         self._source.close()
 
@@ -346,8 +346,8 @@ class Feed:
     def _known(self, accumulate: int) -> Iterator[Window]:
         source, batches, stop = self._source, self._batches, self._stop
         # A resume may be within a window; its first micro-batches are done.
-        begun = (self._start - self._first) % accumulate
-        number = self._start - begun
+        done = (self._start - self._first) % accumulate
+        number = self._start - done
         self._even = -1
         same: list[Part] = []
         of_rank: list[float] = []
@@ -366,17 +366,17 @@ class Feed:
                         among = partial(self._among, mine, [], of_rank, [of_rank])
             if after <= self._even:
                 last = after >= stop or (after >= self._even and not source.has(after))
-                yield Window(batches, same, last, of_rank, begun, among=among)
+                yield Window(batches, same, last, of_rank, done, among=among)
             else:
                 rows = self._rows(number, min(after, stop))
                 if not rows:
                     return
                 after = number + len(rows)
-                yield self._weighed_window(rows, after >= stop or not source.has(after), begun)
-            number, begun = after, 0
+                yield self._weighed_window(rows, after >= stop or not source.has(after), done)
+            number, done = after, 0
 
-    def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, begun: int) -> Window:
-        """Return the window of some micro-batches, given all ranks' weights of their parts."""
+    def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, done: int) -> Window:
+        """Return a window whose weights were computed from all ranks' weights of its micro-batches."""
         mine = [[part[self._spec.rank] for part in row] for row in rows]
         # sums over all ranks run inside Python's built-in functions, for speed
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
@@ -384,9 +384,9 @@ class Feed:
         of_parts = [list(map(sum, zip(*of_rows, strict=True))) for of_rows in zip(*rows, strict=True)]
         among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
         absent = list(map(empty_ranks, weights))
-        drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
+        drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[done:])
         gap = next(filter(None, map(first_gap, rows, weights)), None)
-        return Window(drawn, among(None), last, of_rank, begun, absent, among, gap)
+        return Window(drawn, among(None), last, of_rank, done, absent, among, gap)
 
     def _among(
         self,
@@ -396,7 +396,7 @@ class Feed:
         of_parts: Sequence[Sequence[float]],
         ranks: Sequence[int] | None,
     ) -> list[Part]:
-        """Return (weight, share) of this rank's micro-batches of a window, for a subset of averaging ranks.
+        """Return (weight, share) for each of this rank's micro-batches if only a subset of ranks averages gradients.
 
         Args:
             weights: weights of this rank's micro-batches.
@@ -413,7 +413,7 @@ class Feed:
         return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
-        """Return all ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as they exist."""
+        """Return all ranks' weights, by loader, for the existing micro-batches from ``number`` to ``stop``."""
         rows = []
         while number < stop and self._source.has(number):
             rows.append(self._source.row(number))
@@ -421,7 +421,7 @@ class Feed:
         return rows
 
     def _with_gaps(self, rows: list[list[float]]) -> Iterator[Any]:
-        """Yield the next batches; None where this rank has no samples, unless padding batches are wanted."""
+        """Yield the next batches, with None or a padding batch for micro-batches in which this rank has no samples."""
         for parts in rows:
             batch = next(self._batches, _END) if any(parts) or self._source.pads else None
             if batch is _END:
@@ -434,8 +434,8 @@ class Feed:
     # -- windows that must be fetched before their weights are known
 
     def _fetched(self, accumulate: int) -> Iterator[Window]:
-        begun, stop = (self._start - self._first) % accumulate, self._stop
-        number = self._start - begun
+        done, stop = (self._start - self._first) % accumulate, self._stop
+        number = self._start - done
         # From the start of a window that is under way: its shares need the weights of all its micro-batches.
         batches = self._spec.compared(self._source.weighed(self._epoch, 0, number, stop))
         self._state = self._source.state_dict()
@@ -460,19 +460,19 @@ class Feed:
             mine += [(padding, 0.0)] * (size - len(mine))
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
-            drawn = self._handed_out(mine[begun:], after)
-            yield Window(drawn, among(None), last, of_rank, begun, absent, among, first_gap(of_parts, of_rank))
-            number, begun = number + size, 0
+            drawn = self._handed_out(mine[done:], after)
+            yield Window(drawn, among(None), last, of_rank, done, absent, among, first_gap(of_parts, of_rank))
+            number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield the batches of a window; until the last one is out, the feed's state is the one before the window."""
+        """Yield the batches of a window, and advance the feed's state when the last one is yielded."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
         self._before, self._state = self._state, after
         yield mine[-1][0]
 
-    @does("asking who has more data")
+    @does("checking which ranks have more data")
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
@@ -495,28 +495,27 @@ class Feed:
         return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
-        """Return some batch of this rank, for a step in which it only takes part for the other ranks' sake."""
+        """Return any batch of this rank, as padding in a step in which the rank has no data."""
         batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
         if batch is _END:
             raise MisconfigurationException(
-                f"train_dataloader has no samples for rank {self._spec.rank} of {self._size}: the iterable data "
-                "set is shorter than the number of ranks. Use fewer devices or more data."
+                f"train_dataloader has no samples for rank {self._spec.rank} of {self._size}, because the iterable "
+                "data set has fewer samples than there are ranks. Use fewer devices or more data."
             )
         return batch
 
 
 # -- buffered batches --------------------------------------------------------------------------------------------
 
-Held = tuple[Any, float]
+WeighedBatch = tuple[Any, float]
 """A batch and its weight."""
 ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """A buffer of drawn batches that copies those of a loader that reuses their memory.
+    """A buffer for batches drawn ahead, which copies the batches of loaders that reuse their memory.
 
-    The first batches show whether it does: they are copied before one of them is handed out, and compared with the
-    originals after the others were drawn.
+    To detect such a loader, the first batches are copied, and compared with the originals after the others were drawn.
 
     Attributes:
         copies: True if the loader is known to reuse memory.
@@ -526,12 +525,12 @@ class LastingBatches:
         self.copies = False
         self._lasting = 0  # this many buffered batches have stayed unchanged
 
-    def draw(self, batches: Iterator[Held], held: list[Held], count: int) -> None:
-        """Fill ``held`` up to ``count`` batches, or with all that are left.
+    def draw(self, batches: Iterator[WeighedBatch], held: list[WeighedBatch], count: int) -> None:
+        """Fill ``held`` up to ``count`` batches, or with all remaining ones.
 
         Args:
             batches: the loader's batches with their weights.
-            held: batches that were drawn before and not handed out yet.
+            held: batches that were drawn earlier and not yielded yet.
             count: number of batches wanted.
         """
         drawn = itertools.islice(batches, max(0, count - len(held)))
@@ -574,17 +573,17 @@ def _bytes(array: Any) -> bytes:
 
 
 class EvaluationFeed:
-    """The loaders of a validation, test or prediction.
+    """Source of the batches of a validation, test or prediction.
 
     Iterating yields (batch, batch_idx, dataloader_idx, weight). Every sample is drawn once, on one of the ranks. The
     loaders follow one another (or a `CombinedLoader`'s mode). Ranks draw different numbers of batches if the samples do
-    not divide evenly. Made by :meth:`of`.
+    not divide evenly. Create a feed with :meth:`of`.
 
     Attributes:
-        by_loader: batches of each loader, after the limit, on the rank that draws most; infinite if unknown.
-        num_batches: the same, but one number for all if a batch holds one of each loader.
-        sequential: True if loaders follow one another; else a batch holds one of each.
-        sources: the sources, in the order in which they are drawn from.
+        by_loader: number of batches of each loader, after the limit, on the rank with most; infinite if unknown.
+        num_batches: like ``by_loader``, but a single number if each item combines batches of all loaders.
+        sequential: True if loaders follow one another; False if each item combines batches of all loaders.
+        sources: the sources, in the order in which they are read.
         batch_indices: sample indices of the last batch, if the sources record them.
     """
 
@@ -618,7 +617,7 @@ class EvaluationFeed:
         flag: str = "limit_val_batches",
         overfit: bool = False,
     ) -> EvaluationFeed:
-        """Return the feed for the value that an evaluation hook (``val_dataloader`` or the like) returned.
+        """Create the feed for the value that ``val_dataloader`` or a similar hook returned.
 
         Args:
             source: an iterable of batches, or a dict, list or `CombinedLoader` of such (iterated one after the
@@ -652,7 +651,7 @@ class EvaluationFeed:
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
-        """Set the epoch of the next pass (shuffling loaders follow it) and an additional limit."""
+        """Set the epoch, which seeds shuffling, and an optional limit of batches for the next pass."""
         self._epoch = epoch
         self._limit = limit
 
@@ -664,13 +663,13 @@ class EvaluationFeed:
             # Items without weight only keep parallel loaders in step with the other ranks.
             mine = (each for each in wanted if each[1]) if self._gaps else wanted
             for batch_idx, (batch, weight) in enumerate(mine):
-                self.batch_indices = source.noted.popleft() if source.noted else []
+                self.batch_indices = source.recorded.popleft() if source.recorded else []
                 yield batch, batch_idx, number, weight
 
-    def note_indices(self) -> None:
-        """Record the samples of each batch from the next pass on."""
+    def record_indices(self) -> None:
+        """Record the sample indices of each batch in ``batch_indices``, starting with the next pass."""
         for source in self.sources:
-            source.note_indices()
+            source.record_indices()
 
     def close(self) -> None:
         """End loader workers."""

@@ -1,4 +1,8 @@
-"""Loaders that are used unchanged: foreign iterables, and loaders that are not to be shared out or shuffled."""
+"""The source of loaders that lockstep uses unchanged, and the in-order loaders of ``overfit_batches``.
+
+Used unchanged are iterables that are not DataLoaders, loaders that make batches in their own way, and all loaders if
+``use_distributed_sampler`` is False.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.counting import LoaderOrder
-from lockstep.data.cut import Cut
+from lockstep.data.partition import Partition
 from lockstep.data.passes import Passes
 from lockstep.data.randomness import HeldGenerator, generators_of
 from lockstep.data.sampler import DrawnOrder, WatchedSampler
@@ -32,13 +36,13 @@ from lockstep.data.source import (
     Sampling,
     SourceSpec,
     Stateful,
-    begun,
     call_set_epoch,
     copy_loader,
     holders,
     length_of,
-    noting,
-    skipped,
+    read_first,
+    recording,
+    skip,
     stateful,
     states_of,
 )
@@ -53,8 +57,8 @@ class Untouched(LoaderSource):
     Its state holds the random states at the start of the pass, including those of a sampler's own generators, so that a
     resumed run draws the same order. It also holds the current states of these generators, for the next pass. For a
     loader with a ``state_dict``, that state is used instead of reading again. Until a batch of the pass has been read,
-    that state may still be the previous pass', and a resumed run restarts the pass. The elements that a user's sampler
-    yields are hashed: another order after a resume is refused.
+    that state may still belong to the previous pass, and a resumed run restarts the pass. The elements that a user's
+    sampler yields are hashed, and a different order after a resume is an error.
 
     Args:
         loader: any iterable of batches.
@@ -82,23 +86,23 @@ class Untouched(LoaderSource):
         self._samplers: list[Stateful] = []  # those with a `state_dict`
         self._own_states: list[Any] = []  # states of these generators and samplers at the start of the pass
         self._watched: WatchedSampler | None = None
-        self._cut: Cut | None = None  # the cut of this rank's samples, as if it were the only rank
+        self._partition: Partition | None = None  # of this rank's samples, as if it were the only rank
         # A plain loader over a map-style data set keeps to its length; other loaders' lengths are not relied upon.
         self._indexed = False
         self._sampling: Sampling | None = None
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             self._indexed = not isinstance(loader.dataset, IterableDataset)
             if self._indexed:
-                self._cut = _cut_of(loader)
+                self._partition = _partition_of(loader)
                 # torch itself shuffles an unchanged loader, whatever `order` the run has; checkpoints record that.
                 as_torch = replace(spec, torch_order=True)
                 self._sampling = Sampling.of(loader, as_torch, 0, measure.name)
             # A loader with a state restores its order itself.
             if self._indexed and not self._stateful:
                 self._watch_order(loader, measure.name)
-        self.ahead = self.fixed = self._cut is not None
-        if self._cut is not None:
-            self.even, self.batch, self.rest = self._cut.full, self._cut.batch, self._cut.rest
+        self.ahead = self.fixed = self._partition is not None
+        if self._partition is not None:
+            self.even, self.batch, self.rest = self._partition.full, self._partition.batch, self._partition.rest
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         resume, self._resume = self._resume, {}
@@ -121,7 +125,7 @@ class Untouched(LoaderSource):
         return iter(())
 
     def _open_next(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Start a pass without a checkpoint of it; ``resume`` is a state of the previous pass, or empty."""
+        """Start a pass from its beginning; ``resume`` is a state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
         # After a checkpoint of an earlier pass the generators continue from its end.
@@ -131,10 +135,10 @@ class Untouched(LoaderSource):
         self._states = random_states(include_cuda=False)
         self._own_states = self.generator_states()
         self._unread = self._beginning()
-        return skipped(opened(self._loader), start)
+        return skip(opened(self._loader), start)
 
     def _reopen(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Restart the pass of a checkpoint with the random states that it was started with."""
+        """Read the pass of a checkpoint again, with the random states from its start, and skip ``start`` batches."""
         if resume.get("before"):
             self._end_pass(resume["before"])
         self._states, self._own_states = resume["random"], resume.get("own", [])
@@ -145,17 +149,17 @@ class Untouched(LoaderSource):
         with isolate_rng(include_cuda=False):
             set_random_states(self._states)
             iterator = opened(self._loader)
-            return skipped(iterator, start) if start else begun(iterator)
+            return skip(iterator, start) if start else read_first(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Bring a loader with its own state to the end of an earlier pass, after its last batches were read."""
+        """Load the state of an earlier pass into a loader and read it to its end."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):
             next(opened(self._loader), None)
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the states at the start of the pass."""
+        """Return the state from which the current pass can be read again."""
         found = {"random": self._states, "own": self._own_states, "pass": self._pass}
         return {**found, "before": self._newest} if self._stateful else found
 
@@ -187,29 +191,29 @@ class Untouched(LoaderSource):
             self._samplers = stateful({id(holder): holder for holder in found}.values())
 
     def weights(self, number: int) -> Sequence[float]:
-        assert self._cut is not None, "weights() was called ahead of time for ready-made batches"
+        assert self._partition is not None, "weights() was called ahead of time for ready-made batches"
         # The same on all ranks: if their loaders differ, batches are fetched first and weighed one by one.
-        return self._cut.sizes(number) * self._size
+        return self._partition.sizes(number) * self._size
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        if self._cut is None:
+        if self._partition is None:
             return self._measure.each(self.open(epoch, turn, start, stop))
         return super().weighed(epoch, turn, start, stop)
 
     def position(self, number: int) -> int | None:
-        return None if self._cut is None or self._size > 1 else min(self._cut.n, number * self.batch)
+        return None if self._partition is None or self._size > 1 else min(self._partition.n, number * self.batch)
 
     def order(self) -> LoaderOrder:
         if self._sampling is not None:
-            return self._sampling.order(-1 if self._cut is None or self._size > 1 else self._cut.n)
+            return self._sampling.order(-1 if self._partition is None or self._size > 1 else self._partition.n)
         samples = -1 if math.isinf(self.length) or self._size > 1 else int(self.length)
         return LoaderOrder(f"as a {type(self._loader).__name__} gives them", samples)
 
-    def note_indices(self) -> None:
+    def record_indices(self) -> None:
         batches = getattr(self._loader, "batch_sampler", None)
         if isinstance(self._loader, DataLoader) and batches is not None and self._indexed:
-            self.noted = deque()
-            self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
+            self.recorded = deque()
+            self._loader = copy_loader(self._loader, batch_sampler=_RecordedBatches(batches, self.recorded))
 
     def state_dict(self) -> dict[str, Any]:
         if self._resume:
@@ -231,16 +235,16 @@ class Untouched(LoaderSource):
         end_workers(self._loader)
 
 
-class _Noted:
-    """The batch sampler of a loader that is used unchanged; its batches are recorded."""
+class _RecordedBatches:
+    """A wrapper of a user's batch sampler that records the batches that it yields."""
 
-    def __init__(self, batches: Iterable[Any], noted: deque[list[Any]]) -> None:
+    def __init__(self, batches: Iterable[Any], recorded: deque[list[Any]]) -> None:
         self._batches = batches
-        self._noted = noted
+        self._noted = recorded
 
     def __iter__(self) -> Iterator[Any]:
         self._noted.clear()  # another pass
-        return noting((list(indices) for indices in self._batches), self._noted)
+        return recording((list(indices) for indices in self._batches), self._noted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -256,17 +260,17 @@ def announce_epoch(loader: object, epoch: int) -> None:
             call_set_epoch(holder, epoch)
 
 
-def _cut_of(loader: DataLoader[Any]) -> Cut | None:
-    """Return the cut of a rank's own loader; None if its batches are not of one size."""
+def _partition_of(loader: DataLoader[Any]) -> Partition | None:
+    """Return how a rank's own loader divides its samples; None if it does not use torch's `BatchSampler`."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
     count = length_of(batches.sampler)
-    return None if count is None else Cut(count, batches.batch_size, 1, batches.drop_last)
+    return None if count is None else Partition(count, batches.batch_size, 1, batches.drop_last)
 
 
 def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
-    """Return the loader with a sampler that reads its data set from the start and in order.
+    """Return a copy of the loader that reads its data set in order, for ``overfit_batches``.
 
     A ``DistributedSampler`` keeps its share and stops shuffling. Loaders with a custom batch sampler class and
     loaders over iterable data sets are returned unchanged; the batches of the former may depend on the epoch.
@@ -280,8 +284,8 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
     batches = cast("BatchSampler | None", loader.batch_sampler)
     if batches is not None and type(batches) is not BatchSampler:
         rank_zero_warn(
-            f"Trainer(overfit_batches=...): {name} has a batch sampler of its own, {type(batches).__name__}, which "
-            "is used unchanged. Make sure that it yields the same batches in every epoch."
+            f"Trainer(overfit_batches=...): {name} has a custom batch sampler, {type(batches).__name__}, which "
+            "lockstep cannot replace. Make sure that it yields the same batches in every epoch."
         )
         return loader
     sampler = loader.sampler if batches is None else batches.sampler
@@ -295,7 +299,10 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
         ordered.shuffle = False  # type: ignore[attr-defined]
     else:
         ordered = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # it needs a length only
-    rank_zero_warn(f"Trainer(overfit_batches=...): {name} shuffles; for these few batches it is read in order.")
+    rank_zero_warn(
+        f"Trainer(overfit_batches=...): {name} shuffles, but is read in order, so that all epochs have the same "
+        "batches."
+    )
     if batches is None:
         return copy_loader(loader, sampler=ordered)
     plain = BatchSampler(ordered, batches.batch_size, batches.drop_last)

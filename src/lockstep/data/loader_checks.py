@@ -1,4 +1,4 @@
-"""Checks of loaders before a feed is made from them: the number of batches, and agreement between ranks."""
+"""Checks of loaders before a feed reads them: limits, empty loaders, and equal lengths on all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Limit = int | float | None
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Return the number of micro-batches under a ``limit_*_batches`` flag.
+    """Apply a ``limit_*_batches`` flag to a loader's length and return the number of micro-batches.
 
     Raises:
-        MisconfigurationException: a fraction of an unknown length, or less than one batch.
+        MisconfigurationException: the limit is a fraction of an unknown length, or amounts to less than one batch.
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return length
@@ -29,27 +29,29 @@ def limited(limit: Limit, length: int | float, flag: str) -> int | float:
         return min(int(limit), length)
     if math.isinf(length):
         raise MisconfigurationException(
-            f"{flag}={limit} is a fraction of the loader's length, but the loader has no length (no `__len__`): give "
-            f"a number of batches, such as {flag}=100, or 1.0 for all."
+            f"{flag}={limit} is a fraction of the loader's length, but the loader has no length (no `__len__`): pass "
+            f"a number of batches, such as {flag}=100, or 1.0 for all batches."
         )
     count = int(length * limit)
     if count == 0 and length > 0:
         raise MisconfigurationException(
-            f"{flag}={limit} of {length} batches is less than one: give at least {1 / length:.4g}, or a "
+            f"{flag}={limit} of {length} batches is less than one batch: pass at least {1 / length:.4g}, or a "
             f"number of batches, such as {flag}=1."
         )
     return count
 
 
 def longest(count: int | float, gather: Gather) -> int | float:
-    """Return the largest number of micro-batches over the ranks. Collective."""
+    """Return the maximum of ``count`` over the ranks. Collective."""
     most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
     return most if math.isinf(most) else int(most)
 
 
 @does("comparing the loaders of the ranks")
 def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
-    """Return True if loaders have the same length on all ranks; those that lockstep shares out must. Collective.
+    """Return True if all loaders have the same lengths on all ranks. Collective.
+
+    Loaders that lockstep splits among the ranks must have equal lengths; a rank's own loaders may differ.
 
     Raises:
         MisconfigurationException: the ranks have different data sets or batch sizes.
@@ -65,15 +67,15 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
     for number, (part, name) in enumerate(zip(parts, names, strict=True)):
         if not same[number] and not part.own:
             raise MisconfigurationException(
-                f"{name} is not the same on all ranks ({_lengths(ranks[:, number])}). lockstep shares one data "
-                "set out over the ranks. Build the same loader on each rank; or, if each rank has its own data, set "
+                f"{name} is not the same on all ranks ({_lengths(ranks[:, number])}), but lockstep splits one data set "
+                "among the ranks. Build the same loader on each rank; or, if each rank has its own data, set "
                 "Trainer(use_distributed_sampler=False)."
             )
     return all(same)
 
 
 def _lengths(ranks: Tensor) -> str:
-    """Return a text with each rank's length of a loader, in batches; in samples if only those differ."""
+    """Describe each rank's length of a loader, in batches, or in samples if the numbers of batches are equal."""
     batches, samples = ranks[:, 0].tolist(), ranks[:, 1].tolist()
     only_samples = len(set(batches)) == 1 and len(set(samples)) > 1
     what, numbers = ("samples", samples) if only_samples else ("batches", batches)
@@ -81,10 +83,10 @@ def _lengths(ranks: Tensor) -> str:
 
 
 def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
-    """Refuse training loaders without batches on ``ranks`` ranks.
+    """Raise an error if a training loader has no batches on ``ranks`` ranks.
 
     Raises:
-        MisconfigurationException: with the reason.
+        MisconfigurationException: a loader has no batches; the message has the reason.
     """
     for part, loader, name in zip(parts, loaders, names, strict=True):
         if part.planned(ranks) == 0:
@@ -92,10 +94,10 @@ def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str
 
 
 def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
-    """Refuse a training hook's return value without a loader, or with loaders in sequential mode.
+    """Raise an error if a ``train_dataloader`` hook returned no loader, or loaders in sequential mode.
 
     Raises:
-        MisconfigurationException: with the reason.
+        MisconfigurationException: training cannot use the returned value.
     """
     if mode == "sequential":
         raise MisconfigurationException(
@@ -103,20 +105,22 @@ def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
             '"max_size" or "max_size_cycle".'
         )
     if not loaders:
-        raise MisconfigurationException(f"train_dataloader returned no loader, but {source!r}: return at least one.")
+        raise MisconfigurationException(
+            f"train_dataloader returned {source!r}, which contains no loader: return at least one."
+        )
 
 
 def no_batches(loader: object, name: str, size: int) -> str:
-    """Return the message about a loader without batches, with the reason."""
+    """Return an error message that explains why a loader has no batches."""
     samples = length_of(getattr(loader, "dataset", None))
     if not isinstance(loader, DataLoader) or not samples:
-        return f"{name} has no batches: its data set is empty (length 0)."
+        return f"{name} has no batches, because its data set is empty (length 0)."
     # a DistributedSampler's length is one rank's share, not the total
     drawn = samples if isinstance(loader.sampler, DistributedSampler) else length_of(loader.sampler)
     if loader.drop_last and drawn:
         needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
         return (
-            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {drawn} "
-            f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
+            f"{name} has no batches, because drop_last=True drops an incomplete global batch and its {drawn} samples "
+            f"do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
         )
-    return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."
+    return f"{name} has no batches, because its sampler yields no samples (its `len()` is 0)."

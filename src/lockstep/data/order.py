@@ -1,4 +1,4 @@
-"""The order of data as a function of (seed, epoch, position), in constant memory and time for any length."""
+"""Orders of samples as functions of (seed, epoch, position), in constant memory and time for any length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 Order = Callable[[Tensor], Tensor]
-"""Function from positions in an epoch (int64, any shape) to indices into the data set (same shape)."""
+"""Function that maps positions in an epoch (int64, any shape) to data set indices (same shape)."""
 
 SMALL = 1 << 16
-"""Up to this many samples a permutation is a table (Fisher and Yates); above it, a function."""
+"""Largest number of samples for which a permutation is a table (Fisher and Yates); larger ones are computed."""
 
 _ROUNDS = 8
 _MASK62 = (1 << 62) - 1
@@ -25,13 +25,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def make_key(*parts: int | str) -> int:
-    """Return a 64-bit key that changes completely if any part does; the same on every machine."""
+    """Hash the parts to a 64-bit key, which is the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def mix(key: int, position: int) -> int:
-    """Return 64 well-mixed bits of a key and a position: one output of splitmix64 in plain integers, under 1 us."""
+    """Hash a key and a position to 64 pseudo-random bits with splitmix64, in plain integers (under 1 us)."""
     x = (key + (position + 1) * _GOLDEN) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -46,16 +46,16 @@ def generator(key: int) -> torch.Generator:
 
 
 def sequential(positions: Tensor) -> Tensor:
-    """Return the positions: the order of a loader that does not shuffle."""
+    """Return the positions unchanged: the order of a loader that does not shuffle."""
     return positions
 
 
 class Shuffled:
-    """A keyed permutation of ``range(n)``; positions from ``n`` on continue into further, fresh permutations.
+    """A keyed permutation of ``range(n)``. Positions of ``n`` and above use further permutations of ``range(n)``.
 
     Args:
         n: number of samples, at least 1.
-        key: 64 bits, from :func:`make_key`; another key is another permutation.
+        key: 64 bits, from :func:`make_key`; each key has a different permutation.
 
     Example:
         >>> order = Shuffled(10**9, make_key(42, 0))
@@ -92,7 +92,7 @@ class Shuffled:
 
 
 def table(n: int, key: int) -> Order:
-    """Return a permutation drawn by Fisher and Yates' shuffle from its own generator; for moderate lengths."""
+    """Return a permutation of ``range(n)`` that is stored as a table, for moderate lengths."""
     indices = torch.randperm(n, generator=generator(key))
     return lambda positions: indices[positions]
 
@@ -133,7 +133,7 @@ class Feistel:
 
 
 def scramble(values: Tensor, key: int) -> Tensor:
-    """Return a new tensor of 61 well-mixed bits for each int64 value: the finisher of splitmix64."""
+    """Hash each int64 value to 61 pseudo-random bits with the finisher of splitmix64; return a new tensor."""
     x = (values + key).mul_(_M1)
     # `>>` of int64 copies the sign bit; the masks make it a logical shift.
     x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))

@@ -1,7 +1,7 @@
-"""Loaders that are not shared out here: data sets that shard themselves over the ranks, and loaders that make batches
-in their own way.
+"""Detection of data that lockstep must not split among the ranks itself.
 
-The former are recognized by their type or by their first samples.
+That is a data set that shards itself over the ranks, which is recognized by its type or by its first samples, or a
+loader that makes batches in its own way.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 
 EMPTY, UNKNOWN, FAILED = 1.0, 2.0, 3.0
-"""Markers in place of a fingerprint: there is no sample, it has no fingerprint, or it could not be read."""
+"""Markers in place of a fingerprint: the stream is empty, the sample has no fingerprint, or reading failed."""
 _SHARED_OUT, _OWN = 1.0, 2.0
 
 TAKEN = (
-    "{name}: {kind} starts with another sample on each rank and is treated as sharded over the ranks: each rank reads "
-    "its own stream to the end. If the streams hold the same samples in random order, each of them is seen {ranks} "
-    "times: seed the order by `set_epoch(epoch)`, and lockstep shares it out."
+    "{name}: {kind} starts with a different sample on each rank, so each rank reads its own stream to the end, as of a "
+    "data set that is sharded over the ranks. If the streams have the same samples in random order, every sample is "
+    "seen {ranks} times: seed the order in `set_epoch(epoch)`, and lockstep splits the stream among the ranks."
 )
 LENGTH = (
-    "{name}: {kind} starts with another sample on each rank. If it shards itself over the ranks, its `__len__` may "
-    "count all samples or one rank's, so the length of an epoch is unknown: set "
-    "Trainer(use_distributed_sampler=False), and each rank reads its own loader to the end. If all ranks should read "
-    "the same samples, seed their order by `set_epoch(epoch)`, and lockstep shares it out."
+    "{name}: {kind} starts with a different sample on each rank. If it shards itself over the ranks, set "
+    "Trainer(use_distributed_sampler=False), because its `__len__` may count the samples of one rank or of all. "
+    "Otherwise seed its order in `set_epoch(epoch)`, and lockstep splits the stream among the ranks."
 )
 WORKERS = (
-    "{name} has a different num_workers on each rank ({found}): some samples would be seen twice and others never. Set "
-    "the same number on all ranks."
+    "{name} has a different num_workers on each rank ({found}), so some samples would be seen twice and others never. "
+    "Set the same number on all ranks."
 )
 OTHER_RANKS = (
-    "{name}: {kind} shards itself over the ranks, and the epoch was started on another number of ranks: which of its "
-    "samples are left is unknown. Resume with as many ranks, or from a checkpoint of the end of an epoch."
+    "{name}: {kind} shards itself over the ranks, and this epoch was started on a different number of ranks, so its "
+    "remaining samples are unknown. Resume on the former number of ranks, or from a checkpoint of an epoch's end."
 )
 
 
 def shards_itself(dataset: object) -> bool:
-    """Return True if a data set is known to give each rank its own samples.
+    """Return True if the type of a data set shows that it yields different samples on each rank.
 
     Known data sets are those of Hugging Face's ``split_dataset_by_node``, of ``webdataset`` with ``split_by_node``, and
     of MosaicML's ``streaming``.
@@ -64,9 +63,9 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """A test of whether the ranks' streams are already parts of the data, by their first samples.
+    """A test of whether each rank's stream is already its own part of the data, by comparing the first samples.
 
-    The process that reads the stream (the rank, or one of its loader workers) asks and waits for the answer.
+    The process that reads the stream (the rank, or one of its loader workers) requests the result and waits for it.
 
     Args:
         gather: gathers a tensor over the ranks.
@@ -79,7 +78,7 @@ class OwnParts:
     def __init__(self, gather: Any, workers: int, name: str, kind: str, has_length: bool) -> None:
         self._gather, self._workers = gather, workers
         self._name, self._kind, self._has_length = name, kind, has_length
-        # the answer, then a fingerprint of each reader's first samples
+        # the result, then a fingerprint of each reader's first samples
         self._cells = torch.zeros(max(1, workers) + 1, dtype=torch.float64)
         if workers:
             self._cells = self._cells.share_memory_()  # type: ignore[no-untyped-call]
@@ -89,7 +88,7 @@ class OwnParts:
 
     @property
     def found(self) -> bool | None:
-        """The answer; None while it is unknown."""
+        """True if the streams are parts of the data, False if they are the same; None while that is unknown."""
         answer = float(self._cells[0])
         return None if not answer else answer == _OWN
 
@@ -98,7 +97,7 @@ class OwnParts:
         self._cells[0] = 0.0 if own is None else _OWN if own else _SHARED_OUT
 
     def ask(self, worker: int | None, mark: float) -> bool:
-        """Return the answer, given a fingerprint of the reader's first samples. Waits for all ranks."""
+        """Submit a fingerprint of this reader's first samples, wait for all ranks, and return `found`."""
         self._cells[1 + (worker or 0)] = mark
         if worker is None:
             self._agree()
@@ -108,7 +107,7 @@ class OwnParts:
         return bool(self.found)
 
     def settle(self, iterator: Iterator[Any]) -> None:
-        """Wait in the rank's process until the workers of a pass ask, then answer. Collective."""
+        """In the rank's process, wait for the fingerprints of all loader workers and determine `found`. Collective."""
         if self._workers and self.found is None:
             workers = getattr(iterator, "_workers", ())
             while not bool(self._cells[1:].all()) and all(worker.is_alive() for worker in workers):
@@ -134,43 +133,43 @@ class OwnParts:
 
 # -- loaders that make their own batches ------------------------------------------------------------------------
 
-TAKEN_AS_IT_IS = (
-    "{name} is a {kind}, and {reason}: lockstep uses it unchanged. It decides on the order of its samples, and a run "
-    "that resumes within an epoch reads it again up to there."
+USED_UNCHANGED = (
+    "{name} is a {kind}, and {reason}, so lockstep uses it unchanged. The loader determines the order of its samples, "
+    "and a run that resumes within an epoch reads it again from the start."
 )
 NOT_SHARED = (
-    "{name} is a {kind}, and {reason}: lockstep cannot share it out over {size} ranks, and each would see all its "
-    "samples. Return a plain DataLoader; or give each rank its own samples, by a DistributedSampler or by a loader of "
-    "its own and Trainer(use_distributed_sampler=False)."
+    "{name} is a {kind}, and {reason}, so lockstep cannot split it among {size} ranks, and each would see all its "
+    "samples. Return a plain DataLoader; add a DistributedSampler; or build a loader with its own samples on each rank "
+    "and set Trainer(use_distributed_sampler=False)."
 )
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> str | None:
-    """Return why a copy of the loader with other indices would not yield the loader's batches; None if it would.
+    """Return the reason why lockstep cannot replace the indices of a loader; None if it can.
 
-    A class may override ``__iter__`` to transform each batch, and a copy of the loader does the same. It does
-    not if the loader holds an iterator over its own sampler, or if its length differs from that of its sampler,
-    since it then reads more or less than one pass.
+    A class may override ``__iter__`` to transform each batch, which a copy with other indices does, too. Such a copy
+    fails if the loader stores an iterator over its own sampler. It also fails if the loader's length differs from its
+    sampler's, because the loader then reads more or less than one pass.
     """
     kind = type(loader)
     if kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__:
         return None
     held = [name for name, value in vars(loader).items() if name != "_iterator" and isinstance(value, Iterator)]
     if held:
-        return f"it holds an iterator of its own (`{held[0]}`)"
+        return f"it stores its own iterator (`{held[0]}`)"
     if isinstance(loader.dataset, IterableDataset) or kind.__len__ is DataLoader.__len__:
         return None
     own, plain = length_of(loader), None
     with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
         plain = DataLoader.__len__(loader)
-    return None if own == plain else f"its length is {own} batches, where that of its sampler is {plain}"
+    return None if own == plain else f"its length is {own} batches, but its sampler yields {plain}"
 
 
 def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reason: str) -> None:
-    """Report that a loader is used unchanged, or refuse one that several ranks would each read completely.
+    """Log that a loader is used unchanged; raise an error if every rank would read all its samples.
 
     Raises:
-        MisconfigurationException: nothing gives each rank its own samples.
+        MisconfigurationException: several ranks would read the same samples.
     """
     if isinstance(loader.dataset, IterableDataset):
         is_sharded = shards_itself(loader.dataset)
@@ -180,4 +179,4 @@ def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reas
     words = {"name": name, "kind": type(loader).__name__, "reason": reason}
     if spec.size > 1 and not is_sharded:
         raise MisconfigurationException(NOT_SHARED.format(size=spec.size, **words))
-    rank_zero_info(TAKEN_AS_IT_IS.format(**words))
+    rank_zero_info(USED_UNCHANGED.format(**words))

@@ -1,4 +1,4 @@
-"""Checks of a loader from pass to pass: changes since its hook ran, and loaders that can only be read once."""
+"""Checks at each pass over a loader: changes since its hook ran, and iterators that can only be read once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
 RELOAD = "Set Trainer(reload_dataloaders_every_n_epochs=1) to call the hook before each epoch."
-LENGTH = "The data set of {name} has {now} samples; it had {before} when its dataloader hook ran"
+LENGTH = "The data set of {name} has {now} samples, but had {before} when its dataloader hook ran"
 
 
 def check_samples(name: str, before: int | None, now: int | None) -> None:
-    """Warn about a data set that has grown, and refuse one that has shrunk.
+    """Warn if a data set has grown since its loader's hook ran; raise an error if it has shrunk.
 
     Args:
         name: name of the loader.
@@ -29,48 +29,48 @@ def check_samples(name: str, before: int | None, now: int | None) -> None:
         return
     length = LENGTH.format(name=name, now=now, before=before)
     if now < before:
-        raise MisconfigurationException(f"{length}, and the epoch is planned by that. {RELOAD}")
-    warn_once(f"{length}. Samples that were added since are not drawn. {RELOAD}", key=f"{name} has grown")
+        raise MisconfigurationException(f"{length}, and the epoch was planned with that number. {RELOAD}")
+    warn_once(f"{length}. Added samples are not drawn. {RELOAD}", key=f"{name} has grown")
 
 
 def warn_if_grown(name: str, before: int, now: int | None) -> None:
     """Warn about a sampler that has grown since its loader's hook ran; ``before`` is -1 if its length is unknown."""
     if now is not None and now > before >= 0:
         warn_once(
-            f"The sampler of {name} has length {now}; it had {before} when its dataloader hook ran. An epoch ends "
-            f"after {before}. {RELOAD}",
+            f"The sampler of {name} has length {now}, but had {before} when its dataloader hook ran. An epoch still "
+            f"ends after {before} samples. {RELOAD}",
             key=f"sampler of {name} has grown",
         )
 
 
 def check_option(name: str, option: str, before: object, now: object) -> None:
-    """Refuse a changed option of a loader's batch sampler.
+    """Raise an error if an option of a loader's batch sampler has changed since its hook ran.
 
     Raises:
-        MisconfigurationException: the option has changed; the message names the way out.
+        MisconfigurationException: the option has changed.
     """
     if before != now:
         raise MisconfigurationException(
-            f"{name}: {option} was changed from {before} to {now} after its dataloader hook ran, and the epoch is "
-            f"planned by that. {RELOAD}"
+            f"{name}: {option} was changed from {before} to {now} after its dataloader hook ran, but the epoch was "
+            f"planned with {before}. {RELOAD}"
         )
 
 
 # -- loaders that can only be read once ------------------------------------------------------------------------
 
 NOTHING_LEFT = (
-    "{name} yields no batches in this pass: it can only be read once, like a generator or an open file, and an earlier "
-    "pass has read it. {way_out}"
+    "{name} yields no batches in this pass, because it can only be read once, like a generator or an open file, and an "
+    "earlier pass has read it. {way_out}"
 )
-GOES_ON = (
-    "{name} is an iterator ({kind}): this pass starts where an earlier one ended, perhaps the sanity check, and does "
-    "not see the batches before. {way_out}"
+CONTINUES = (
+    "{name} is an iterator ({kind}), so this pass starts where an earlier one ended (perhaps the sanity check) and "
+    "misses the batches that were read then. {way_out}"
 )
 WAY_OUT = "Return a DataLoader, a list, or an object with an `__iter__` that restarts on each call."
 
 
 class Passes:
-    """The passes over one loader.
+    """The passes over one loader, watched for iterators that an earlier pass has consumed.
 
     Args:
         loader: the user's loader.
@@ -88,7 +88,7 @@ class Passes:
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass; warn if an earlier pass has consumed some or all of them."""
         if self._is_iterator and self._had_batches and not self._may_go_on:
-            self._warn(GOES_ON)
+            self._warn(CONTINUES)
         had_batches = False
         for first in itertools.islice(batches, 1):
             had_batches = self._had_batches = True

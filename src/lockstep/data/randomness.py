@@ -1,4 +1,4 @@
-"""Random numbers in ``__getitem__`` and ``collate_fn``: seeded by position, independent of training."""
+"""Seeding of the random numbers in ``__getitem__`` and ``collate_fn``, by position and independent of training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lockstep.data.order import mix
 
 
 def seed_all(bits: int) -> None:
-    """Seed torch, numpy (if it is loaded) and ``random`` with 64 bits; about 6 us.
+    """Seed torch's CPU generator, numpy (if it is loaded) and ``random`` from 64 bits, in about 6 us.
 
-    Torch and numpy run the same Mersenne twister, so each gets a half of its own. `torch.manual_seed` would
-    also walk over every accelerator, at ten times the price.
+    torch and numpy use the same Mersenne twister, so each is seeded with a different half of the bits.
+    `torch.manual_seed` would also visit every accelerator, which takes ten times as long.
     """
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
     numpy = sys.modules.get("numpy")
@@ -32,7 +32,7 @@ def seed_all(bits: int) -> None:
 
 
 def capture() -> tuple[Any, ...]:
-    """Return the random states of the process, for :func:`put_back`."""
+    """Return the states of this process's random generators, which :func:`put_back` restores."""
     numpy = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
@@ -42,7 +42,7 @@ def capture() -> tuple[Any, ...]:
 
 
 def put_back(states: tuple[Any, ...]) -> None:
-    """Undo all draws since :func:`capture`."""
+    """Restore the random states that :func:`capture` returned."""
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
     if states[2] is not None:
@@ -53,16 +53,16 @@ def put_back(states: tuple[Any, ...]) -> None:
 
 
 class SeededIndices(list[int]):
-    """Indices of a batch that seed the random generators as a fetcher iterates over them.
+    """Indices of a batch that seed the random generators while a fetcher iterates over them.
 
-    Before a sample's index is handed out, the generators are seeded from the sample's position; ``collate_fn``
-    continues from the last sample's. Unpickling, by which a batch's indices reach a loader's worker, seeds as well:
-    that is for data sets that fetch a whole batch at once (``__getitems__``).
+    Before an index is yielded, the generators are seeded from the sample's position; ``collate_fn`` continues from the
+    last sample's state. The generators are also seeded when the indices are unpickled in a loader's worker, for data
+    sets that fetch a whole batch at once (``__getitems__``).
 
     Args:
         indices: indices into the data set.
-        key: 64 bits that stand for (seed, epoch).
-        first: position of the first index; the others follow.
+        key: 64-bit hash of (seed, epoch).
+        first: position of the first index in the epoch; the others follow.
     """
 
     def __init__(self, indices: Sequence[int], key: int, first: int) -> None:
@@ -79,7 +79,7 @@ class SeededIndices(list[int]):
         return _arrive, (list(super().__iter__()), self.key, self.first)
 
     def seed(self) -> None:
-        """Seed for a fetch that does not iterate over the indices one by one."""
+        """Seed the generators before a data set fetches the whole batch at once, in this process."""
         seed_all(mix(self.key, self.first))
 
 
@@ -90,14 +90,14 @@ def _arrive(indices: list[int], key: int, first: int) -> SeededIndices:
 
 
 class SeededIndex(int):
-    """An index for a loader with ``batch_size=None``; seeds when it is unpickled in the loader's worker."""
+    """An index for a loader with ``batch_size=None``, which seeds the generators when a worker unpickles it."""
 
     key: int
     first: int
 
     @classmethod
     def make(cls, index: int, key: int, first: int) -> SeededIndex:
-        """Return an index at position ``first`` of the epoch that ``key`` stands for."""
+        """Create an index with position ``first`` in the epoch, where ``key`` is a hash of (seed, epoch)."""
         made = cls(index)
         made.key = key
         made.first = first
@@ -107,7 +107,7 @@ class SeededIndex(int):
         return _arrive_alone, (int(self), self.key, self.first)
 
     def seed(self) -> None:
-        """Seed for the fetch of this sample."""
+        """Seed the generators before this sample is fetched in this process."""
         seed_all(mix(self.key, self.first))
 
 
@@ -121,18 +121,18 @@ def _arrive_alone(index: int, key: int, first: int) -> int:
 
 @dataclass(frozen=True)
 class HeldGenerator:
-    """A random generator that a user's sampler holds: torch's on the CPU, NumPy's or Python's."""
+    """Common interface to a random generator in a user's sampler: torch's on the CPU, NumPy's or Python's."""
 
     state: Callable[[], Any]
-    """Returns its state, as a checkpoint can store it."""
+    """Returns the generator's state in a form that a checkpoint can store."""
     set_state: Callable[[Any], object]
     """Restores a state."""
     seed: Callable[[int], object]
-    """Seeds it with 63 bits."""
+    """Seeds the generator with 63 bits."""
     initial_seed: Callable[[], int] | None = None
 
     def initial_bits(self) -> int:
-        """Return 63 bits that stand for its seed."""
+        """Return the generator's initial seed, or a 63-bit hash of its state if the seed is unknown."""
         if self.initial_seed is not None:
             return self.initial_seed()
         digest = hashlib.blake2b(repr(self.state()).encode(), digest_size=8).digest()
@@ -140,7 +140,7 @@ class HeldGenerator:
 
 
 def held_generator(value: object) -> HeldGenerator | None:
-    """Return the wrapper of a generator of any kind; None if ``value`` is not a generator that can be seeded."""
+    """Wrap a random generator of any kind; return None if ``value`` is not a generator that can be seeded."""
     if isinstance(value, torch.Generator):
         known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
         return known if value.device.type == "cpu" else None
@@ -164,13 +164,13 @@ def held_generator(value: object) -> HeldGenerator | None:
 
 
 def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
-    """Return the generators that samplers hold as attributes, each once."""
+    """Return wrappers of all random generators that samplers have as attributes, each once."""
     values = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
     return [known for value in values.values() if (known := held_generator(value)) is not None]
 
 
 def _without_arrays(state: object) -> Any:
-    """Return NumPy's arrays as lists, which NumPy accepts as a state, too."""
+    """Replace NumPy arrays in a generator's state by lists, which NumPy accepts as well."""
     # torch.load(weights_only=True) does not read NumPy's arrays.
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
@@ -180,7 +180,7 @@ def _without_arrays(state: object) -> Any:
 
 
 class SeparateStates:
-    """Random states that are kept separate from those of the rest of the process.
+    """Context manager with random states of its own, separate from those of the rest of the process.
 
     Inside the context, the process' generators (and the given ``generators``) continue from the state at the end of the
     previous context. Outside, they behave as if nothing had been drawn inside.
@@ -220,7 +220,10 @@ class SeparateStates:
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:
-    """Return True if fetching is known to draw no random numbers: tensors, lists, and subsets and sums of such."""
+    """Return True if fetching samples certainly draws no random numbers.
+
+    That holds for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
+    """
     if collate is not default_collate:
         return False
     if type(dataset) is Subset:

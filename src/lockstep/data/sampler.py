@@ -1,4 +1,7 @@
-"""Samplers: torch's plain ones become orders that are functions; a user's own is drawn identically on every rank."""
+"""Orders of samples from torch's samplers and from users' own.
+
+One of torch's becomes a function of the position; a user's sampler is drawn identically on every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lockstep.data.counting import LoaderOrder
-from lockstep.data.cut import Cut, WindowPlan
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
+from lockstep.data.partition import Partition, WindowPlan
 from lockstep.data.passes import warn_if_grown
 from lockstep.data.randomness import SeparateStates, generators_of
 from lockstep.data.source import (
@@ -34,14 +37,14 @@ from lockstep.ground.errors import MisconfigurationException
 
 _DRAW = 512  # positions drawn from a user's sampler at once
 _WAY_OUT = (
-    "Make its order a function of the epoch: draw it from torch's, NumPy's or Python's global generator (their seeds "
-    "are the same on all ranks and in every run), or seed its own by `set_epoch(epoch)`; or give it `state_dict` and "
+    "Make the order depend on the epoch only: draw it from torch's, NumPy's or Python's global generator, which "
+    "lockstep seeds, or seed the sampler's own generator in `set_epoch(epoch)`; or define `state_dict` and "
     "`load_state_dict`"
 )
 
 
 def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
-    """Return a function of (epoch, turn) that gives the order of one of torch's plain samplers; None for any other.
+    """Return a function from (epoch, turn) to the order of one of torch's plain samplers; None for other samplers.
 
     The indices are those of the sampler's own data source, which may differ from the loader's data set. None is also
     returned for a sampler with a ``set_epoch`` attribute, which depends on the epoch, and for one with an empty data
@@ -50,7 +53,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
     Args:
         sampler: a loader's sampler.
         seed: seed of the run.
-        key: key that stands for (seed, loader).
+        key: hash of (seed, loader).
         torch_order: shuffle by `torch.randperm` with a generator seeded by ``seed + epoch``.
     """
     if hasattr(sampler, "set_epoch") or type(sampler) not in (SequentialSampler, RandomSampler):
@@ -69,7 +72,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
 
 
 def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the CPU generator that the user gave a sampler; None if there is none."""
+    """Return the CPU generator that the user passed to a sampler, or None."""
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) and found.device.type == "cpu" else None
 
@@ -80,14 +83,14 @@ def own_generator(sampler: object) -> torch.Generator | None:
 class Drawn(Indexed):
     """A source that draws from a user's sampler or batch sampler, identically on every rank.
 
-    It is drawn under generators seeded by (seed, epoch), separate from those of training. Its positions are cut like
-    those of a plain sampler. With a batch sampler, every rank takes each ``size``-th batch. The user's ``set_epoch``
-    is called. A checkpoint holds a hash of what was drawn: a sampler that draws another order after a resume, or on
-    another rank, is refused.
+    The sampler is drawn with generators that are seeded from (seed, epoch), separate from those of training. Its
+    positions are divided among the ranks like those of a plain sampler. With a batch sampler, each rank uses every
+    ``size``-th batch. The sampler's ``set_epoch`` is called. A checkpoint contains a hash of the drawn order, and a
+    different order after a resume, or on another rank, is an error.
 
     Args:
         sampling: the loader and its sampling settings.
-        among: (rank, size) to cut its positions for; default: those of the spec.
+        among: the (rank, size) for which positions are divided; default: those of the spec.
     """
 
     def __init__(self, sampling: Sampling, among: tuple[int, int] | None = None) -> None:
@@ -164,7 +167,7 @@ class Drawn(Indexed):
         reached = self.has(number)
         assert reached, f"micro-batch {number} was requested, but the sampler has ended"
         self._forget(number)
-        return next(chunk for chunk in self._chunks if number < chunk.cut.length).sizes(number)
+        return next(chunk for chunk in self._chunks if number < chunk.partition.length).sizes(number)
 
     def even_until(self, number: int) -> int:
         self._forget(number)
@@ -172,8 +175,8 @@ class Drawn(Indexed):
         return number if found is None or found.first > number else found.end
 
     def _forget(self, number: int) -> None:
-        """Drop the weights before this micro-batch, which are not needed any more."""
-        while self._chunks and self._chunks[0].cut.length <= number:
+        """Drop the weights of earlier micro-batches, which are no longer needed."""
+        while self._chunks and self._chunks[0].partition.length <= number:
             self._chunks.popleft()
         while self._stretches and self._stretches[0].end <= number:
             self._stretches.popleft()
@@ -193,18 +196,18 @@ class Drawn(Indexed):
 
     def _length_on(self, ranks: int) -> int | float:
         count = length_of(self._sampler)
-        return math.inf if count is None else Cut(count, self.batch, ranks, self._sampling.drop_last).length
+        return math.inf if count is None else Partition(count, self.batch, ranks, self._sampling.drop_last).length
 
-    def recut(self, plan: WindowPlan) -> None:
+    def repartition(self, plan: WindowPlan) -> None:
         self._plan = plan
         self._unit = plan.window(self.batch)
         count, drop_last = length_of(self._sampler), self._sampling.drop_last
-        n = plan.kept(math.inf if count is None else count, self.batch, drop_last)
-        self.length = n if math.isinf(n) else plan.cut(int(n), self.batch, self._size, drop_last).length
+        n = plan.limited(math.inf if count is None else count, self.batch, drop_last)
+        self.length = n if math.isinf(n) else plan.partition(int(n), self.batch, self._size, drop_last).length
 
     @property
     def drawn(self) -> int:  # type: ignore[override]
-        """Number of micro-batches that have been shared out."""
+        """Number of micro-batches that have been divided among the ranks."""
         return self._reached
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
@@ -212,7 +215,9 @@ class Drawn(Indexed):
 
     def reshare(self, shares: Reshare) -> None:
         if shares[0] < self._reached:
-            raise RuntimeError(f"{self._sampling.name}: micro-batch {shares[0]} has been drawn and cannot be cut again")
+            raise RuntimeError(
+                f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, so its shares cannot change"
+            )
         self._shares.append(shares)
 
     def position(self, number: int) -> int:
@@ -220,11 +225,11 @@ class Drawn(Indexed):
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
-        """Draw the next few global batches, or windows of a plan; return True if there were any."""
+        """Draw the next few global batches, or windows of a plan; return False if the sampler has ended."""
         # where shares may change, what is shared out is not far ahead of training
         wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
-            wanted = min(wanted, self._plan.kept(math.inf, self.batch, False) - self._position)
+            wanted = min(wanted, self._plan.limited(math.inf, self.batch, False) - self._position)
         with self._states:
             drawn = self._next(max(0, int(wanted)))
         before = self._reached
@@ -233,7 +238,7 @@ class Drawn(Indexed):
         return self._reached > before
 
     def _next(self, count: int) -> list[Any]:
-        """Return the sampler's next ``count`` elements and add them to the hash."""
+        """Return up to ``count`` further elements of the sampler, and add them to the hash of the order."""
         drawn = list(itertools.islice(self._iterator, count))
         self._has_ended = len(drawn) < count
         if self._sampling.batch_size is None:
@@ -242,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return a checkpoint's state of this pass; for a later pass, only restore the samplers' states."""
+        """Return the checkpoint's state if it is of this pass; otherwise restore the samplers' states and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -273,61 +278,61 @@ class Drawn(Indexed):
         self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
-        """Take this rank's part of the drawn positions, which start with a global batch, or a window of a plan."""
+        """Divide drawn positions, which start with a new global batch or window, and store this rank's part."""
         in_batches = self._sampling.batch_size is None
-        cut = self._cut_of(len(drawn))
-        chunk = _Chunk(cut, list(map(len, drawn)) if in_batches else [])
-        for number in range(self._reached, cut.length):
-            first, end = cut.span(number, self.rank)
+        partition = self._partition_of(len(drawn))
+        chunk = _Chunk(partition, list(map(len, drawn)) if in_batches else [])
+        for number in range(self._reached, partition.length):
+            first, end = partition.span(number, self.rank)
             mine = drawn[first:end]
             if in_batches:
                 mine = mine[0] if mine else []
             if not mine and self.pads:
-                begin, stop = cut.span(number, 0)[0], cut.span(number, self._size - 1)[1]
+                begin, stop = partition.span(number, 0)[0], partition.span(number, self._size - 1)[1]
                 mine = next(filter(None, drawn[begin:stop]))[:1] if in_batches else drawn[begin : begin + 1]
             if mine:
                 position = self._position + first
                 # batches of unknown size: positions far apart
                 self._mine.append((mine, position << 20 if in_batches else position))
         self._chunks.append(chunk)
-        first, end, kind = cut.number, cut.full, chunk.kind()
+        first, end, kind = partition.number, partition.full, chunk.kind()
         if end > first and kind is not None:
             # A longer stretch saves work: the feed computes shares once for each.
             if self._stretches and self._stretches[-1].end == first and self._stretches[-1].kind == kind:
                 first = self._stretches.pop().first
             self._stretches.append(_Stretch(first, end, kind))
         self._position += len(drawn)
-        self._reached = cut.length
+        self._reached = partition.length
 
-    def _cut_of(self, count: int) -> Cut:
-        """Return the cut of the next ``count`` positions into micro-batches, numbered from the next one on."""
+    def _partition_of(self, count: int) -> Partition:
+        """Return the division of the next ``count`` positions into micro-batches."""
         drop_last, initial = self._sampling.drop_last, self._shares[0]
         weights = next((each for each in reversed(self._shares) if each[0] <= self._reached), initial)[1]
         if self._plan is None:
-            return Cut(count, self.batch, self._size, drop_last, weights=weights, number=self._reached)
+            return Partition(count, self.batch, self._size, drop_last, weights=weights, number=self._reached)
         here = WindowPlan(self._plan.ranks, self._plan.accumulate, number=self._reached)
-        return here.cut(count, self.batch, self._size, drop_last, weights)
+        return here.partition(count, self.batch, self._size, drop_last, weights)
 
 
 class _Chunk(NamedTuple):
     """Consecutive positions that were drawn together."""
 
-    cut: Cut
+    partition: Partition
     lengths: list[int]
     """Length of each position's batch, for a batch sampler; else empty."""
 
     def sizes(self, number: int) -> list[int]:
-        """Return the number of samples of each rank in a micro-batch."""
-        sizes = self.cut.sizes(number)
+        """Return how many samples of a micro-batch each rank has."""
+        sizes = self.partition.sizes(number)
         if not self.lengths:
             return sizes
-        first, count = self.cut.span(number, 0)[0], sum(sizes)  # the first ranks have a batch each
+        first, count = self.partition.span(number, 0)[0], sum(sizes)  # the first ranks have a batch each
         return self.lengths[first : first + count] + [0] * (len(sizes) - count)
 
     def kind(self) -> tuple[float, ...] | None:
-        """Return what identifies the weights of its full micro-batches; None if they differ from each other."""
+        """Return a key that is equal for chunks whose full micro-batches weigh the same; None if they differ."""
         if not self.lengths:
-            return self.cut.weights
+            return self.partition.weights
         size = self.lengths[0]
         return (size,) if size and self.lengths.count(size) == len(self.lengths) else None
 
@@ -341,7 +346,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """A source that draws from a user's `DistributedSampler`, which has cut the data for this rank itself."""
+    """A source that draws from a user's `DistributedSampler`, which already selects this rank's samples."""
 
     flexible = False  # this rank knows its own share only
 
@@ -360,7 +365,7 @@ class OwnShare(Drawn):
         batches = self._length_on(1) * self._ranks
         return batches if math.isinf(batches) else -(-batches // ranks)
 
-    def recut(self, plan: WindowPlan) -> None:
+    def repartition(self, plan: WindowPlan) -> None:
         """Do nothing: the user's sampler defines the share of this rank."""
 
     def position(self, number: int) -> int:
@@ -398,20 +403,20 @@ class DrawnOrder:
         self._hash: hashlib.blake2b | None = hashlib.blake2b(digest_size=8)
 
     def begin(self, saved: Sequence[Any] = ()) -> None:
-        """Start another pass; with ``saved``, the pass that a checkpoint was taken in."""
+        """Reset the hash for another pass; ``saved`` is the hash from a checkpoint of that pass, to compare with."""
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=8)
         self.expected, self._wanted = saved or (0, "")
 
     def saved(self) -> list[Any]:
-        """Return the state for :meth:`begin`, as plain data; empty if the elements have no content to compare."""
+        """Return the hash as plain data for :meth:`begin`; empty if the elements cannot be compared."""
         return [] if self._hash is None else [self.count, self._hash.hexdigest()]
 
     def add(self, drawn: Sequence[Any]) -> None:
-        """Add the next elements of the sampler.
+        """Add the next elements of the sampler to the hash.
 
         Raises:
-            MisconfigurationException: they differ from those before the resume.
+            MisconfigurationException: the elements differ from those before the resume.
         """
         left = self.expected - self.count
         if 0 < left < len(drawn):
@@ -430,19 +435,19 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """Record the sampler's end; raise as :meth:`add` does if it had drawn more before the resume."""
+        """Record the sampler's end; raise the error of :meth:`add` if it had yielded more before the resume."""
         if self.expected:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise MisconfigurationException(
-            f"{self.name}: the run resumes within an epoch, for which the {type(self.sampler).__name__} now draws a "
-            f"different order: some samples would be seen twice and others never. {_WAY_OUT}. Or resume from a "
-            "checkpoint that was saved at the end of an epoch."
+            f"{self.name}: the {type(self.sampler).__name__} draws a different order from that before the resume, so "
+            f"some samples of this epoch would be seen twice and others never. {_WAY_OUT}. Or resume from a checkpoint "
+            "that was saved at the end of an epoch."
         )
 
     def compare(self, gather: Gather) -> None:
-        """Compare what was drawn so far over the ranks. Collective.
+        """Raise an error if ranks have drawn different orders so far. Collective.
 
         Raises:
             MisconfigurationException: ranks drew different orders.
@@ -451,8 +456,8 @@ class DrawnOrder:
         ranks = gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
         if 0 not in ranks and len(set(ranks)) > 1:
             raise MisconfigurationException(
-                f"{self.name}: the {type(self.sampler).__name__} draws another order on each rank, so that samples "
-                f"would be seen twice and others never. {_WAY_OUT}. If each rank has data of its own, set "
+                f"{self.name}: the {type(self.sampler).__name__} draws a different order on each rank, so some samples "
+                f"would be seen twice and others never. {_WAY_OUT}. If each rank has its own data, set "
                 "Trainer(use_distributed_sampler=False)."
             )
 
@@ -480,7 +485,7 @@ def content(drawn: Sequence[Any]) -> bytes | None:
 
 
 class WatchedSampler:
-    """A (batch) sampler of a loader that is used unchanged; its elements are hashed as they are yielded."""
+    """A wrapper of a user's (batch) sampler that hashes the elements that it yields."""
 
     def __init__(self, sampler: Iterable[Any], order: DrawnOrder) -> None:
         self._sampler = sampler

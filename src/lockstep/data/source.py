@@ -1,5 +1,6 @@
-"""Sources: one loader as one rank draws from it, pass after pass. Contains the common base class and the source of
-loaders over map-style data sets whose order is a function.
+"""Sources, which read one rank's share of the batches of one loader.
+
+This file has the base class, and the source of loaders over map-style data sets whose order is a function.
 
 In `data/` a *rank* is one of the ranks that see different samples: see `Replicas`.
 """
@@ -23,11 +24,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.data.counting import IN_ORDER, LoaderOrder
-from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
+from lockstep.data.partition import Partition, Position, WindowPlan
 from lockstep.data.passes import check_option, check_samples
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
-from lockstep.data.workers import Remembered, end_workers, opened
+from lockstep.data.workers import IndexRecorder, end_workers, opened
 from lockstep.ground.comm import all_gather_tensor, as_bytes, rank, world_size
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
@@ -37,23 +38,23 @@ Gather: TypeAlias = Callable[[Tensor], Tensor]
 """Function that returns every rank's tensor (same shape and dtype), stacked along a new first dimension."""
 
 Reshare: TypeAlias = tuple[int, tuple[float, ...]]
-"""The first micro-batch of a window, and the ranks' shares from there on; () means equal shares."""
+"""The first micro-batch of a window, and the ranks' shares that start to apply with it; () means equal shares."""
 
 SEED_BITS = (1 << 63) - 1  # bits of a seed that fit into an int64 tensor
 OTHER_BATCH = (
-    "{name}: ranks {rank} and {other} share one replica of the model and must see the same samples, but this loader "
-    "yields different ones. Return a DataLoader that lockstep can share out, without "
-    "Trainer(use_distributed_sampler=False), and seed random samples (`seed_everything(1)`): each rank runs the script."
+    "{name} yields different samples on ranks {rank} and {other}, but these ranks share one replica of the model and "
+    "must see the same samples. Return a DataLoader, remove Trainer(use_distributed_sampler=False), and seed random "
+    "samples (`seed_everything(1)`), because each rank runs the script."
 )
 NOT_DRAWN = (
-    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler: lockstep cannot "
-    "share it out over {size} ranks, and each would see all its samples. Draw from `super().__iter__()` in `__iter__`; "
-    "or give each rank a loader with its own samples and set Trainer(use_distributed_sampler=False)."
+    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler, so lockstep "
+    "cannot split it among {size} ranks, and each would see all its samples. Draw from `super().__iter__()` in "
+    "`__iter__`; or give each rank a loader with its own samples and set Trainer(use_distributed_sampler=False)."
 )
 NOT_DRAWN_AGAIN = (
-    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler: this run "
-    "resumes within an epoch, and lockstep cannot skip the samples that were seen. Draw from `super().__iter__()` in "
-    "`__iter__`; or resume from a checkpoint of an epoch's end."
+    "{name} is a {kind}, and its `__iter__` yielded a batch without drawing from the loader's sampler, so lockstep "
+    "cannot resume within this epoch, which requires skipping samples that were already seen. Draw from "
+    "`super().__iter__()` in `__iter__`; or resume from a checkpoint of an epoch's end."
 )
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
@@ -63,7 +64,7 @@ _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a model, which see different samples, and the index of this rank's replica.
+    """Number of model replicas, which see different samples, and the index of this rank's replica.
 
     Ranks that share a model by tensor or pipeline parallelism are one replica: they draw the same batches. If no
     strategy splits the model, each rank is a replica.
@@ -76,7 +77,7 @@ class Replicas:
     """Function that stacks the tensors of all replicas by index, each from one of the replica's ranks; a collective.
     None: gather over the default process group, in which each rank is a replica."""
     gather_members: Gather | None = None
-    """Function that stacks the tensors of the ranks of this replica, a collective among them. None: it has one rank."""
+    """Function that stacks the tensors of this replica's ranks; a collective. None: the replica has one rank."""
 
     def agreed_gather(self) -> Gather | None:
         """Return the gather over the replicas; None if there is only one replica and no gather was given."""
@@ -84,13 +85,14 @@ class Replicas:
             return self.gather
         if world_size() != self.count:
             raise ValueError(
-                f"{self.count} replicas on {world_size()} ranks: give Replicas(gather=...) over a rank of each replica."
+                f"Replicas(count={self.count}) does not equal the number of ranks, {world_size()}: pass `gather`, a "
+                "function that gathers from one rank of each replica."
             )
         return all_gather_tensor
 
 
 def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any]:
-    """Yield the batches of `SourceSpec.compared`; the error names ranks of the run, not replicas."""
+    """Yield the batches after comparing the first one over the ranks in ``gather``, which are one replica."""
     for first in batches:
         found = gather(torch.tensor([rank(), _digest(first)])).tolist()
         for other, digest in found:
@@ -103,7 +105,7 @@ def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any
 
 
 def _digest(batch: object) -> int:
-    """Return 32 bits that are the same for equal batches: of their tensors, arrays, strings and integers."""
+    """Return a 32-bit checksum of the tensors, arrays, strings and integers in a batch."""
     found = 0
     for leaf in tree_leaves(batch, (Tensor, np.ndarray, np.generic, str, bytes, int)):
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
@@ -129,18 +131,18 @@ class SourceSpec:
     seed: int
     stage: str
     pads: bool = False
-    """Give a rank with an empty part of a micro-batch a sample of another part (a padding batch). If False, no sample
-    is drawn twice."""
+    """Draw a padding batch (a sample of another rank) where a rank's part of a micro-batch is empty. If False, no
+    sample is drawn twice."""
     distribute: bool = True
-    """Share the loaders out over the ranks; if False, each rank iterates its own loader unchanged."""
+    """Split the samples of each loader among the ranks; if False, each rank iterates its own loader unchanged."""
     torch_order: bool = False
     """Shuffle by torch's own permutation; see ``by_process``."""
     planned: int = 1
-    """The number of ranks that the order of data was first drawn for."""
+    """The number of ranks for which the order of data was planned."""
     gather: Gather | None = None
     """Stacks every rank's tensor; None if there is only one rank."""
     shares: tuple[float, ...] = ()
-    """A rank's part of a global batch is proportional to its number here; empty: equal parts."""
+    """A number for each rank, to which its part of a global batch is proportional; empty: equal parts."""
     reshared: bool = False
     """The shares change while an epoch runs."""
     gather_members: Gather | None = None
@@ -151,11 +153,11 @@ class SourceSpec:
 
     @property
     def by_process(self) -> bool:
-        """True if this process is alone and its generators draw the order, as for a plain loader."""
+        """True if there is one process, whose global generators draw the order, as for a plain loader."""
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass; the first one is compared over the ranks of a replica when it is drawn.
+        """Return the batches of a pass, and compare the first one over the ranks of a replica when it is drawn.
 
         Raises:
             MisconfigurationException: the ranks' first batches differ.
@@ -164,12 +166,12 @@ class SourceSpec:
         return batches if gather is None else _compared(batches, gather, f"{self.stage}_dataloader")
 
     def agreed(self, seed: int) -> int:
-        """Return rank 0's seed. Collective."""
+        """Return ``seed`` as rank 0 passed it. Collective."""
         return seed if self.gather is None else int(self.gather(torch.tensor(seed & SEED_BITS))[0])
 
 
 class LoaderSource(ABC):
-    """One loader as one rank draws from it.
+    """Base class of sources, which read one rank's share of the batches of a loader.
 
     If ``ahead`` is true, ``has`` and ``weights`` know the length and the weights of micro-batches before they are
     fetched; otherwise only :meth:`weighed` yields them, batch by batch.
@@ -179,41 +181,41 @@ class LoaderSource(ABC):
     fixed: bool = False
     """``weights`` may be called at any time and in any order, not only once and in ascending order."""
     length: int | float
-    """Micro-batches of a pass on the rank that has most; infinite if unknown."""
+    """Number of micro-batches in a pass, on the rank with most; infinite if unknown."""
     even: int = 0
     """Number of leading micro-batches in which each rank draws as many samples as in the first, and at least one."""
     samples: int = -1
-    """Positions of a pass on all ranks: elements of a sampler, or samples of a stream; -1 if unknown."""
+    """Number of positions in a pass, over all ranks: a sampler's elements or a stream's samples; -1 if unknown."""
     rest: int = 0
-    """Samples of a partial last batch, for loaders that are used unchanged."""
+    """Number of samples in a partial last batch, for loaders that are used unchanged."""
     batch: int = 1
-    """Samples that a rank draws for a full micro-batch; with shares by weight, the mean over the ranks."""
+    """Number of samples that a rank draws for a full micro-batch; with unequal shares, the mean over the ranks."""
     own: bool = False
-    """Each rank has its own data, of any length; else the ranks share one data set."""
+    """True if each rank has its own data, of any length; False if the ranks share one data set."""
     flexible: bool = False
-    """Can be cut into windows of any size; else only into whole batches."""
+    """True if an epoch can be divided into windows of any size; False if only into whole batches."""
     pads: bool = False
-    """Draws a padding batch where a rank's part of a micro-batch is empty, so that all ranks draw equally often."""
+    """True if a rank whose part of a micro-batch is empty draws a padding batch, as often as the other ranks."""
     divisible: bool = False
-    """A global batch can be cut into parts of any size; else only into whole batches."""
+    """True if a global batch can be divided into parts of any size; False if only into whole batches."""
     uneven: bool = False
-    """Ranks draw unequal parts of a full global batch."""
+    """True if the ranks draw unequal parts of a full global batch."""
     reshares: bool = False
-    """Shares may change within a pass, by :meth:`reshare`; else only with the next one."""
+    """True if :meth:`reshare` can change the shares within a pass; False if they change only between passes."""
     drawn: int = 0
-    """Micro-batches of the pass that were drawn, including those prefetched by loader workers; only if ``reshares``."""
+    """Number of micro-batches of the pass that were drawn, including prefetched ones; valid only if ``reshares``."""
     rank: int
-    noted: deque[list[Any]] | None = None
-    """The indices of each drawn batch that were not taken out again; see `note_indices`."""
+    recorded: deque[list[Any]] | None = None
+    """Queue of the sample indices of drawn batches, from which the reader removes them; see `record_indices`."""
 
-    def note_indices(self) -> None:  # noqa: B027
-        """Record in ``noted`` from the next pass on which samples are drawn; do nothing if they are unknown."""
+    def record_indices(self) -> None:  # noqa: B027
+        """Start to record sample indices in ``recorded`` with the next pass; do nothing if they are unknown."""
 
     @abstractmethod
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        """Start a pass: return this rank's micro-batches from ``start`` on; those from ``stop`` on are not needed.
+        """Start a pass and return this rank's micro-batches, beginning with number ``start``.
 
-        ``turn`` counts the passes within an epoch.
+        Micro-batches from ``stop`` on are not needed. ``turn`` counts the passes within an epoch.
         """
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
@@ -227,44 +229,44 @@ class LoaderSource(ABC):
 
     def weights(self, number: int) -> Sequence[float]:
         """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
-        raise NotImplementedError(f"{type(self).__name__} does not know weights in advance")
+        raise NotImplementedError(f"{type(self).__name__} does not know the weights of batches before they are fetched")
 
     def even_until(self, number: int) -> int:
-        """Return the end of the micro-batches in which each rank draws as many samples as in micro-batch ``number``."""
+        """Return the end of the run of micro-batches with the weights of micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set shares for the next passes: pairs of a micro-batch and the shares from there on."""
+        """Set the shares for later passes, as pairs of a micro-batch and the shares that start with it."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Set new shares for the current pass, from a micro-batch on that no rank has drawn."""
+        """Set new shares for the current pass, starting with a micro-batch that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """Return the :meth:`weights` of each loader that has a part in a micro-batch; called instead of that method."""
+        """Return the ranks' weights in a micro-batch for each of its loaders. Call it instead of :meth:`weights`."""
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """Return a micro-batch with None for the parts that have no weight on this rank."""
+        """Return a micro-batch with None in place of loaders without samples on this rank."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
-        """Return the number of micro-batches of a pass on ``ranks`` ranks."""
+        """Return the number of micro-batches in a pass on ``ranks`` ranks."""
         return self.length
 
-    def recut(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Cut the next passes by the plan of another number of ranks; call it before they are opened."""
+    def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
+        """Divide later passes by the plan of a different number of ranks; call it before they are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
         """Return (indices, first position) of this rank's part of a micro-batch of the pass; None if unknown."""
         return None
 
     def position(self, number: int) -> Position:
-        """Return what all ranks have drawn before the first micro-batch of a window, for :meth:`recut`."""
+        """Return the data that all ranks drew before micro-batch ``number`` (the first of a window), for a resume."""
         return None
 
     def generator_states(self) -> list[Any]:
-        """Return the states of the user's generators and samplers that determine the order, if only kept here."""
+        """Return states of the user's generators and samplers that determine the order and no other state includes."""
         return []
 
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
@@ -272,19 +274,19 @@ class LoaderSource(ABC):
 
     @property
     def workers(self) -> int | None:
-        """Loader workers that read a stream which is shared out here; None if there is no such stream."""
+        """Number of loader workers that read a stream split among the ranks; None if there is no such stream."""
         return None
 
     def order(self) -> LoaderOrder:
-        """Return the order in which it yields its samples, for a checkpoint within an epoch."""
+        """Describe the order of the samples, which a checkpoint within an epoch records."""
         return LoaderOrder("in an order of its own", self.samples)
 
     def leaves(self) -> list[LoaderSource]:
-        """Return the sources of single loaders that this one consists of."""
+        """Return the sources of single loaders; a list of this one unless it combines several."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed, besides the position, to resume from here; empty if nothing."""
+        """Return the state from which a pass resumes, besides the position; empty if there is none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -298,12 +300,12 @@ class LoaderSource(ABC):
 
 
 class Sampling(NamedTuple):
-    """A loader over a map-style data set, and the way in which it draws samples."""
+    """A loader over a map-style data set, and its sampling settings."""
 
     loader: DataLoader[Any]
     spec: SourceSpec
     key: int
-    """64 bits that stand for (seed, loader)."""
+    """64-bit hash of (seed, loader)."""
     name: str
     """Name of the loader in messages."""
     sampler: Iterable[Any]
@@ -315,7 +317,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Sampling:
-        """Return the sampling settings of a loader."""
+        """Read the sampling settings from a loader."""
         batches: Iterable[Any] | None = loader.batch_sampler
         if batches is None and isinstance(loader.sampler, BatchSampler):
             batches = loader.sampler  # batch_size=None: the data set receives a list of indices
@@ -326,7 +328,7 @@ class Sampling(NamedTuple):
         return cls(loader, spec, key, name, batches, None, False, False)
 
     def order(self, samples: int) -> LoaderOrder:
-        """Return the order of ``samples`` positions."""
+        """Describe the order of ``samples`` positions for a checkpoint."""
         kind = type(self.sampler)
         if kind is SequentialSampler:
             return LoaderOrder(IN_ORDER, samples)
@@ -338,7 +340,7 @@ class Sampling(NamedTuple):
 
 
 class Indexed(LoaderSource):
-    """A loader over a map-style data set with indices that are dealt out here.
+    """Base class of sources that choose the data set indices which a loader fetches.
 
     The user's loader is not changed: a shallow copy of it (its class, attributes, data set, workers' settings) gets
     another batch sampler and its own generator.
@@ -375,11 +377,11 @@ class Indexed(LoaderSource):
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
-        """Prepare to draw from micro-batch ``start`` on."""
+        """Prepare a pass that starts with micro-batch ``start``."""
 
     @abstractmethod
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
-        """Return this rank's indices of each micro-batch from ``start`` up to ``stop``."""
+        """Return this rank's indices in each micro-batch from the start of the pass up to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         planned = self._sampling
@@ -392,18 +394,18 @@ class Indexed(LoaderSource):
         self.begin(epoch, turn, start)
         # torch draws the seeds of workers from it; they must not depend on what training has drawn.
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
-        if self.noted is not None:
-            self.noted.clear()
+        if self.recorded is not None:
+            self.recorded.clear()
         iterator = opened(self._copy) if self._sampler_used else self._checked(opened(self._copy), start)
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a pass of a class with its own ``__iter__``, which must draw from the copy's sampler.
+        """Yield the batches of a loader class with its own ``__iter__``, and check that it draws from the sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 
         Raises:
-            MisconfigurationException: the first batch was yielded without a call of the sampler.
+            MisconfigurationException: the first batch was yielded without drawing from the sampler.
         """
         for batch in itertools.islice(batches, 1):
             size = self._sampling.spec.size
@@ -421,32 +423,32 @@ class Indexed(LoaderSource):
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
 
     def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Yield an item for each micro-batch that any rank has; its weight is 0.0 where this rank's part is empty."""
+        """Yield (batch, weight) for each micro-batch that any rank has, with weight 0.0 if this rank has none of it."""
         while number < stop and self.has(number):
             weight = float(self.weights(number)[self.rank])
             batch = next(batches) if weight or self.pads else None
             yield batch, self._measure(batch) if weight and self._measure is not None else weight
             number += 1
 
-    def note_indices(self) -> None:
-        self.noted = deque()
+    def record_indices(self) -> None:
+        self.recorded = deque()
 
     def lists(self) -> Iterator[Any]:
-        """Return what the copy's batch sampler yields in the last opened pass."""
+        """Iterate over the indices of the pass that was opened last, for the batch sampler of the loader's copy."""
         self._sampler_used = True
         drawn = self.draw(self._stop)
-        if self.noted is not None:
-            drawn = noting(drawn, self.noted)
+        if self.recorded is not None:
+            drawn = recording(drawn, self.recorded)
         if not self._own_process:
             # If a worker dies, the error names the samples that it had to fetch.
-            return Remembered(drawn, self._copy.num_workers)
+            return IndexRecorder(drawn, self._copy.num_workers)
         return drawn if self._quiet else _seeding(drawn)
 
     def close(self) -> None:
         end_workers(self._copy)
 
     def _seeds(self, indices: list[int], first: int) -> list[int] | int:
-        """Return the indices of a micro-batch in the form that its loader needs; its first position is ``first``."""
+        """Convert a micro-batch's indices, whose first position is ``first``, to the form that the loader needs."""
         if not self._sampling.single:
             return indices if self._quiet else SeededIndices(indices, self._epoch_key, first)
         index = indices[0]  # any element of a sampler goes to the data set; only integers can seed
@@ -454,7 +456,9 @@ class Indexed(LoaderSource):
 
 
 class Ordered(Indexed):
-    """A source with an order that is a function: nothing is stored or sent, and any start costs the same.
+    """A source whose order is a function of the position, so a pass can start anywhere at no cost.
+
+    It stores no order and sends no messages.
 
     Args:
         sampling: the loader and its sampling settings.
@@ -466,7 +470,7 @@ class Ordered(Indexed):
         self.fixed = self.ahead
         count, spec = length_of(sampling.sampler) or 0, sampling.spec
         self.samples = count
-        self._whole = Cut(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
+        self._whole = Partition(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
         self._use(self._whole)
         self._order_of = order
         self._among = _drawn_from(sampling.sampler)
@@ -479,17 +483,17 @@ class Ordered(Indexed):
     def planned(self, ranks: int) -> int:
         return dataclasses.replace(self._whole, size=ranks, weights=()).length
 
-    def _use(self, cut: Cut) -> None:
-        self._cut, self.length, self.even = cut, cut.length, cut.full
-        self._cuts = [cut]  # each applies up to the next one's first micro-batch
+    def _use(self, partition: Partition) -> None:
+        self._partition, self.length, self.even = partition, partition.length, partition.full
+        self._partitions = [partition]  # each applies up to the next one's first micro-batch
 
-    def recut(self, plan: WindowPlan) -> None:
+    def repartition(self, plan: WindowPlan) -> None:
         whole = self._whole
         self._plan = plan
-        self._use(plan.cut(whole.n, whole.batch, whole.size, whole.drop_last, whole.weights))
+        self._use(plan.partition(whole.n, whole.batch, whole.size, whole.drop_last, whole.weights))
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
-        spans = [(first, end) for _, first, end in self._spans(self._cut_at(number), [number])]
+        spans = [(first, end) for _, first, end in self._spans(self._partition_at(number), [number])]
         return None if self._sampling.single or not spans else (self._indices(spans)[0], spans[0][0])
 
     def position(self, number: int) -> int:
@@ -504,30 +508,32 @@ class Ordered(Indexed):
         self._start = start
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
-        self._cuts = [self._cut]
+        self._partitions = [self._partition]
         for number, weights in shares:
-            if number <= self._cut.number:
-                self._cuts = [dataclasses.replace(self._cut, weights=weights)]
+            if number <= self._partition.number:
+                self._partitions = [dataclasses.replace(self._partition, weights=weights)]
             else:
-                self._cuts.append(self._cuts[-1].recut(number, weights))
+                self._partitions.append(self._partitions[-1].repartition(number, weights))
 
     def reshare(self, shares: Reshare) -> None:
         number, weights = shares
         if number < self.drawn:
-            raise RuntimeError(f"{self._sampling.name}: micro-batch {number} has been drawn and cannot be cut again")
-        self._cuts.append(self._cuts[-1].recut(number, weights))
+            raise RuntimeError(
+                f"{self._sampling.name}: micro-batch {number} has been drawn, so its shares cannot change"
+            )
+        self._partitions.append(self._partitions[-1].repartition(number, weights))
 
-    def _cut_at(self, number: int) -> Cut:
-        cuts = self._cuts
+    def _partition_at(self, number: int) -> Partition:
+        cuts = self._partitions
         return cuts[0] if len(cuts) == 1 else next((c for c in reversed(cuts) if c.number <= number), cuts[0])
 
     def even_until(self, number: int) -> int:
-        cut = self._cut_at(number)
-        after = next((later.number for later in self._cuts if later.number > number), cut.full)
-        return min(cut.full, after)
+        partition = self._partition_at(number)
+        after = next((later.number for later in self._partitions if later.number > number), partition.full)
+        return min(partition.full, after)
 
     def weights(self, number: int) -> Sequence[float]:
-        return self._cut_at(number).sizes(number)
+        return self._partition_at(number).sizes(number)
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
         if self.reshares:
@@ -538,25 +544,25 @@ class Ordered(Indexed):
         return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
 
     def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-        """Yield many micro-batches at once: (indices of each, position of its first) of this rank's part."""
-        cut, full = self._cut, min(self._cut.full, stop)
-        at_once = max(1, _BLOCK // cut.batch)
+        """Yield (indices, first positions) of this rank's parts of many micro-batches at once."""
+        partition, full = self._partition, min(self._partition.full, stop)
+        at_once = max(1, _BLOCK // partition.batch)
         for begin in range(self._start, full, at_once):
             end = min(begin + at_once, full)
-            first, last = cut.span(begin, self.rank)
-            firsts = torch.arange(end - begin).mul_(cut.batch * cut.size).add_(first)
+            first, last = partition.span(begin, self.rank)
+            firsts = torch.arange(end - begin).mul_(partition.batch * partition.size).add_(first)
             yield self._order(firsts.unsqueeze(1) + torch.arange(last - first)).tolist(), firsts.tolist()
         for begin in range(max(full, self._start), stop, at_once):
             numbers = range(begin, min(begin + at_once, stop))
-            spans = [(first, end) for _, first, end in self._spans(cut, numbers)]
+            spans = [(first, end) for _, first, end in self._spans(partition, numbers)]
             yield self._indices(spans), [first for first, _ in spans]
 
-    def _spans(self, cut: Cut, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (micro-batch, first position, end) of this rank's non-empty parts."""
+    def _spans(self, partition: Partition, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield (micro-batch, first position, end) for each non-empty part of this rank."""
         for number in numbers:
-            first, end = cut.span(number, self.rank)
+            first, end = partition.span(number, self.rank)
             if first == end and self.pads:
-                first = cut.span(number, 0)[0]  # a sample of another rank
+                first = partition.span(number, 0)[0]  # a sample of another rank
                 end = first + 1
             if first < end:
                 yield number, first, end
@@ -568,31 +574,31 @@ class Ordered(Indexed):
         return [list(itertools.islice(drawn, end - first)) for first, end in spans]
 
     def _one_by_one(self, stop: int) -> Iterator[list[int] | int]:
-        """Yield indices while shares may change after any micro-batch; drop those computed ahead for a re-cut one."""
+        """Yield the indices of each micro-batch while shares may change; discard those computed with old shares."""
         number = self.drawn = self._start
         while number < stop:
-            cut, known = self._cut_at(number), len(self._cuts)
-            after = next((later.number for later in self._cuts if later.number > number), stop)
-            end = min(stop, after, number + max(1, _BLOCK // cut.batch))
-            found = list(self._spans(cut, range(number, end)))
+            partition, known = self._partition_at(number), len(self._partitions)
+            after = next((later.number for later in self._partitions if later.number > number), stop)
+            end = min(stop, after, number + max(1, _BLOCK // partition.batch))
+            found = list(self._spans(partition, range(number, end)))
             of_each = self._indices([(first, last) for _, first, last in found])
             for (at, first, _), indices in zip(found, of_each, strict=True):
-                if len(self._cuts) > known and at >= self._cuts[known].number:
+                if len(self._partitions) > known and at >= self._partitions[known].number:
                     break
                 self.drawn = at + 1
                 yield self._seeds(indices, first)
-            # a new cut may apply after this rank's last part, before micro-batches in which it had none
-            number = min(end, self._cuts[known].number) if len(self._cuts) > known else end
+            # new shares may start after this rank's last part, before micro-batches in which it had none
+            number = min(end, self._partitions[known].number) if len(self._partitions) > known else end
             self.drawn = max(self.drawn, number)  # none of this rank's are left before it
 
 
 def _drawn_from(sampler: object) -> int | None:
-    """Return the number of samples that one of torch's plain samplers draws from; None if it has no length."""
+    """Return the length of the data source of one of torch's samplers; None if it has no length."""
     return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:
-    """The batch sampler of a source's loader: one for all passes, since persistent workers keep the first."""
+    """The batch sampler of a source's loader; one object for all passes, because persistent workers keep the first."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -604,11 +610,11 @@ class _Lists:
         return int(self._source.length)
 
 
-def noting(drawn: Iterable[Any], noted: deque[list[Any]]) -> Iterator[Any]:
-    """Record what is drawn before a loader (and its workers, ahead of time) receives it."""
+def recording(drawn: Iterable[Any], recorded: deque[list[Any]]) -> Iterator[Any]:
+    """Yield indices and append them to ``recorded`` first, before loader workers fetch them ahead of time."""
     for indices in drawn:
         # a plain slice: iterating over seeded indices would seed
-        noted.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
+        recorded.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
         yield indices
 
 
@@ -617,7 +623,7 @@ def _plain(index: object) -> object:
 
 
 def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
-    """Seed before each fetch in this process, for data sets that fetch a whole batch at once."""
+    """Seed the generators before each fetch in this process, for data sets that fetch a whole batch at once."""
     for indices in drawn:
         if isinstance(indices, SeededIndices | SeededIndex):
             indices.seed()
@@ -628,9 +634,9 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """The number of samples in the ready-made batches of a loader; reports once how it is determined.
+    """Function that returns the number of samples in a ready-made batch, and logs once how it found the number.
 
-    The length of the first tensor is used, since the samples of such batches were not drawn here.
+    It uses the length of the first tensor, because lockstep did not draw the samples of such batches.
 
     Args:
         name: name of the loader in messages.
@@ -643,7 +649,7 @@ class Measure:
         self._training = stage == "train"
 
     def __call__(self, batch: object) -> float:
-        """Return the number of samples; 1 if it cannot be determined."""
+        """Return the number of samples in a batch; 1 if it cannot be determined."""
         tensor = first_tensor(batch)
         # a first tensor without rows is no reason to leave a rank out
         size = float(len(tensor) or 1) if tensor is not None and tensor.ndim else 1.0
@@ -653,7 +659,7 @@ class Measure:
         return size
 
     def each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-        """Yield batches with their sizes."""
+        """Yield (batch, number of samples) for each batch."""
         return ((batch, self(batch)) for batch in batches)
 
     def _report(self, tensor: Tensor | None, size: float) -> None:
@@ -662,8 +668,8 @@ class Measure:
             way_out += ' and return {"loss": loss, "weight": samples}'
         found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", as there is none"
         rank_zero_info(
-            f"{self.name} yields ready-made batches: the length of the first tensor counts as the number of samples, "
-            f"{size:g} in the first batch{found}. If that is wrong, {way_out}."
+            f"{self.name} yields ready-made batches, so lockstep uses the length of the first tensor as the number of "
+            f"samples: {size:g} in the first batch{found}. If that is wrong, {way_out}."
         )
 
 
@@ -686,7 +692,7 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """Return a shallow copy of a loader, of its own class and with all its attributes, some of them changed.
+    """Return a shallow copy of a loader with some attributes changed; it keeps its class and all others.
 
     Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
@@ -698,7 +704,7 @@ def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
 
 
 def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the iterator's items; restore the random states of training after each fetch."""
+    """Yield the iterator's items, and restore the process's random states after each fetch."""
     while True:
         states = capture()
         try:
@@ -710,15 +716,15 @@ def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """Return the iterator after ``count`` batches have been read and thrown away."""
+def skip(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    """Read and discard ``count`` batches, and return the iterator."""
     for _ in itertools.islice(iterator, count):
         pass
     return iterator
 
 
-def begun(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return the iterator with its first batch read, so that it draws its initial random numbers now."""
+def read_first(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Read the first batch now, so that the iterator draws its initial random numbers; return all batches."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -737,7 +743,7 @@ def holders(sampler: object) -> list[object]:
 
 
 def call_set_epoch(target: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a user's sampler or data set, if it has one."""
+    """Call the method ``set_epoch`` of a user's sampler or data set, if there is one."""
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -766,7 +772,7 @@ def states_of(samplers: Iterable[Stateful]) -> list[Any]:
 
 
 def of_all_ranks(state: object) -> dict[str, Any]:
-    """Return the part of a loader's state that is valid on every rank and for any number of ranks: the order."""
+    """Return only the order from a loader's state, which is valid on every rank and for any number of ranks."""
     if not isinstance(state, dict):
         return {}
     common: dict[str, Any] = {key: state[key] for key in ("order",) if key in state}

@@ -1,4 +1,4 @@
-"""Iterable data sets: one stream of samples shared out over ranks and loader workers."""
+"""Sources of loaders over iterable data sets, whose stream of samples is split among ranks and loader workers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.counting import LoaderOrder
-from lockstep.data.cut import WindowPlan
 from lockstep.data.order import generator, make_key, mix
 from lockstep.data.own_parts import EMPTY, FAILED, OTHER_RANKS, UNKNOWN, OwnParts, shards_itself
+from lockstep.data.partition import WindowPlan
 from lockstep.data.passes import Passes
 from lockstep.data.randomness import capture, put_back, seed_all
 from lockstep.data.source import (
@@ -30,7 +30,7 @@ from lockstep.data.source import (
     call_set_epoch,
     copy_loader,
     length_of,
-    skipped,
+    skip,
     unmixed,
 )
 from lockstep.data.workers import end_workers, opened
@@ -40,19 +40,18 @@ from lockstep.ground.rank import rank_zero_warn
 
 _END = object()
 OTHER_WORKERS = (
-    "{kind} shards itself over the loader's workers, and num_workers is {now} now but was {then} when the epoch was "
-    "started: which of its samples are left is unknown. Resume with num_workers={then}, or from a checkpoint of the "
-    "end of an epoch."
+    "{kind} shards itself over the loader's workers, but num_workers was changed from {then} to {now} within an epoch, "
+    "so its remaining samples are unknown. Resume with num_workers={then}, or from a checkpoint of an epoch's end."
 )
 
 # -- the source ----------------------------------------------------------------------------------------------
 
 
 class Stream(LoaderSource):
-    """A loader over an iterable data set, shared out over ranks and workers as `Shard` describes.
+    """The source of a loader over an iterable data set. `Shard` describes how the stream is split.
 
     Attributes:
-        moved: True if the next pass was started on other ranks.
+        moved: True if the next pass was started on a different number of ranks.
     """
 
     ahead = False
@@ -123,7 +122,7 @@ class Stream(LoaderSource):
         if self._counts and not goes_on and not self._shard.attempts:
             iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
         if not goes_on:
-            iterator = skipped(iterator, start - self._first)
+            iterator = skip(iterator, start - self._first)
         if not self._counts:
             return self._measure.each(iterator)
         return ((batch, float(count)) for count, _, batch in iterator)
@@ -136,7 +135,7 @@ class Stream(LoaderSource):
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
 
     def _go_back(self, epoch: int, turn: int) -> bool:
-        """Restore the data set's state from a checkpoint; return True if the pass continues from there.
+        """Restore the data set's state from a checkpoint; return True if that state is within this pass.
 
         A checkpoint of an epoch's end belongs to a pass that has ended: that pass is opened once more, and the next
         starts from the beginning.
@@ -160,23 +159,22 @@ class Stream(LoaderSource):
         return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Record the first sample, and warn if a resumed pass is read again and starts with another one."""
+        """Record the first sample of a pass; warn if a resumed pass starts with a different sample when read again."""
         self._first_sample = []
         for batch in itertools.islice(iterator, 1):
             self._first_sample = [*reading, batch[1]]
             was, self._was_first = self._was_first, []
             if was[:4] == reading and was[4] and batch[1] and was[4] != batch[1]:
                 rank_zero_warn(
-                    f"{self._name}: the run resumes within an epoch, for which the "
-                    f"{type(self._shard.dataset).__name__} is read again, and its first sample is not the same as "
-                    "before: some samples of this epoch may be seen twice and others never. Seed its order by "
-                    "`set_epoch(epoch)`, or give it `state_dict` and `load_state_dict`."
+                    f"{self._name}: the {type(self._shard.dataset).__name__} is read again to resume within an epoch, "
+                    "but starts with a different sample now, so some samples of this epoch may be seen twice and "
+                    "others never. Seed its order in `set_epoch(epoch)`, or define `state_dict` and `load_state_dict`."
                 )
             yield batch
         yield from iterator
 
     def _check_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Check the ranks with what the first batch has shown about the stream."""
+        """Yield the batches; after the first, which shows if the stream shards itself, check the number of ranks."""
         batch = next(iterator, _END)
         self._check_ranks()
         if batch is not _END:
@@ -185,7 +183,7 @@ class Stream(LoaderSource):
             yield from iterator
 
     def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Mark the first read: before it, the data set may still report the end of the previous pass as its state."""
+        """Yield the batches. Until the first is read, the data set may report the end of the previous pass."""
         for first in itertools.islice(iterator, 1):
             self._unread = None
             yield first
@@ -201,7 +199,7 @@ class Stream(LoaderSource):
 
     @property
     def workers(self) -> int | None:
-        """Loader workers that read a stream which is shared out here; None if it shards itself over the ranks."""
+        """Number of loader workers that read the stream; None if it shards itself over the ranks."""
         return None if self.own else self._workers
 
     def order(self) -> LoaderOrder:
@@ -213,13 +211,13 @@ class Stream(LoaderSource):
         ranks = 1 if self.own else ranks  # its length is the length of a rank's own part
         return stream_length(self._samples, self._batch_size, self._drop_last, ranks, self._workers)
 
-    def recut(self, plan: WindowPlan) -> None:
+    def repartition(self, plan: WindowPlan) -> None:
         self.moved = plan.number > 0
         if self.moved and plan.position is None:  # the stream had sharded itself over ranks
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
         self._check_ranks()
         attempts = [DrawHistory(*attempt) for attempt in plan.position] if isinstance(plan.position, list) else []
-        changes = self.flexible and self._sizes.recut(plan)
+        changes = self.flexible and self._sizes.repartition(plan)
         if changes:
             self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
         if changes or attempts != self._shard.attempts:
@@ -265,19 +263,19 @@ class Stream(LoaderSource):
 
 @dataclass(frozen=True)
 class DrawHistory:
-    """The samples that one attempt of a run has drawn from a stream, or from what earlier attempts had left of it."""
+    """The samples that one attempt of a run has drawn from a stream, or from the rest that earlier attempts left."""
 
     ranks: int
     workers: int
     """Number of workers of each rank; 1 if samples are read in the rank itself."""
     taken: list[list[int]]
-    """For each rank and worker, how many samples it has drawn: the first ones that belong to this worker."""
+    """Number of samples that each worker of each rank has drawn, which are the first ones assigned to that worker."""
 
     def has(self, number: int, worker: int | None) -> bool:
-        """Return True if this attempt drew a sample.
+        """Return True if this attempt drew the sample with a number.
 
         Args:
-            number: number of the sample in the stream, or among those that earlier attempts have left.
+            number: number of the sample in the stream, or among the samples that earlier attempts left.
             worker: the worker that reads the stream, for data sets that shard themselves over workers; else None.
         """
         if worker is None:
@@ -289,7 +287,7 @@ class DrawHistory:
 
 
 class Sizes:
-    """A substitute for the batch sampler of an iterable data set's loader; sets how many samples a rank takes at once.
+    """A substitute for the batch sampler of an iterable data set's loader, which determines the sizes of batches.
 
     A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
     that are as even as possible.
@@ -307,8 +305,8 @@ class Sizes:
         self.micro = 1
         self.window = batch * size
 
-    def recut(self, plan: WindowPlan) -> bool:
-        """Cut the next passes by a plan; return True if that changes anything.
+    def repartition(self, plan: WindowPlan) -> bool:
+        """Divide later passes by a plan; return True if that changes the batch sizes.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -319,21 +317,24 @@ class Sizes:
             self.micro, self.window = plan.micro(self.size), plan.window(self.batch)
         if self.window < self.size:
             raise MisconfigurationException(
-                f"A step of this run has {self.window} samples of an iterable data set, too few for {self.size} ranks: "
-                f"use at most {self.window}."
+                f"A step of this run has {self.window} samples of an iterable data set, which is fewer than the "
+                f"{self.size} ranks: use at most {self.window} ranks, or a larger batch_size."
             )
         return (self.micro, self.window) != before
 
     def of(self, rank: int) -> Iterator[int]:
-        """Yield the number of samples in each micro-batch of a rank."""
+        """Yield the number of samples in each micro-batch of ``rank``."""
         for number in itertools.count():
             mine = self._before(number + 1, rank) - self._before(number, rank)
             yield from (mine // self.micro + (part < mine % self.micro) for part in range(self.micro))
 
     def taken(self, batches: int, workers: int) -> list[list[int]]:
-        """Return what each rank's workers have drawn after ``batches`` micro-batches; a window must end there."""
+        """Return the number of samples that each rank's workers have drawn after ``batches`` micro-batches.
+
+        The number of batches must be that at the end of a window.
+        """
         if self.micro == 1 and self.window == self.batch * self.size:
-            # Equal batches, dealt out to the workers in turn: no need to walk over them.
+            # Equal batches go to the workers in turn, so their numbers are known without iterating.
             mine = [(batches // workers + (worker < batches % workers)) * self.batch for worker in range(workers)]
             return [mine] * self.size
         if workers == 1:
@@ -345,7 +346,7 @@ class Sizes:
         return found
 
     def _before(self, windows: int, rank: int) -> int:
-        """Return the number of a rank's samples in so many windows."""
+        """Return the number of samples that a rank has in the first ``windows`` windows."""
         return -((rank - windows * self.window) // self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -353,7 +354,7 @@ class Sizes:
 
 
 class Shard(IterableDataset[Any]):
-    """The part of an iterable data set that one loader worker of one rank takes.
+    """The part of an iterable data set that one loader worker of one rank reads.
 
     Every rank and worker reads the same stream (random numbers are seeded identically everywhere) and takes its
     part:
@@ -372,13 +373,13 @@ class Shard(IterableDataset[Any]):
         dataset: the user's data set.
         rank: this rank.
         size: number of ranks.
-        key: 64 bits that stand for (seed, loader).
-        own_parts: detects whether the ranks' streams are parts already; None: they are, or it does not matter.
+        key: 64-bit hash of (seed, loader).
+        own_parts: detects if the ranks' streams are already parts of the data; None: known, or there is one rank.
 
     Attributes:
         mark: fingerprint of the first sample of the stream, as read by this copy; 0.0 if there is none.
-        attempts: what has been drawn in this pass on other numbers of ranks; the remaining samples are shared out as
-            if they were the whole stream.
+        attempts: the samples that earlier attempts drew in this pass, on other numbers of ranks; the remaining samples
+            are split as if they were the whole stream.
     """
 
     def __init__(
@@ -400,7 +401,7 @@ class Shard(IterableDataset[Any]):
         self._drawn: list[int] = []  # samples of each attempt, as far as the stream was read
 
     def set_epoch(self, epoch: int, turn: int) -> None:
-        """Set the epoch and turn of the next pass; copies in persistent workers count epochs from there."""
+        """Set the epoch and turn of the next pass; copies in persistent workers count later epochs themselves."""
         self.epoch, self.turn, self._passes = epoch, turn, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -437,7 +438,7 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """Yield the numbered samples of the stream."""
+        """Yield (number, sample) for each sample of the stream, and seed the generators before each read."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
@@ -464,7 +465,7 @@ class Shard(IterableDataset[Any]):
     def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the stream, after the ranks have compared its first samples to see whether it is the same on all."""
+        """Yield the stream after comparing its first samples over the ranks, to detect if each rank has its own."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
             # One with a state must not be read ahead.
@@ -482,7 +483,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return the number of a sample among those that all attempts left; None if one of them has drawn it."""
+        """Return the number of a sample among those that no attempt has drawn; None if an attempt has drawn it."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:
@@ -499,21 +500,21 @@ class Shard(IterableDataset[Any]):
 
 
 class StatefulShard(Shard):
-    """The part of a data set that can save and restore its progress."""
+    """A `Shard` of a data set that can save and restore its progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples read so far, the data set's own state, and whether the stream has ended."""
+        """Return the number of samples read, the data set's own state, and True if the stream has ended."""
         drawn = {"drawn": list(self._drawn)} if self.attempts else {}
         state = cast(Stateful, self.dataset).state_dict()
         return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume the next pass from a state."""
+        """Load a state from which the next pass resumes."""
         self._resume = state
 
 
 class WatchedInfo:
-    """A substitute for a loader worker's `WorkerInfo` that records accesses, and exposes the user's own data set."""
+    """A substitute for a loader worker's `WorkerInfo`, which records accesses and returns the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
@@ -532,7 +533,7 @@ class WatchedInfo:
 
 
 def watch_worker_info() -> WatchedInfo | None:
-    """Return the recorder of `get_worker_info()` in a loader's worker, after installing it; None elsewhere."""
+    """Replace `get_worker_info()` in a loader's worker by a recorder and return it; return None elsewhere."""
     info: object = get_worker_info()
     if info is None or isinstance(info, WatchedInfo):
         return info
@@ -542,7 +543,7 @@ def watch_worker_info() -> WatchedInfo | None:
 
 
 class WatchedInit:
-    """A recorded ``worker_init_fn``: if it accesses the data set, the data set counts as sharded."""
+    """A wrapper of ``worker_init_fn``; if that function accesses the data set, the data set counts as sharded."""
 
     def __init__(self, init: Callable[[int], None]) -> None:
         self.init = init
@@ -566,7 +567,7 @@ class Counting:
 
 
 def fingerprint(item: object) -> float:
-    """Return a whole number below 2**52, the same for equal samples; 0.0 if equality cannot be determined."""
+    """Hash a sample to an integer below 2**52, as a float; return 0.0 if samples cannot be compared."""
     parts, shape = tree_flatten(item)
     try:
         content = [repr(shape).encode(), *map(_bytes, parts)]
@@ -583,7 +584,7 @@ def _bytes(part: object) -> bytes:
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
-    """Return the batches of the rank that gets most of a stream of known length, shared over ranks and workers.
+    """Return the number of batches of a stream of known length, on the rank with most.
 
     Every worker forms its own batches, so that each may end with a partial one.
     """

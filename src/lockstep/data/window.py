@@ -1,4 +1,4 @@
-"""Windows: the micro-batches of one optimizer step on one rank, their weights (numbers of samples) and shares."""
+"""Accumulation windows: one rank's micro-batches of an optimizer step, with their weights and shares."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lockstep.ground.errors import MisconfigurationException
 
 _END = object()
 Part = tuple[float, float]
-"""(weight, share) of a micro-batch; see `Window`."""
+"""The pair (weight, share) of a micro-batch; see `Window`."""
 
 
 class Window:
-    """The micro-batches of one optimizer step on this rank; can be iterated once.
+    """An accumulation window: this rank's micro-batches of one optimizer step. It can be iterated once.
 
     Iterating yields (batch, weight, share). ``weight`` is the number of samples drawn for the micro-batch. It is 0.0
-    if this rank's part is empty; the batch is then None or a padding batch. ``share`` is the factor of its loss that
-    makes the average over the ranks of the sum over the window the mean over all samples of the window:
-    weight x ranks / (sum of the weights of all ranks and micro-batches).
+    if this rank's part is empty; the batch is then None or a padding batch. ``share`` is the factor for the loss of
+    the micro-batch: weight x ranks / (sum of the weights of all ranks and micro-batches). With these factors, the sum
+    over the window, averaged over the ranks, is the mean over all samples of the window.
 
     Attributes:
-        size: number of micro-batches that are left, the same on all ranks.
-        begun: micro-batches of this window that an earlier attempt of the run has done.
+        size: number of remaining micro-batches, equal on all ranks.
+        num_done: number of micro-batches of this window that an earlier attempt of the run has done.
         last: True for the last window of the epoch.
         absent: for each micro-batch, the ranks with an empty part; None if no part of the window is empty.
         of_rank: each rank's samples in the window.
         gap: (rank, loader) for a rank that has samples of a micro-batch but none of that loader; None if there is none.
     """
 
-    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "of_rank", "size")
+    __slots__ = ("_among", "_batches", "_parts", "absent", "gap", "last", "num_done", "of_rank", "size")
 
     def __init__(
         self,
@@ -43,41 +43,43 @@ class Window:
         parts: Sequence[Part],
         last: bool,
         of_rank: Sequence[float],
-        begun: int = 0,
+        num_done: int = 0,
         absent: Sequence[tuple[int, ...]] | None = None,
         among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
         gap: tuple[int, int] | None = None,
     ) -> None:
         self.gap, self.of_rank = gap, of_rank
-        self.absent = absent[begun:] if absent is not None and any(absent) else None
+        self.absent = absent[num_done:] if absent is not None and any(absent) else None
         self._batches = batches
-        self._parts = parts[begun:] if begun else parts
-        self.size = len(parts) - begun
-        self.begun = begun
+        self._parts = parts[num_done:] if num_done else parts
+        self.size = len(parts) - num_done
+        self.num_done = num_done
         self.last = last
         self._among = among  # returns the parts for a subset of averaging ranks; None: all weights are equal
 
     def share_among(self, ranks: Sequence[int]) -> None:
-        """Average gradients over these ranks only (including this one): to the mean over their samples."""
+        """Recompute the shares for gradients that are averaged over ``ranks`` only, which include this rank."""
         if self._among is not None:
-            self._parts = self._among(ranks)[self.begun :]
+            self._parts = self._among(ranks)[self.num_done :]
 
     def __iter__(self) -> Iterator[tuple[Any, float, float]]:
         batches = self._batches
         for weight, share in self._parts:
             batch = next(batches, _END)
             if batch is _END:
-                raise RuntimeError("A training loader ended earlier than its length (its `len()`): correct the length.")
+                raise RuntimeError(
+                    "A training loader yielded fewer batches than its length (its `len()`): correct its `__len__`."
+                )
             yield batch, weight, share
 
 
 def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose part has no weight. Loops over all ranks run inside Python's built-in functions."""
+    """Return the ranks with weight 0. The loop over ranks runs in Python's built-in functions, for speed."""
     return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """Return the first (rank, loader) for which the rank has samples of the micro-batch but none of this loader."""
+    """Return the first (rank, loader) where a rank has samples of a micro-batch, but none from that loader."""
     gaps = ((rank, loader) for loader, part in enumerate(of_parts) for rank in empty_ranks(part) if of_rank[rank])
     return next(gaps, None)
 
@@ -86,12 +88,12 @@ def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> 
 
 
 def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
-    """Return (weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
+    """Return (weight, share) for each of a rank's micro-batches; ``total`` is the sum of all weights of the window."""
     return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
 
 class Share(float):
-    """The share of a micro-batch of several loaders that are cut unevenly: the share of its heaviest part.
+    """The share of a micro-batch from several loaders with unequal parts, which is the share of its heaviest part.
 
     Attributes:
         parts: the share of each part, by which the mean over the part's samples is multiplied; 0.0 if this rank has no
@@ -102,7 +104,7 @@ class Share(float):
 
 
 def share_of(share: float, part: float) -> float:
-    """Return the share of a fraction ``part`` of a micro-batch's samples; the fraction is the same for each loader."""
+    """Multiply the share of a micro-batch, and that of each loader in it, by the fraction ``part``."""
     if type(share) is not Share:
         return share * part
     made = Share(share * part)
@@ -113,7 +115,7 @@ def share_of(share: float, part: float) -> float:
 def weigh_parts(
     weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
 ) -> list[Part]:
-    """Return (weight, share) of micro-batches of several loaders.
+    """Return (weight, share) for each micro-batch that combines several loaders.
 
     Args:
         weighed: the result of :func:`weigh`.
@@ -141,7 +143,7 @@ def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Ten
         share: the share of the micro-batch.
 
     Raises:
-        MisconfigurationException: the losses have another structure, or the output contains a weight.
+        MisconfigurationException: the structure of the losses differs, or the output contains a weight.
     """
     losses = output["loss"]
     try:
@@ -151,9 +153,10 @@ def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Ten
     known = [leaf for leaf in leaves if leaf is not None]
     if not known or not all(isinstance(leaf, Tensor) for leaf in known) or "weight" in output:
         raise MisconfigurationException(
-            f'`training_step` returned {{"loss": {losses!r:.200}}}: return one loss for each loader, in the structure '
-            'of the batch, None where the batch is None; and no "weight", since each loader is weighted by its own '
-            "samples."
+            f'`training_step` returned {{"loss": {losses!r:.200}}}, which is not one loss per loader in the structure '
+            'of the batch (None where the batch is None), or it also returned "weight". Return such losses, without a '
+            '"weight", '
+            "because each loader is weighted by its own samples."
         )
     parts = share.parts if isinstance(share, Share) else (share,) * len(leaves)
     weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]

@@ -1,4 +1,4 @@
-"""Loader workers: their number, the signals that they receive, and the end of a pass after one was killed."""
+"""Support for loader workers: a suggested number, blocked signals, and errors that explain a worker's death."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return a bound for ``num_workers``: the available cores divided by the ranks, minus one for the rank itself.
+    """Return an upper bound for ``num_workers``: the available cores per rank, minus one for the rank itself.
 
     Args:
-        local_world_size: ranks on this machine.
+        local_world_size: number of ranks on this machine.
 
     Raises:
         MisconfigurationException: fewer than one rank.
     """
     if local_world_size < 1:
         raise MisconfigurationException(
-            f"suggested_max_num_workers(local_world_size={local_world_size}): give the number of ranks, 1 or more."
+            f"suggested_max_num_workers(local_world_size={local_world_size}): pass the number of ranks, which is at "
+            "least 1."
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size - 1)
 
 
 SECONDS_FOR_LOCK = 1.0
-"""Timeout for the lock; a living worker holds it for microseconds."""
+"""Seconds to wait for the lock of a pass's end event; a living worker has the lock for microseconds."""
 
 SECONDS_FOR_END = 5.0
-"""Timeout for a worker whose connection broke; it ends within milliseconds, or while it writes a core dump."""
+"""Seconds to wait for the end of a worker whose connection broke, which may write a core dump first."""
 
 SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a terminal or a cluster sends to all processes of a job."""
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``; a pass with torch's loader workers ends even if one of them was killed.
+    """Return ``iter(loader)``, changed so that the pass ends with an error if one of torch's workers is killed.
 
     torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
     that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would
@@ -90,13 +91,13 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def rewinds(iterator: Iterator[Any]) -> bool:
-    """Return True if an iterator's ``__iter__`` does more than return the iterator: it starts a pass."""
+    """Return True if an iterator's ``__iter__`` starts a new pass instead of only returning the iterator."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
 
 def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the remaining items of an iterator without a call of its ``__iter__``."""
+    """Yield the remaining items of an iterator without calling its ``__iter__``."""
     with contextlib.suppress(StopIteration):
         while True:
             batch = next(iterator)
@@ -105,7 +106,7 @@ def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[BaseProcess], *timeout: float) -> Any:
-    """Return torch's next fetched batch; if a connection breaks, raise an error that names the dead worker."""
+    """Fetch the next batch from a worker; if its connection breaks, raise an error that names the dead worker."""
     fetch = method()
     assert fetch is not None  # the iterator is executing this call
     try:
@@ -130,50 +131,50 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
 
 
 KEPT = 16
-"""Batches that are recorded for each worker; torch hands out `prefetch_factor` of them, usually 2."""
+"""Number of batches whose indices are recorded per worker; torch prefetches `prefetch_factor` of them, usually 2."""
 
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: [^.]+\.)"
 )
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
-"""torch's iterators with workers."""
+"""All of torch's loader iterators with workers, for `name_death`."""
 
 
-class Remembered:
-    """A sampler's iterator that records the indices of the last batches by their number.
+class IndexRecorder:
+    """A wrapper of a sampler's iterator that records the indices of the last batches.
 
     Args:
-        inner: the iterator.
+        inner: the sampler's iterator.
         workers: number of workers that fetch the batches.
 
     Attributes:
-        given: number of batches that it has yielded.
+        num_yielded: number of batches that it has yielded.
     """
 
     def __init__(self, inner: Iterator[Any], workers: int) -> None:
         self._inner = inner
         self._last: deque[Any] = deque(maxlen=KEPT * (1 + workers))
-        self.given = 0
+        self.num_yielded = 0
 
-    def __iter__(self) -> Remembered:
+    def __iter__(self) -> IndexRecorder:
         return self
 
     def __next__(self) -> Any:
         found = next(self._inner)
         self._last.append(found)
-        self.given += 1
+        self.num_yielded += 1
         return found
 
-    def of(self, number: int) -> Any:
-        """Return the indices of a batch; None if they are no longer kept, or for a stream."""
-        place = number - self.given + len(self._last)
+    def indices_of(self, number: int) -> Any:
+        """Return the indices of batch ``number``; None if they are no longer recorded, or for a stream."""
+        place = number - self.num_yielded + len(self._last)
         return self._last[place] if 0 <= place < len(self._last) else None
 
 
 def name_death(error: BaseException) -> None:
-    """Add to torch's error for a dead worker the signal that killed it and the samples that it had to fetch.
+    """Add to torch's error about a dead worker the signal that killed it and the samples that it had to fetch.
 
-    torch raises the error at any point of the program, from a handler of SIGCHLD.
+    torch may raise that error at any point of the program, from its handler of SIGCHLD.
     """
     found = _DEATH.match(words_of(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
     # Text after torch's sentence: the cause has been added already.
@@ -191,7 +192,7 @@ def name_death(error: BaseException) -> None:
 def _how(worker: BaseProcess) -> str:
     code = worker.exitcode
     if code is None:
-        return "it is gone"
+        return "its exit code is unknown"
     if code >= 0:
         return f"it ended with exit code {code}"
     try:
@@ -203,11 +204,13 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """Return a text with the samples that a worker had not handed over yet; the first batch may still be in a pipe."""
-    tasks, given = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
-    if not isinstance(given, Remembered):
+    """List the samples that a worker had still to deliver; the first batch may already be in the pipe."""
+    tasks, recorder = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
+    if not isinstance(recorder, IndexRecorder):
         return ""
-    waiting = [given.of(number) for number, task in sorted(tasks.items()) if len(task) == 1 and task[0] == worker]
+    waiting = [
+        recorder.indices_of(number) for number, task in sorted(tasks.items()) if len(task) == 1 and task[0] == worker
+    ]
     batches = [
         ", ".join(map(repr, indices[:SHOWN])) + (", ..." if len(indices) > SHOWN else "")
         for indices in (each if isinstance(each, list | tuple) else [each] for each in waiting if each is not None)
@@ -216,12 +219,12 @@ def _while(iterator: Any, worker: int) -> str:
 
 
 SHOWN = 8
-"""Maximum number of a batch's samples that are named."""
+"""Maximum number of samples of a batch that an error lists."""
 
 
 @contextmanager
 def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
-    """Block, in processes that ``loader`` starts inside, the signals that this process handles in Python code."""
+    """Block the signals that this process handles in Python code for processes started inside the context."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         ours.discard(signal.SIGINT)
@@ -241,7 +244,7 @@ def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _kill_at_exit() -> None:
-    """Kill remaining workers at exit, once; Python would send SIGTERM, which they block, and wait forever."""
+    """Register a function that kills remaining workers at exit. They block the SIGTERM that Python would send."""
 
     def kill() -> None:
         # torch's handler of SIGCHLD would raise during exit.
@@ -263,7 +266,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """The parent's side of a `multiprocessing.Event` that workers share and that only the parent sets."""
+    """The parent's side of a `multiprocessing.Event` that only the parent sets, robust against killed workers."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition

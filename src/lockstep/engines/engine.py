@@ -15,8 +15,17 @@ from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import kept
-from lockstep.ground.optimizers import PlayedFirst, takes_closure
-from lockstep.ground.parameters import DEEPSPEED, FSDP, PIPELINE, beside, clip_by_value, cut_by, plain_name, refuse_lazy
+from lockstep.ground.optimizers import EagerClosure, takes_closure
+from lockstep.ground.parameters import (
+    DEEPSPEED,
+    FSDP,
+    PIPELINE,
+    clip_by_value,
+    engine_that_split,
+    parameters_outside,
+    plain_name,
+    refuse_lazy,
+)
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
@@ -253,7 +262,7 @@ class Engine:
 
     def _refuse_parts(self, module: LightningModule, accepted: str = "") -> None:
         """Raise if the module has lazy layers, or if an engine other than ``accepted`` has left it partitioned."""
-        engine = cut_by(module) or accepted
+        engine = engine_that_split(module) or accepted
         if self.launcher is not None or self.drives_all_devices:  # otherwise the first step sets the layers' shapes
             refuse_lazy(module, type(self).__name__)
         if engine != accepted:
@@ -333,7 +342,7 @@ class Engine:
         """Update the parameters of one optimizer."""
         scaler = self.precision.scaler
         # A scaler decides about a step by its gradients, so the closure has to run before it, not within it.
-        if scaler is not None and isinstance(closure, PlayedFirst):
+        if scaler is not None and isinstance(closure, EagerClosure):
             scaler.step(optimizer, closure=closure)
             scaler.update(optimizer)
             return closure.loss
@@ -350,7 +359,7 @@ class Engine:
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Return all parameters by name: the module's, and those that only optimizers have (from a plain list)."""
-        others: dict[str, Any] = {**beside(self.module, self.optimizers)}
+        others: dict[str, Any] = {**parameters_outside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -372,7 +381,7 @@ class Engine:
 
     def _other_parameters(self) -> dict[str, Any]:
         """Return the values of parameters that optimizers have but the module, and so its state dict, has not."""
-        others = beside(self.module, self.optimizers)
+        others = parameters_outside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 
     def load(self, state: EngineState) -> None:
@@ -382,7 +391,7 @@ class Engine:
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
                 optimizer.load_state_dict(saved)
-        others = beside(self.module, self.optimizers) if state.own else {}
+        others = parameters_outside(self.module, self.optimizers) if state.own else {}
         with torch.no_grad():
             for name, value in (state.own or {}).get("other parameters", {}).items():
                 if name in others:

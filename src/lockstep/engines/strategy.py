@@ -22,7 +22,7 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork_and_exit import protect_forks
-from lockstep.ground.parameters import beside, state_dicts_without
+from lockstep.ground.parameters import parameters_outside, state_dicts_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
@@ -252,7 +252,10 @@ class Strategy(Engine):
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the model's tensors in this rank's memory, grouped by the kinds in `lockstep.memory.meter.KINDS`."""
-        parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
+        parameters: list[Tensor] = [
+            *self.module.parameters(),
+            *parameters_outside(self.module, self.optimizers).values(),
+        ]
         return {
             "parameters": parameters,
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],

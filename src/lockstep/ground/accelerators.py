@@ -14,7 +14,7 @@ from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
-    """Base class of the kinds of devices: availability, and parsing of ``Trainer(devices=...)``.
+    """Base class of accelerators, which report available devices and parse ``Trainer(devices=...)``.
 
     A new kind derives from this class and gets an entry in ``ACCELERATORS``.
     """
@@ -24,11 +24,11 @@ class Accelerator:
     device_type: str = ""
     """The type in ``torch.device(type)``."""
     process_group_backend: str = ""
-    """Backend of process groups for this kind, as torch writes it; "" for torch's default."""
+    """Backend of process groups on these devices, as torch writes it; "" for torch's default."""
 
     @staticmethod
     def is_available() -> bool:
-        """Return True if this machine has such a device."""
+        """Return True if this machine has a device of this accelerator."""
         raise NotImplementedError
 
     @staticmethod
@@ -49,7 +49,7 @@ class Accelerator:
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int | list[int]:
-        """Return the indices of the devices, or the number of processes on the CPU, as Lightning's classes do."""
+        """Return the device indices that ``devices`` selects; on the CPU, the number of processes."""
         found = cls().get_parallel_devices(devices)
         return len(found) if cls.device_type == "cpu" else [device.index for device in found]
 
@@ -64,28 +64,30 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Return True."""
+        """Return True, because every machine has a CPU."""
         return True
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return 1: one process."""
+        """Return 1, which means one process."""
         return 1
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the CPU once for each process."""
+        """Return a list with one CPU device for each requested process."""
         count = 1 if devices == "auto" else count_of(devices)
         if count is None or count < 1:
             raise (WrongType if count is None else MisconfigurationException)(
-                f"devices={devices!r} with accelerator='cpu': give the number of processes, 1 or more, or 'auto'"
+                f"devices={devices!r} is not valid with accelerator='cpu': pass the number of processes (1 or more) or "
+                "'auto'"
             )
         return [torch.device("cpu")] * count
 
 
 class TorchAccelerator(Accelerator):
-    """An accelerator that is reached by torch's common interface.
+    """An accelerator with a device module in torch, such as ``torch.xpu``.
 
-    That is a module of torch's, such as ``torch.xpu``, or one that another package registers, such as ``torch_tpu``.
+    Another package may register such a module, for example ``torch_tpu``.
+
     Args:
         kind: the type in ``torch.device(kind)``.
     """
@@ -94,7 +96,7 @@ class TorchAccelerator(Accelerator):
         self.name = self.device_type = kind
 
     def is_available(self) -> bool:  # type: ignore[override]  # a static method of classes that are for one kind
-        """Return True if torch finds such a device."""
+        """Return True if torch finds a device of this kind."""
         return bool(device_module(self.device_type).is_available())
 
     def auto_device_count(self) -> int:  # type: ignore[override]
@@ -103,14 +105,14 @@ class TorchAccelerator(Accelerator):
         return present if carries(None, self.device_type) else min(present, 1)
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the devices with these indices, in the order given."""
+        """Return the devices that ``devices`` selects, in its order."""
         kind = self.device_type
         present = self.auto_device_count() if devices == "auto" else int(device_module(kind).device_count())
         return [torch.device(kind, index) for index in indices_of(devices, present, kind)]
 
 
 class CUDAAccelerator(TorchAccelerator):
-    """GPUs of NVIDIA, and of AMD with a ROCm build of torch, which uses the same name."""
+    """NVIDIA GPUs, and AMD GPUs with a ROCm build of torch, which calls them "cuda" as well."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -127,19 +129,19 @@ class CUDAAccelerator(TorchAccelerator):
 
 
 class MPSAccelerator(TorchAccelerator):
-    """Apple's GPU."""
+    """The GPU of an Apple machine."""
 
     def __init__(self) -> None:
         super().__init__("mps")
 
     @staticmethod
     def is_available() -> bool:
-        """Return True if torch finds the GPU."""
+        """Return True if torch finds Apple's GPU."""
         return torch.backends.mps.is_available()
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return 1: there is only one."""
+        """Return 1, because such a machine has one GPU."""
         return 1
 
 
@@ -158,7 +160,7 @@ GPUS = ("xpu", "mps", "cuda")
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
-    """Return the accelerator for a name or an object.
+    """Return the `Accelerator` for a name; return an `Accelerator` unchanged.
 
     Args:
         asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (of NVIDIA, AMD, Apple or Intel), ``"cpu"``,
@@ -184,7 +186,7 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
         found = _by_name(asked)
     if not found.is_available():
         raise MisconfigurationException(
-            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here: "
+            f"accelerator={asked!r} was requested, but torch {torch.__version__} finds no such device on this machine: "
             "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
         )
     return found
@@ -215,7 +217,7 @@ def resolve_accelerator(
 
 
 def carries(backend: str | None, kind: str) -> bool:
-    """Return True if a backend of process groups carries tensors of a kind of device.
+    """Return True if a process group backend can send tensors of a kind of device.
 
     Args:
         backend: as torch writes it: "gloo" or "cpu:gloo,cuda:nccl". None: the default backend of the kind.
@@ -231,7 +233,7 @@ def carries(backend: str | None, kind: str) -> bool:
 
 
 def _by_name(asked: object) -> Accelerator:
-    """Return the accelerator with the name of one kind.
+    """Return the accelerator with a name, which may be a device type of torch.
 
     Raises:
         MisconfigurationException: torch has no device of this name, or no module for it.
@@ -262,7 +264,7 @@ Devices = int | str | list[int] | tuple[int, ...]
 
 
 def count_of(devices: object) -> int | None:
-    """Return the count for ``2`` or ``"2"``; None for lists, ``"0,2"`` and everything else."""
+    """Return the number in ``2`` or ``"2"``; return None for lists, ``"0,2"`` and all other values."""
     if isinstance(devices, str):
         try:
             return int(devices)
@@ -286,7 +288,7 @@ def _named(devices: Devices, present: int) -> list[int]:
 
 
 def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
-    """Return the indices that ``devices`` selects among 0 .. present - 1.
+    """Return the device indices that ``devices`` selects from ``range(present)``.
 
     Raises:
         MisconfigurationException: the value is malformed, has duplicates, or an index does not exist.
@@ -294,16 +296,17 @@ def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
     indices = _named(devices, present)
     if not indices or any(type(index) is not int or index < 0 for index in indices):
         raise MisconfigurationException(
-            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
+            f"devices={devices!r} is not valid: pass a number, a list such as [0, 2], a string such as '0,2', -1 for "
+            "all devices, or 'auto'"
         )
     if len(set(indices)) < len(indices):
         raise MisconfigurationException(
-            f"devices={devices!r} contains a device twice: list each once, since each gets one rank. For tests of "
-            "several ranks on one card use Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
+            f"devices={devices!r} contains a device twice, but each device gets one rank: list each device once. To "
+            "test several ranks on one card, use Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
         )
     if max(indices) >= present:
         raise MisconfigurationException(
-            f"devices={devices!r}, but this machine has {present} {kind} device(s), numbered from 0: "
+            f"devices={devices!r} was requested, but this machine has {present} {kind} device(s), numbered from 0: "
             f"use devices={present} or less, or -1 for all"
         )
     return indices

@@ -1,4 +1,4 @@
-"""Flags that any rank may raise and that every rank sees at the same boundary: stop, save, a signal, a clock.
+"""Flags that any rank may raise, such as stop or save, and that every rank sees at the same boundary.
 
 A value that steers control flow must be the same on all ranks before it is used. Otherwise one rank leaves the loop
 while another waits for it in a collective. An agreement costs no device sync and, on one host, no message.
@@ -28,7 +28,7 @@ slowest rank and on the cost of an agreement, which travel with the requests. A 
 scheduler's patience ends, even if a window takes seconds.
 
 Both channels agree on the number of the window in which the bit was wanted. So `ConsensusFlags.lower` answers every
-earlier request of any rank, and later requests still count.
+earlier request from any rank, and later requests still count.
 
 **The largest of each number over all ranks** (`HostMaximum`) is started at one boundary and read at a later one. The
 ranks of a host write to a shared page. One of them, the host's leader, exchanges the host's maximum with the leaders
@@ -57,19 +57,20 @@ from lockstep.ground.rank import waits
 from lockstep.ground.shared_pages import close_handle, common_pages, host_number, on_one_host
 
 BITS = 63
-"""The number of flags that can be registered."""
+"""Number of flags that can be registered."""
 MOST = 8
-"""The most windows between two messages, if windows are short."""
+"""Maximum number of windows between two messages, which applies if windows are short."""
 PACE = 50_000
-"""Microseconds between two messages, if windows are long enough."""
+"""Microseconds between two messages, as far as `MOST` allows."""
 SHARE, RECENT = 10, 8
-"""An agreement may take 1 / SHARE of the time. The fastest of RECENT ones counts: a late rank is not a cost of it."""
+"""An agreement may take 1 / SHARE of the time. Its cost is that of the fastest of RECENT ones, in which no rank was
+late."""
 _PAGE = 4096
 _ANY = 2 * BITS  # the two cells that are set if any bit is wanted in a window
 
 
 class ConsensusFlags:
-    """Flags that every rank sees at the same boundary; see the module's docstring.
+    """Flags that any rank can request, and that every rank sees at the same boundary.
 
     In every window, on every rank, the loop calls `publish` before the last backward that synchronizes, then `settle`
     at the boundary. `request` may be called at any time; `is_up` is read at a boundary. At world size 1 a request is
@@ -100,7 +101,7 @@ class ConsensusFlags:
         self._use(self._open(every))
 
     publish: Callable[[], None]
-    """Show this rank's requests to the other ranks; call it before a contribution to the window's reduction."""
+    """Publish this rank's requests. Call it before the rank contributes to the window's reduction."""
 
     def _use(self, channel: _Channel) -> None:
         self._channel = channel
@@ -121,31 +122,36 @@ class ConsensusFlags:
     # -- flags
 
     def register(self, name: str) -> int:
-        """Return the bit of ``name``; the first call assigns one. Call it in the same order on every rank."""
+        """Return the bit of the flag ``name``, and assign one at the first call. Call it in one order on all ranks."""
         if name in self._names:
             return self._names.index(name)
         if len(self._names) == BITS:
-            raise ValueError(f"ConsensusFlags.register({name!r}): all {BITS} flags are taken: {self._names}")
+            raise ValueError(
+                f"ConsensusFlags.register({name!r}): all {BITS} flags are already registered: {self._names}"
+            )
         self._names.append(name)
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised. Nothing else happens until the window is settled."""
+        """Request that ``bit`` be raised on all ranks when the window is settled."""
         if bit not in self.up:
             self._wanted.add(bit)
 
     def is_up(self, bit: int) -> bool:
-        """Return True if ``bit`` is raised: the same on all ranks between one boundary and the next."""
+        """Return True if ``bit`` is raised. All ranks get the same value between two boundaries."""
         return bit in self.up
 
     def lower(self, bit: int) -> None:
-        """Lower ``bit`` on every rank at the same boundary. This answers all requests made so far."""
+        """Lower ``bit`` and discard all requests made so far. Call it on every rank at the same boundary."""
         self.up.discard(bit)
         self._wanted.discard(bit)
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
-        """Raise ``bit`` if any rank wants it, and return True then. Blocking collective, for the ends of epochs."""
+        """Raise ``bit`` if any rank has requested it; return True if it is raised.
+
+        This is a blocking collective, for ends of epochs.
+        """
         if not self._alone:
             mine = torch.tensor([bit in self._wanted or bit in self.up], dtype=torch.int32)
             anyone = bool(comm.all_reduce(mine, "max", self._group).item())
@@ -160,7 +166,7 @@ class ConsensusFlags:
 
     @waits()
     def settle(self, synced: bool) -> None:
-        """Settle a window at its boundary: raise the bits that any rank has requested. May wait for other ranks.
+        """Raise the bits that any rank has requested, at the boundary of a window. May wait for other ranks.
 
         Args:
             synced: True if a reduction over all ranks that started after `publish` has completed in this window;
@@ -173,19 +179,19 @@ class ConsensusFlags:
 
     @waits()
     def close(self) -> None:
-        """Release the memory or the group. The flags stay as they are."""
+        """Release the shared memory or the process group; the flags keep their values."""
         self._channel.close()
         self._use(_Alone())
 
 
 class _Channel(Protocol):
-    """The channel by which requests travel."""
+    """Interface of the channels that carry requests between ranks."""
 
     def publish(self, wanted: Iterable[int]) -> None: ...
 
     @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
-        """Return the bits that any rank has requested since they were last voided."""
+        """Return the bits that any rank has requested since they were last lowered."""
         ...
 
     def void(self, bit: int) -> None: ...
@@ -195,7 +201,7 @@ class _Channel(Protocol):
 
 
 class _Alone:
-    """The channel of a single rank."""
+    """Channel for a single rank."""
 
     def publish(self, wanted: Iterable[int]) -> None:
         pass
@@ -213,7 +219,7 @@ class _Alone:
 
 
 class _Shared:
-    """The channel of ranks on one host: two cells for each bit in shared memory."""
+    """Channel for ranks on one host, with two cells of shared memory for each bit."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
@@ -254,7 +260,7 @@ class _Shared:
 
 
 class _Messages:
-    """The channel of ranks on several hosts: a maximum of the requests, started every k-th window, read k later."""
+    """Channel for ranks on several hosts, which reduces requests every k-th window and reads the result k later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None
@@ -319,16 +325,16 @@ def pace(duration: int, cost: int) -> int:
 
 
 BRANCHES = 8
-"""The number of leaders that exchange their rows directly."""
+"""Number of leaders that exchange their numbers directly, which is the number of branches of the tree."""
 LIMIT = 1800.0
-"""Seconds that a rank waits for the other ranks of its host."""
+"""Seconds that a rank waits for the other ranks on its host."""
 # Tags of messages: each object has its own, and users' messages use none of them.
 _FIRST_TAG = 41_000
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
 class Work(Protocol):
-    """A message in flight."""
+    """Handle of a message that is being sent or received."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -338,7 +344,7 @@ Receive = Callable[[Tensor, int], Work]
 
 
 def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive) -> Generator[list[Work], None, Tensor]:
-    """Exchange rows among the leaders; yield messages to wait for before the next step, and return the maximum.
+    """Compute the maximum of the leaders' rows, as a generator that yields messages to wait for between its steps.
 
     Args:
         place: index of this leader.
@@ -375,16 +381,16 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
 
 
 class HostMaximum:
-    """The largest of each of several whole numbers over the ranks of a group. All methods are collective.
+    """Element-wise maximum of integers over the ranks of a group. All methods are collective.
 
     Args:
-        width: number of numbers.
+        width: how many integers.
         group: the ranks.
 
     Attributes:
-        leaders: the leader of each rank's host.
-        has_started: True if a maximum has been started but not read.
-        is_started: True if messages of it are in flight.
+        leaders: for each rank, the leader of its host.
+        has_started: True if numbers were published but the maximum has not been read.
+        is_started: True if the exchange of messages has started.
 
     Example:
         >>> maximum = HostMaximum(2)
@@ -430,7 +436,7 @@ class HostMaximum:
             comm.barrier(self._own_group)
 
     def begin(self, row: Sequence[int]) -> None:
-        """Publish this rank's numbers, without waiting."""
+        """Publish this rank's numbers for the next maximum, without waiting."""
         self._round += 1
         self.has_started, self.is_started = True, False
         self._mine = torch.tensor(row, dtype=torch.int64)
@@ -439,7 +445,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def start(self) -> None:
-        """Start the exchange of the host's leader, which waits for the numbers of its host's ranks."""
+        """Start the exchange of messages between leaders. A leader waits for the numbers of its host's ranks."""
         if not self.has_started or self.is_started:
             return
         self.is_started = True
@@ -459,7 +465,7 @@ class HostMaximum:
         self._advance()
 
     def _advance(self) -> bool:
-        """Take the next step of the exchange. Return False if it has ended and the host's ranks can read the result."""
+        """Run the next step of the exchange; return False if it has ended and the result is published on this host."""
         assert self._playing is not None
         try:
             self._waiting = next(self._playing)
@@ -472,13 +478,13 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def finish(self, limit: float = LIMIT) -> list[int]:
-        """Return the largest of each number. Waits for the other ranks.
+        """Wait for the other ranks and return the element-wise maximum.
 
         Args:
-            limit: seconds that the messages and the host's ranks may take.
+            limit: seconds to wait for each message, and for the ranks of this host.
 
         Raises:
-            RuntimeError: the limit has passed, or a rank is gone.
+            RuntimeError: the limit has passed, or a rank has ended.
         """
         self.start()
         self.has_started = self.is_started = False
@@ -497,7 +503,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def _read(self, slot: int, limit: float) -> tuple[int, ...]:
-        """Wait until a row of this round is completely written, and return it."""
+        """Wait until the row of this round is completely written to a slot of the shared page, and return it."""
         assert self._page is not None
         until, pause = time.monotonic() + limit, 0.0
         while True:
@@ -506,7 +512,7 @@ class HostMaximum:
             if number == self._round and check == self._check(row):
                 return tuple(row)
             if time.monotonic() > until:
-                raise RuntimeError(f"a rank of this host has not published its values within {limit:g} s")
+                raise RuntimeError(f"another rank on this host has not published its numbers within {limit:g} s")
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)
 
@@ -522,7 +528,7 @@ class HostMaximum:
 
     @waits()
     def close(self) -> None:
-        """Release the memory, and the group of the leaders if there is one."""
+        """Release the shared page, and the process group of the leaders if there is one."""
         if self._page is not None:
             self._page.close()
             self._page = None

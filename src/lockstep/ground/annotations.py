@@ -1,6 +1,6 @@
 """Evaluation of string annotations, for code that inspects signatures at run time.
 
-The faces evaluate them for the classes and functions that users import, at their first use.
+The public modules evaluate them for the classes and functions that users import, at the first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OURS = "lockstep"
 
 
 def evaluate(found: object) -> None:
-    """Evaluate the annotations of a function, or of a class, its bases in lockstep and their methods.
+    """Replace string annotations by objects, in a function, or in a class, its bases in lockstep and their methods.
 
     Names from packages that are not imported become `typing.Any`. Annotations of other packages are left alone.
     """
@@ -38,7 +38,7 @@ def _evaluate_class(kind: type) -> None:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Yield a class's constructor, public methods and properties; annotations of others may cost an import."""
+    """Yield the constructor, public methods and properties of a class. Other annotations might require imports."""
     for name, value in [*vars(kind).items()]:
         if name.startswith("_") and name != "__init__":
             continue
@@ -53,7 +53,7 @@ def _is_ours(found: type | FunctionType) -> bool:
 
 
 def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
-    """Replace strings with objects; a string that cannot be evaluated stays."""
+    """Replace the strings in ``annotations`` by the objects that they name, as far as they can be evaluated."""
     for name, text in annotations.items():
         if isinstance(text, str):
             annotations[name] = _value(text, module)
@@ -61,7 +61,7 @@ def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
 
 @functools.cache
 def _value(text: str, module: str) -> Any:
-    """Return the object that a string evaluates to in a module. Cached, since most strings occur many times."""
+    """Evaluate a string in the namespace of a module. The result is cached, because most strings occur often."""
     try:
         # Only strings of lockstep's own source are evaluated.
         return eval(text, vars(sys.modules[module]), _ForTypeCheckers(module))
@@ -70,7 +70,7 @@ def _value(text: str, module: str) -> Any:
 
 
 class _ForTypeCheckers(dict[str, Any]):
-    """The names that a module imports for type checkers, imported on access."""
+    """Namespace of the names that a module imports for type checkers only, which imports each on access."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -88,7 +88,7 @@ class _ForTypeCheckers(dict[str, Any]):
 
 
 class _Anything:
-    """A package that is not imported: each of its attributes is `typing.Any`."""
+    """A stand-in for a package that is not imported, with `typing.Any` as each attribute."""
 
     def __getattr__(self, name: str) -> Any:
         return Any

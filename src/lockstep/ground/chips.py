@@ -1,4 +1,4 @@
-"""Operations per second of NVIDIA's chips, by name and dtype, from their data sheets."""
+"""Peak operations per second of NVIDIA chips, by chip name and dtype, from the data sheets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 TERA = 1e12
 TFLOAT32 = "tfloat32"
-"""Key of the table, like a dtype: float32 matrices multiplied by tensor cores."""
+"""Table key, used like a dtype, for float32 matrices that tensor cores multiply."""
 
 _float64, _float32, _bfloat16, _float16, _int8 = (
     torch.float64,

@@ -34,15 +34,16 @@ Group: TypeAlias = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max"]
 
 Combine: TypeAlias = Callable[[Tensor], Tensor]
-"""Combines tensors: ``(..., k, *shape)`` to ``(..., *shape)``, in their order. Results may be combined again."""
+"""Function that combines k stacked tensors in their order, from ``(..., k, *shape)`` to ``(..., *shape)``. Its results
+can be combined again."""
 
 BRANCHES = 8
-"""The number of neighboring ranks that are combined at once; most hosts have as many."""
+"""Number of neighboring ranks whose tensors are combined at once; most hosts have this many ranks."""
 _TAG = 40_961  # of messages between ranks that combine; users' messages do not have it
 
 BROADCAST_BYTES = 64 * 2**20
-"""Bytes of small tensors that are copied together for one broadcast, at most. A larger tensor is sent from its own
-memory."""
+"""Maximum number of bytes of small tensors that are copied together for one broadcast. A larger tensor is sent from its
+own memory."""
 
 
 # -- the group
@@ -64,14 +65,14 @@ def rank(group: Group = None) -> int:
 
 
 def ranks_of(group: Group = None) -> list[int]:
-    """Return the ranks of ``group``, as the default group counts them."""
+    """Return the global ranks of the members of ``group``."""
     if not is_distributed():
         return [0]
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """Return the device on which ``group`` can carry a tensor.
+    """Return the device from which ``group`` can send a tensor.
 
     That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
     CPU tensors travel by way of a GPU: see `travel_by`.
@@ -86,13 +87,13 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
 
 
 def backend_of(group: Group, kind: str) -> str:
-    """Return the backend that carries tensors of a kind of device for ``group``: "gloo", "nccl"; "" if none does."""
+    """Return the backend (such as "gloo") with which ``group`` sends tensors of a kind of device; "" if it cannot."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
     return backends.get(kind, "")
 
 
 def travel_by(device: torch.device, group: Group = None) -> None:
-    """Make CPU tensors travel over ``group`` by way of ``device`` instead of the current accelerator.
+    """Send CPU tensors over ``group`` by way of ``device`` from now on, instead of the current accelerator.
 
     Nothing changes if ``device`` is the CPU. The current accelerator is GPU 0 on all ranks of a host if the program
     places its model by hand and does not set it. NCCL refuses two ranks on one GPU.
@@ -109,7 +110,7 @@ def _found(group: Group) -> Any:
 
 
 def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
-    """Return a context in which the current accelerator is the one that ``group`` travels by."""
+    """Return a context in which the accelerator chosen by `travel_by` for ``group`` is the current one."""
     found = _accelerators.get(_found(group))
     return nullcontext() if found is None else current_device(found)
 
@@ -118,7 +119,7 @@ def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor in its order: a view if the tensor is contiguous."""
+    """Return a tensor's bytes as a 1-D uint8 tensor, which is a view if the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     # a single element may have any stride, with which it cannot be viewed as bytes
     return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
@@ -151,7 +152,7 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
         A new tensor on ``tensor``'s device, the same on every rank.
     """
     if op not in ("sum", "mean", "min", "max"):
-        raise ValueError(f'all_reduce(op={op!r}): choose "sum", "mean", "min" or "max"')
+        raise ValueError(f'all_reduce(op={op!r}) is not supported: choose "sum", "mean", "min" or "max"')
     world = world_size(group)
     if world == 1:
         whole = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
@@ -168,7 +169,10 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
 
 
 def _extreme(source: Tensor, op: Operation, group: Group) -> Tensor:
-    """Return the minimum or maximum of floats. NaN wins: marks for it are reduced together with the values."""
+    """Reduce floats to their minimum or maximum, or NaN if any value is NaN.
+
+    Marks for NaN are reduced together with the values.
+    """
     sign = 1 if op == "max" else -1
     missing = source.isnan()
     pair = torch.stack([torch.where(missing, -sign * torch.inf, source), missing.to(source.dtype) * sign])
@@ -198,8 +202,8 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
 
 
-class RowsToCome:
-    """A row of numbers from each rank: sent at one boundary, and read at a later one, when all rows have arrived.
+class RowExchange:
+    """An exchange of one row of numbers per rank, started at one boundary and read at a later one.
 
     Args:
         row: this rank's numbers, of the same length on all ranks.
@@ -207,7 +211,7 @@ class RowsToCome:
         alone: use this rank's row only, even if there is a group.
 
     Example:
-        >>> RowsToCome([1.0, 2.0]).read()
+        >>> RowExchange([1.0, 2.0]).read()
         [[1.0, 2.0]]
     """
 
@@ -222,21 +226,21 @@ class RowsToCome:
 
     @waits()
     def read(self) -> list[list[float]]:
-        """Return the rows of all ranks, by rank."""
+        """Wait for all rows and return them, ordered by rank."""
         if self._work is not None:
             self._work.wait()
         return self._rows.tolist()
 
     @waits()
-    def leave(self) -> None:
-        """Send this rank's row to the ranks that are still alive, for at most 5 seconds, without reading theirs."""
+    def send_only(self) -> None:
+        """Wait at most 5 seconds for this rank's row to be sent, ignore errors, and do not read the other rows."""
         if self._work is not None and is_distributed():
             with suppress(RuntimeError):  # a rank that is gone cannot answer
                 self._work.wait(timedelta(seconds=5))
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Combine the tensors of all ranks along a tree: eight neighbors at a time, eight of the results, and so on.
+    """Combine the tensors of all ranks along a tree, eight neighbors at a time.
 
     The shape of the tree, and so the bits of the result, depend on the number of ranks alone. With up to eight ranks,
     and if only GPUs can send, each rank gets all tensors and combines them itself. Otherwise a rank gets at most seven
@@ -264,7 +268,7 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
 
 
 def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Do the same as `combined`, with the same bits, on the tensor's own device and without waiting for the result."""
+    """Variant of `combined`, with bitwise equal results, that stays on the tensor's device and does not wait for it."""
     return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
@@ -281,9 +285,9 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Do the same as `combined` for CPU tensors: the first of eight ranks combines their tensors, and so on.
+    """Compute `combined` for CPU tensors, with messages to the first of each eight ranks.
 
-    It is recorded as one collective: no rank leaves it before all have entered.
+    It is recorded as one collective, since no rank leaves it before all have entered.
     """
     world, me, step = world_size(group), rank(group), 1
     while step < world and me % step == 0:
@@ -323,8 +327,8 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
     for other, (shape, dtype) in enumerate(kinds):
         if not shape or shape[1:] != kinds[0][0][1:] or dtype != kinds[0][1]:
             raise ValueError(
-                f"all_gather_uneven: rank 0 has {kinds[0][1]} of shape {kinds[0][0]}, rank {other} has "
-                f"{dtype} of shape {shape}; there must be a dimension, and only the first may differ"
+                f"all_gather_uneven: rank 0 has a {kinds[0][1]} tensor of shape {kinds[0][0]}, but rank {other} has a "
+                f"{dtype} tensor of shape {shape}: tensors need the same dtype and shape, except in dimension 0"
             )
     lengths = [shape[0] for shape, _ in kinds]
     # Collectives need the same shape on all ranks.
@@ -336,7 +340,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 @waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """Return what `all_gather_tensor` returns, with support for backward.
+    """Variant of `all_gather_tensor` with support for backward.
 
     The gradient of this rank's ``tensor`` is the sum, over all ranks, of the gradients of its copies. Every rank must
     therefore run the backward.
@@ -359,7 +363,7 @@ class _AllGather(torch.autograd.Function):
 
 @waits()
 def all_gather_object(obj: object, group: Group = None) -> list[Any]:
-    """Return every rank's ``obj``, by rank. Objects are pickled: use it only between processes that trust each other.
+    """Return the ``obj`` of every rank, ordered by rank. Objects are pickled, so all processes must be trusted.
 
     Tensors of a device arrive on the CPU, here and in the three functions below.
     """
@@ -374,7 +378,7 @@ def all_gather_object(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
-    """Return rank ``src``'s ``obj`` on every rank. It is pickled; the other ranks' argument is ignored."""
+    """Return the ``obj`` of rank ``src`` on every rank, by pickling it; other ranks' arguments are ignored."""
     if world_size(group) == 1:
         return obj
     box: list[Any] = [packed(obj) if rank(group) == src else None]
@@ -385,7 +389,7 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
 
 @waits()
 def gather_objects(obj: object, group: Group = None) -> list[Any]:
-    """Return every rank's ``obj``, by rank, on the group's first rank; an empty list on the others."""
+    """Return the ``obj`` of every rank, ordered by rank, on the group's first rank; an empty list on the others."""
     world = world_size(group)
     if world == 1:
         return [obj]
@@ -397,7 +401,7 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def scatter_objects(objects: list[Any], group: Group = None) -> Any:
-    """Return this rank's object from the list of the group's first rank; the other ranks' argument is ignored."""
+    """Distribute a list from the group's first rank and return this rank's item; other ranks' arguments are ignored."""
     if world_size(group) == 1:
         return objects[0]
     box: list[Any] = [None]
@@ -467,17 +471,17 @@ COLLECTIVES = {
     "gather_object": "",
     "scatter_object_list": "",
 }
-"""Functions of ``torch.distributed`` that all ranks of a group call, with their tensor argument ("" for none)."""
+"""Collectives in ``torch.distributed``, with the name of their tensor argument ("" for none)."""
 
 RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
-"""Functions that have new names since torch 2.13, by which its FSDP2 calls them."""
+"""New names of collectives since torch 2.13, which its FSDP2 uses."""
 
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def reduction_of(name: str, reduce_fx: object) -> str:
-    """Return one of `REDUCTIONS` for the ``reduce_fx`` of ``self.log``: a name in any case, or a function.
+    """Return the name in `REDUCTIONS` for a ``reduce_fx`` of ``self.log``, which is a name or a function.
 
     Args:
         name: name of the logged value.
@@ -496,15 +500,15 @@ def reduction_of(name: str, reduce_fx: object) -> str:
         found = "mean"
     if found not in REDUCTIONS:
         raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
-            "torchmetrics.Metric for a reduction of your own."
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not supported: choose one of {', '.join(REDUCTIONS)}, or "
+            "log a torchmetrics.Metric for another reduction."
         )
     return found
 
 
 _HOSTS = ("cpu", "meta")
 _PLAIN = (Tensor, Parameter)
-"""Tensor classes that are moved to the CPU; others define how they are pickled."""
+"""Tensor classes that are moved to the CPU before pickling; other classes define their own pickling."""
 
 
 class _Pickler(pickle.Pickler):
@@ -523,30 +527,30 @@ def on_host(value: Tensor) -> Tensor:
 
 
 def packed(value: object) -> bytes:
-    """Return the pickled object; tensors of a device are unpickled on the CPU."""
+    """Pickle an object, with device tensors copied to the CPU."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.DEFAULT_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the object that `packed` has pickled. Use it only for bytes from a trusted process."""
+    """Unpickle the bytes that `packed` returned. Use it only for bytes from a trusted process."""
     return pickle.loads(data)
 
 
 ALONE = 2**20
-"""Bytes from which a tensor is a group of its own: copying it would cost more than it saves."""
+"""Size in bytes at which a tensor forms its own group, because copying it would cost more than it saves."""
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a tensor; the default kind in `grouped`."""
+    """Return the dtype of a tensor, which is the default ``kind`` in `grouped`."""
     return tensor.dtype
 
 
 def grouped(
     tensors: Sequence[Tensor], max_bytes: int, kind: Callable[[Tensor], Hashable] = dtype_of
 ) -> Iterator[list[int]]:
-    """Group tensors of one kind, in their order, into groups of at most ``max_bytes``.
+    """Group tensors of equal kind into groups of at most ``max_bytes``, in their order.
 
     A tensor of `ALONE` bytes or more, or one that is not strided (a sparse one), is a group of its own. The groups
     depend on kinds and sizes alone, so ranks with equal tensors make equal groups in the same order.
@@ -585,7 +589,7 @@ def grouped(
 
 
 PIECE = 16 * 2**20
-"""Bytes of tensors that are copied together for one message, at most. A larger tensor is sent alone.
+"""Maximum number of bytes of tensors that are copied together for one message. A larger tensor is sent alone.
 
 The allocator keeps memory of this size and reuses it. It requests memory of 64 MiB from the system each time, which
 takes longer than sending it.
@@ -593,13 +597,13 @@ takes longer than sending it.
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers as a row of real numbers, two for each complex one."""
+    """Flatten a tensor to a 1-D tensor of real numbers, with two for each complex number."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors to send together: of one dtype and device, at most `PIECE` bytes."""
+    """Yield lists of tensors to send together, with one dtype and device and at most `PIECE` bytes each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

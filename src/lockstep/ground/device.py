@@ -1,7 +1,7 @@
-"""Devices of this process, reached by torch's module for their kind.
+"""Functions for devices of any kind, implemented with torch's module for the kind.
 
-Devices that are available and the current one, dtypes that a kind supports, streams and events, and the creation of
-modules and tensors on a device.
+They list devices, select the current one, report supported dtypes, create streams and events, and create modules and
+tensors on a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def device_module(device: torch.device | str) -> Any:
-    """Return torch's module for a kind of device: ``torch.cuda``, ``torch.mps``, ``torch.cpu``.
+    """Return torch's module for a kind of device, such as ``torch.cuda``, ``torch.mps`` or ``torch.cpu``.
 
     Raises:
         RuntimeError: this torch has no module of that name.
@@ -27,18 +27,21 @@ def device_module(device: torch.device | str) -> Any:
 
 
 def accelerator_kinds() -> list[str]:
-    """Return the kinds of accelerators that this torch supports, available or not. No accelerator is initialized."""
+    """Return the kinds of accelerators that this build of torch supports, without initializing any.
+
+    A machine need not have such a device.
+    """
     found = torch.accelerator.current_accelerator()
     return list(dict.fromkeys(["cuda"] if found is None else ["cuda", found.type]))
 
 
 def in_bad_fork() -> bool:
-    """Return True if this process was forked from one that had initialized an accelerator, which is unusable here."""
+    """Return True if this process was forked after an accelerator was initialized, which makes it unusable here."""
     return any(getattr(device_module(kind), "_is_in_bad_fork", bool)() for kind in accelerator_kinds())
 
 
 def is_there(kind: str) -> bool:
-    """Return True if this machine has a device of a kind and this torch was built for it."""
+    """Return True if this machine has a device of a kind and this build of torch supports it."""
     try:
         return kind == "cpu" or bool(device_module(kind).is_available())
     except RuntimeError:  # torch does not know this kind, or has no module for it
@@ -64,7 +67,7 @@ def current_of(kind: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make ``device`` the current one of its kind in this process, if the kind can have several."""
+    """Select ``device`` as the current one of its kind in this process; do nothing for kinds with one device."""
     # Kinds with a single device, such as mps, lack the function.
     choose = getattr(device_module(device), "set_device", None)
     if device.type != "cpu" and choose is not None:
@@ -72,13 +75,13 @@ def make_current(device: torch.device) -> None:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is current, for kernels and events that ignore where their tensors are."""
+    """Return a context in which ``device`` is current, for kernels and events that use the current device."""
     made = None if device.type == "cpu" else getattr(device_module(device), "device", None)
     return nullcontext() if made is None else made(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished all queued work."""
+    """Block until a device has finished all queued work."""
     if device.type != "cpu":
         # `torch.mps` has one device and takes no argument
         device_module(device).synchronize(*[device][: device.type != "mps"])
@@ -94,7 +97,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def has_float64(kind: str) -> bool:
-    """Return True if a kind of device computes in double precision."""
+    """Return True if a kind of device supports float64."""
     # Known without the tensor below, which would initialize the device.
     if kind in ("cpu", "cuda", "meta"):
         return True
@@ -106,7 +109,7 @@ def has_float64(kind: str) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums on a device: float64, or float32 if the device does not support that."""
+    """Return the most precise dtype for sums on a device, which is float64, or float32 if that is not supported."""
     return torch.float64 if has_float64(device.type) else torch.float32
 
 
@@ -124,17 +127,17 @@ def has_autocast(kind: str, dtype: torch.dtype) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if a device has several streams, which wait for one another by events."""
+    """Return True if a device supports several streams that wait for each other through events."""
     return device.type != "cpu" and all(hasattr(device_module(device), name) for name in ("Stream", "stream", "Event"))
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a new stream of a device that has streams."""
+    """Create a stream on a device that supports streams."""
     return device_module(device).Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the current stream of this thread on a device that has streams."""
+    """Return this thread's current stream on a device that supports streams."""
     return device_module(device).current_stream(device)
 
 
@@ -145,24 +148,24 @@ def in_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def has_timed_events(device: torch.device) -> bool:
-    """Return True if a device records the time of events, without a wait of the host."""
+    """Return True if a device can record the time of events without blocking the host."""
     return device.type != "cpu" and hasattr(device_module(device), "Event")
 
 
 class TimedEvent(Protocol):
-    """A point in the work of a device: see `torch.Event`."""
+    """An event in a device's queue that records its time; see `torch.Event`."""
 
     def record(self) -> None: ...
 
     def query(self) -> bool: ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds to a later event."""
+        """Return the milliseconds from this event to a later one."""
         ...
 
 
 def timed_event(device: torch.device) -> TimedEvent:
-    """Return an event that records its time, on the current device of a kind that has events."""
+    """Create an event that records its time, for the current device of a kind that supports events."""
     return device_module(device).Event(enable_timing=True)
 
 
@@ -176,7 +179,7 @@ def creating(
         device: default device of new tensors.
         dtype: default dtype of new floating-point tensors; None: torch's default.
         empty: skip the functions of ``torch.nn.init``; for weights that are loaded from a checkpoint.
-        in_parts: this rank gets only shards of the module: with ``empty`` it allocates no memory (meta device).
+        in_parts: True if this rank gets only shards of the module. With ``empty`` no memory is allocated (meta device).
     """
     if empty and in_parts:
         # On the meta device nothing is drawn: `torch.nn.init` need not be skipped.
@@ -193,7 +196,7 @@ def creating(
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Mode in which the functions of ``torch.nn.init`` do nothing."""
+    """Function mode in which ``torch.nn.init`` leaves tensors uninitialized."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Exceptions that lockstep raises by name, and stand-ins that raise one on use."""
+"""The exception classes of lockstep, and stand-ins for missing parts that raise an exception on use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class MisconfigurationException(ValueError, RuntimeError):
-    """A setting, or a combination of settings, that cannot work.
+    """Error for a setting, or a combination of settings, that cannot work.
 
     The message names the flag, the value and the way out. It is both a ``ValueError`` (the setting is wrong) and a
     ``RuntimeError`` (which code written for older trainers catches).
@@ -18,21 +18,21 @@ class MisconfigurationException(ValueError, RuntimeError):
 
 
 class WrongType(MisconfigurationException, TypeError):
-    """An argument of the wrong type, or with an unknown name; also a ``TypeError``."""
+    """Error for an argument of the wrong type, or with an unknown name; also a ``TypeError``."""
 
 
-class NotThere(MisconfigurationException, AttributeError):
-    """Error if there is nothing to act on, such as weights before the first fit. Also an ``AttributeError``."""
+class MissingAttribute(MisconfigurationException, AttributeError):
+    """Error for the use of something that does not exist yet, such as weights before a fit; an ``AttributeError``."""
 
 
-class KeyNotThere(MisconfigurationException, KeyError):
-    """A required part of a checkpoint that is missing; also a ``KeyError``."""
+class MissingKey(MisconfigurationException, KeyError):
+    """Error for a checkpoint that lacks a required part; also a ``KeyError``."""
 
     __str__ = Exception.__str__  # KeyError's own shows the message in quotes
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss, a gradient or the weights of a fit are NaN or infinite."""
+    """Error for a loss, gradient or weight that is NaN or infinite."""
 
 
 def words_of(error: BaseException) -> str:
@@ -44,7 +44,7 @@ def words_of(error: BaseException) -> str:
 
 
 class RankFailed(RuntimeError):
-    """A failure of another rank that stops this rank too; the message names the rank, the place and the reason.
+    """Error on this rank because another rank failed. The message has that rank, the place and the reason.
 
     It replaces the error of the collective whose peer is gone ("Connection closed by peer"), which is its
     ``__cause__``.
@@ -53,18 +53,20 @@ class RankFailed(RuntimeError):
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
-        """The rank that failed first; -1 if it is not known."""
+        """The rank that failed first; -1 if it is unknown."""
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int]]:
         return type(self), (str(self), self.rank)
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """Raise on all ranks if one has an error: its own there, a `RankFailed` on the others. Collective.
+    """Raise an error on all ranks if any rank has one. Collective.
+
+    A rank with an error raises that error; the other ranks raise `RankFailed`.
 
     Args:
         error: this rank's error, or None.
-        gather: returns an object of all ranks, by rank.
+        gather: function that returns the objects of all ranks, ordered by rank.
         what: name of the thing that could not be written.
     """
     reasons = gather(None if error is None else f"{type(error).__name__}: {error}")
@@ -76,15 +78,15 @@ def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[An
 
 
 class CorruptCheckpoint(RuntimeError):
-    """A file that is truncated, altered or not a checkpoint."""
+    """Error for a checkpoint file that is truncated, altered or not a checkpoint."""
 
 
 class MissingExtra(ModuleNotFoundError):
-    """An optional package that is missing; the message names the feature that needs it and the extra to install."""
+    """Error for a missing optional package. The message has the feature that needs it and the extra to install."""
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
-    """Return the error for an optional package that is not installed.
+    """Create the error for an optional package that is not installed.
 
     Args:
         package: import name of the missing package.
@@ -104,8 +106,8 @@ def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen importlib")
 
 
-def _asking() -> tuple[str, str]:
-    """Return the package and place of the running code outside of lockstep and of the import system."""
+def _find_caller() -> tuple[str, str]:
+    """Return (package, "file:line") of the innermost caller outside of lockstep and the import system."""
     # The import system's frames are skipped, too: a name may be requested by an import statement.
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
@@ -114,9 +116,9 @@ def _asking() -> tuple[str, str]:
     return package, f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def asked_by() -> str:
-    """Return the package, file and line of the running code outside of lockstep and of the import system."""
-    package, place = _asking()
+def calling_code() -> str:
+    """Describe the innermost caller outside of lockstep and the import system: its package, file and line."""
+    package, place = _find_caller()
     return f"{'the script' if package in _SCRIPTS else package} ({place})"
 
 
@@ -124,19 +126,21 @@ _SCRIPTS = ("", "__main__", "__mp_main__")
 
 
 def way_out() -> str:
-    """Return advice for the user of a script, or of a package, that needs a missing part of Lightning."""
-    package, _ = _asking()
+    """Return advice for a user whose script, or a package of it, needs a missing part of Lightning."""
+    package, _ = _find_caller()
     if package in _SCRIPTS:
-        return "Do without it, or run the script with Lightning itself, without --lightning."
-    return f"Leave out the part of {package} that needs it, or run with Lightning itself, without --lightning."
+        return "Remove this use, or run the script with Lightning itself, without --lightning."
+    return f"Do not use the part of {package} that needs it, or run with Lightning itself, without --lightning."
 
 
 class Inner:
-    """An inner part of Lightning's Trainer with a few attributes for third parties; access to others raises an error.
+    """A stand-in for an internal part of Lightning's Trainer, with the attributes that third parties use.
+
+    Access to any other attribute raises an error.
 
     Args:
         name: path from the Trainer, for the error.
-        offers: factory of each available attribute, by name.
+        offers: factories of the available attributes, by name.
     """
 
     def __init__(self, name: str, offers: Mapping[str, Callable[[], Any]]) -> None:
@@ -156,21 +160,21 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """Return the error for a missing inner part of Lightning's Trainer; it names the code that reads it.
+    """Create the error for a missing internal part of Lightning's Trainer. Its message has the line that uses the part.
 
     Args:
         path: path to the part.
         does: verb for the access: "reads" or "sets".
     """
     return AttributeError(
-        f"{path}, which {asked_by()} {does}, is an internal part of Lightning's Trainer that lockstep does not have. "
-        f"{way_out()}"
+        f"{path}, which {calling_code()} {does}, is an internal part of Lightning's Trainer that lockstep does not "
+        f"have. {way_out()}"
     )
 
 
 @functools.cache
 def refused_class(name: str, reason: str) -> type:
-    """Return a class that replaces a refused one: it has no instances, and its constructor raises the reason.
+    """Create a class in place of an unsupported one. Its constructor raises an error with the reason.
 
     Args:
         name: name of the class. Exceptions and warnings become plain classes that nothing raises.

@@ -1,4 +1,4 @@
-"""The table of extensions: the names that the core looks up, and the extension that has each.
+"""The table of extensions, in which the core looks up names.
 
 An extension is a package in `lockstep.extensions`. The core does not import extensions directly. It looks up a
 strategy, a command, a service or a public name here, and the extension is imported then. If an extension is deleted,
@@ -29,18 +29,22 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """The contributions of one extension. A place is ``"module"`` or ``"module:name"``, relative to its folder."""
+    """The names that one extension provides, with the place of each.
+
+    A place is ``"module"`` or ``"module:name"``, relative to the extension's folder.
+    """
 
     strategies: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
-    """Name in ``Trainer(strategy=...)`` to the place of the class, and its arguments."""
+    """From the name in ``Trainer(strategy=...)`` to the place of the class, and its arguments."""
     commands: Mapping[str, tuple[str, str]] = {}
-    """Word after ``lockstep`` to the place of a function from words to an exit code, and a line of help."""
+    """From the command after ``lockstep`` to one line of help and the place of its function, which takes the arguments
+    and returns an exit code."""
     services: Mapping[str, str] = {}
-    """Name that the core looks up to its place."""
+    """From the name of a service that the core uses to its place."""
     names: Mapping[str, str] = {}
-    """Public name, such as ``"callbacks.Timer"``, to the module that defines it."""
+    """From a public name, such as ``"callbacks.Timer"``, to the module that defines it."""
     paths: Mapping[str, str] = {}
-    """Path below lockstep to the module that it, and all paths below it, are redirected to; "" for the folder."""
+    """From a path below lockstep to the module that it, and all paths below it, redirect to; "" for the folder."""
 
 
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
@@ -195,31 +199,31 @@ EXTENSIONS: dict[str, Extension] = {
         paths={"cli.verify": "command", "verify": ""},
     ),
 }
-"""Lockstep's own extensions, by the name of their folder."""
+"""Lockstep's own extensions, by folder name."""
 
 
 class MissingExtension(MisconfigurationException, ImportError):
-    """A name from an extension that does not exist or cannot be imported."""
+    """Error for a name from an extension that is not installed or cannot be imported."""
 
 
 # -- what is there -------------------------------------------------------------------------------------------
 
 
 def is_there(extension: str) -> bool:
-    """Return True if the folder of an extension exists."""
+    """Return True if an extension is installed, which means that its folder exists."""
     return os.path.isfile(os.path.join(FOLDER, extension, "__init__.py"))
 
 
 def available() -> dict[str, Extension]:
-    """Return the entries of the extensions that exist."""
+    """Return the table entries of the installed extensions, by name."""
     return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
 
 
 def names_of(face: str) -> dict[str, str]:
-    """Return the public names that extensions add to a face, with the full path of the module of each.
+    """Return the public names that extensions add to a public module, each with the full path of its own module.
 
     Args:
-        face: path of the face below lockstep, such as ``"callbacks"``; "" for lockstep itself.
+        face: path of the public module below lockstep, such as ``"callbacks"``; "" for lockstep itself.
     """
     found = {}
     for extension, rows in available().items():
@@ -230,11 +234,11 @@ def names_of(face: str) -> dict[str, str]:
     return found
 
 
-def home_of(path: str) -> str | None:
-    """Return the full path of the module for a path below lockstep, or None if no extension has the path.
+def module_of(path: str) -> str | None:
+    """Return the full path of the extension module that has a path below lockstep, or None.
 
     Example:
-        >>> home_of("verify.certificate")
+        >>> module_of("verify.certificate")
         'lockstep.extensions.verify.certificate'
     """
     before, below = path, ""
@@ -249,7 +253,7 @@ def home_of(path: str) -> str | None:
 
 
 def absent(name: str) -> str | None:
-    """Explain why a public name or a path below lockstep is missing. Return None if no absent extension has it."""
+    """Explain that a name or path below lockstep belongs to a missing extension; return None if it does not."""
     for extension, rows in EXTENSIONS.items():
         under = any(name == path or name.startswith(f"{path}.") for path in rows.paths)
         if (name in rows.names or under) and not is_there(extension):
@@ -259,8 +263,8 @@ def absent(name: str) -> str | None:
 
 def _absent(what: str, extension: str) -> str:
     return (
-        f"{what} is of the extension {extension!r}, and {ROOT}.{extension} is not installed: install torch-lockstep "
-        "again, or do without it."
+        f"{what} belongs to the extension {extension!r}, but {ROOT}.{extension} is not installed: reinstall "
+        "torch-lockstep, or do not use it."
     )
 
 
@@ -268,12 +272,12 @@ def _absent(what: str, extension: str) -> str:
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:
-    """Return the strategies of lockstep's extensions, by name, with their arguments."""
+    """Return the names and arguments of the strategies from lockstep's installed extensions."""
     return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
 
 
 def commands() -> dict[str, str]:
-    """Return the commands of existing extensions and of other distributions, with a line of help each."""
+    """Return the commands from extensions and other distributions, each with one line of help."""
     found = {name: row[1] for rows in available().values() for name, row in rows.commands.items()}
     for name, points in _others("commands").items():
         found.setdefault(name, f"a command of {' and of '.join(map(_origin, points))}")
@@ -281,7 +285,7 @@ def commands() -> dict[str, str]:
 
 
 def load(group: Group, name: str) -> Any:
-    """Import the object that an extension, or another distribution, has under a name.
+    """Import and return the object that an extension, or another distribution, registered under a name.
 
     Args:
         group: kind of the object.
@@ -301,7 +305,7 @@ def load(group: Group, name: str) -> Any:
     points = _others(group)[name]
     if len(points) > 1:
         raise MissingExtension(
-            f"{what} is claimed by {' and by '.join(sorted(map(_origin, points)))}: uninstall one of them."
+            f"{what} is provided by {' and by '.join(sorted(map(_origin, points)))}: uninstall one of them."
         )
     try:
         return points[0].load()
@@ -313,7 +317,7 @@ def load(group: Group, name: str) -> Any:
 
 
 def is_known(group: Group, name: str) -> bool:
-    """Return True if lockstep's table or another distribution has a name."""
+    """Return True if lockstep's table, or an entry point of another distribution, has a name."""
     return any(name in getattr(rows, group) for rows in EXTENSIONS.values()) or name in _others(group)
 
 

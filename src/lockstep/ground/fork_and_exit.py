@@ -1,4 +1,4 @@
-"""Forks and exits of processes that have torch's threads, and files left open by ``os._exit``.
+"""Safe forks and exits of processes with torch's threads, and flushing of open files before ``os._exit``.
 
 A forked child must not inherit a lock that no thread will release, and no process may exit while one of torch's threads
 still wants the interpreter.
@@ -35,18 +35,18 @@ from lockstep.ground.installed import EXIT_THREADS, FORK_GARBAGE, FORK_THREADS
 TORCH_THREADS = "pt_"
 """Prefix of the names of torch's own threads: ``pt_gloo_runloop``, ``pt_nccl_watchdg``, ..."""
 PATIENCE = 1.0
-"""Seconds that a fork waits at most. A thread takes microseconds, unless the machine is busy."""
+"""Maximum number of seconds that a fork waits for torch's threads. They take microseconds on an idle machine."""
 LAST_PATIENCE = 10.0
-"""Seconds that the end of a process waits at most."""
+"""Maximum number of seconds that the exit of a process waits for torch's threads."""
 
 
 def protect_forks() -> None:
-    """Make later forks of this process safe. Installed once.
+    """Install fork handlers that make later forks of this process safe, once.
 
-    Where it is needed, a fork waits until torch's threads sleep. The child does not collect its parent's garbage.
+    Up to CPython 3.11, a fork waits until torch's threads sleep. The child does not collect its parent's garbage.
     """
     collector = _Collector()
-    FORK_GARBAGE.at_fork(collector.hold, collector.leave, collector.go_on)
+    FORK_GARBAGE.at_fork(collector.disable, collector.freeze_in_child, collector.enable)
     # Since 3.12 the child reinitializes the lock before it takes it.
     if sys.version_info < (3, 12) and sys.platform == "linux":
         FORK_THREADS.at_fork(before=wait_for_torch_threads)
@@ -62,29 +62,29 @@ class _Collector:
     def __init__(self) -> None:
         self._collects = False
 
-    def hold(self) -> None:
+    def disable(self) -> None:
         """Disable the collector before a fork."""
         self._collects = gc.isenabled()
         gc.disable()
 
-    def go_on(self) -> None:
+    def enable(self) -> None:
         """Enable the collector again in the parent, if it was enabled."""
         if self._collects:
             gc.enable()
 
-    def leave(self) -> None:
+    def freeze_in_child(self) -> None:
         """Freeze the parent's objects in the child, and enable the collector for new ones."""
         gc.freeze()
-        self.go_on()
+        self.enable()
 
 
 def settle_at_exit() -> None:
-    """Wait, at the exit of this process, until torch's threads have released their last tensors. Installed once."""
+    """Install an exit handler that waits until torch's threads have released their last tensors, once."""
     EXIT_THREADS.at_exit(settle)
 
 
 def settle() -> None:
-    """Wait until none of torch's threads wants the interpreter, at most :data:`LAST_PATIENCE` seconds.
+    """Wait until no thread of torch waits for the interpreter, for at most :data:`LAST_PATIENCE` seconds.
 
     A thread that wants the interpreter wakes up in each switch interval, so two intervals show it, even if other
     threads of Python get the lock first. A thread that stays asleep waits for work or for other ranks. Collectives that
@@ -94,7 +94,7 @@ def settle() -> None:
 
 
 def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None) -> None:
-    """Wait until torch's threads of this process sleep, at most ``patience`` seconds (:data:`PATIENCE`).
+    """Wait until torch's threads sleep, for at most ``patience`` seconds (default: :data:`PATIENCE`).
 
     A sleeping thread waits for work, for other ranks or for the interpreter, and does not hold the lock. If all threads
     sleep, and none wakes up within ``quiet`` seconds in which it could get the interpreter, none waits for that either.
@@ -112,7 +112,7 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """Return how often each of torch's threads has been put to sleep, by thread; None if one is awake."""
+    """Return the context-switch counts of torch's threads, by thread; None if a thread is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # torch also names this one, in processes that it has started.
@@ -131,7 +131,7 @@ def _asleep() -> dict[str, bytes] | None:
 
 
 BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-"""Classes of open files that buffer what is written to them."""
+"""Classes of open files that buffer writes."""
 
 
 def flush_open_files() -> None:

@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments of a module's ``__init__``, collected for the checkpoint."""
+"""Hyperparameters, which are the arguments of a module's ``__init__`` that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import NotPlain, classes_in, described, plain
 
 given_hyperparameters: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
-"""Arguments as the command line parsed them for ``__init__``; they are saved instead of the objects made of them."""
+"""Arguments of ``__init__`` as parsed from a command line, which are saved instead of the objects built from them."""
 
 
 class AttributeDict(dict[str, Any]):
@@ -80,14 +80,14 @@ class HyperparametersMixin:
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
         ``load_from_checkpoint`` rebuilds a path, ``Namespace`` or frozen set always, and an object of your own class if
         the argument's annotation names that class or a base of it. Otherwise it passes the plain form and warns. A
-        module is left out, since the checkpoint has its weights.
+        module is omitted, since the checkpoint has its weights.
 
         If a base class calls this, it also collects the arguments of the subclasses' ``__init__``; for equal names the
         outermost call wins. Several calls add up.
 
         Args:
-            args: nothing (all arguments), names of arguments, or one dict or Namespace that holds them all.
-            ignore: names to leave out; values that a base class has saved under them are dropped.
+            args: names of arguments, or one dict or Namespace with all values; default: all arguments.
+            ignore: names to omit; values that a base class has saved under them are dropped.
             frame: the frame of ``__init__``, if it is not the caller's.
             logger: send the hyperparameters to the Trainer's loggers.
 
@@ -140,8 +140,8 @@ class HyperparametersMixin:
             hparams = vars(hparams)
         if not isinstance(hparams, MutableMapping):
             raise MisconfigurationException(
-                f"save_hyperparameters() received a {type(hparams).__name__}: pass names of arguments, or one dict or "
-                "Namespace."
+                f"save_hyperparameters() received a {type(hparams).__name__}, which is not supported: pass names of "
+                "arguments, or one dict or Namespace."
             )
         if isinstance(hparams, dict) and isinstance(self.hparams, dict):
             self.hparams.update(hparams)
@@ -164,7 +164,7 @@ class HyperparametersMixin:
 
 
 def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the arguments that `save_hyperparameters(*args)` saves out of `found`, and their ``_hparams_name``."""
+    """Select from `found` what `save_hyperparameters(*args)` saves, and return it with its ``_hparams_name``."""
     if not args:
         return found, "kwargs" if found else None
     containers = [arg for arg in args if not isinstance(arg, str)]
@@ -172,14 +172,14 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
         return containers[0], next((n for n, value in found.items() if is_same(value, containers[0])), None)
     if containers:
         raise MisconfigurationException(
-            f"save_hyperparameters() received {len(containers)} containers: pass names of arguments, or one dict or "
-            "Namespace."
+            f"save_hyperparameters() received {len(containers)} dicts or other containers: pass names of arguments, or "
+            "one dict or Namespace."
         )
     unknown = [name for name in args if name not in found]
     if unknown:
         raise MisconfigurationException(
             f"save_hyperparameters({', '.join(map(repr, args))}): {unknown[0]!r} is not an argument of __init__, or "
-            f"is ignored: choose from {sorted(found)}."
+            f"`ignore` contains it: choose from {sorted(found)}."
         )
     return {name: found[name] for name in args}, "kwargs"
 
@@ -195,9 +195,9 @@ def is_same(value: object, container: object) -> bool:
 
 
 def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain forms of `hparams` for a checkpoint, without modules.
+    """Convert hyperparameters to plain values for a checkpoint, and omit modules.
 
-    With Lightning's names (`lockstep.lightning`), values without a plain form and modules are kept, as in Lightning.
+    With Lightning's names (`lockstep.lightning`), modules and values without a plain form stay, as in Lightning.
 
     Raises:
         MisconfigurationException: a value has no plain form; the message names the key.
@@ -215,26 +215,26 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
             inside = "".join(f"[{key!r}]" for key in error.keys)
             what = f"holds at {inside} {described(error.value)}" if inside else f"is {described(error.value)}"
             raise MisconfigurationException(
-                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot hold, since it "
-                f"carries no code. Leave it out by save_hyperparameters(ignore=[{name!r}]) and pass it to "
+                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot store, because "
+                f"it contains no code. Omit it with save_hyperparameters(ignore=[{name!r}]) and pass it to "
                 f"load_from_checkpoint(path, {name}=...); or use a string that names it."
             ) from error
     return kept
 
 
 def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
-    """Return the classes in `hparams` that the plain forms do not show; a checkpoint stores them with these.
+    """Return the classes of hyperparameters that their plain forms lose, so that a checkpoint can store them.
 
     Args:
         hparams: the objects.
-        kept: their plain forms. A value that is its own plain form gets no entry.
+        kept: the plain forms of the objects. A value that is its own plain form gets no entry.
     """
     changed = [name for name, form in kept.items() if form is not hparams[name]]
     return dict(each for name in changed for each in classes_in(hparams[name], (name,)))
 
 
 def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
-    """Return the hyperparameters for loggers, of a module and a data module that log theirs.
+    """Merge the hyperparameters of a module and a data module for the loggers.
 
     Raises:
         MisconfigurationException: both have a hyperparameter of the same name with different values.
@@ -247,8 +247,8 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
             if name in merged and not is_same(merged[name], value):
                 raise MisconfigurationException(
                     f"The hyperparameter {name!r} is {merged[name]!r:.100} in the module and {value!r:.100} in the "
-                    "data module, so it is unclear which one to log: rename one, or do not log those of one of the two "
-                    "by save_hyperparameters(logger=False)."
+                    "data module, so it is unclear which to log: rename one, or call "
+                    "save_hyperparameters(logger=False) in one of the two."
                 )
             if name not in ("_class_path", "_instantiator"):  # notes of the command line
                 merged[name] = value
@@ -256,7 +256,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of all running ``__init__`` calls of `obj`, from `frame` outwards, and their number."""
+    """Return the merged arguments of all running ``__init__`` calls on `obj`, and the number of these calls."""
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
     found: dict[str, Any] = {}
@@ -273,7 +273,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
-    """Return the arguments of the call of `frame` if it is an ``__init__`` of `obj`; None otherwise."""
+    """Return the arguments of the call in `frame` if it runs an ``__init__`` of `obj`; None otherwise."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
         return None

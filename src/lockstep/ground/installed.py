@@ -1,7 +1,7 @@
-"""Everything that lockstep installs in its process: hooks of Python and torch, handlers, stand-ins.
+"""A list of everything that lockstep installs in its process, such as hooks in Python and torch, and handlers.
 
-All code that installs something does it by its entry here, so the list is complete. A test compares it with the source,
-and with the process before and after a fit. An entry that belongs to a fit is removed when the fit ends. An entry that
+Code installs something only through its entry here, so the list is complete. A test compares it with the source, and
+with the process before and after a fit. An entry that belongs to a fit is removed when the fit ends. An entry that
 stays is kept until the process ends, for the reason in its entry, and does nothing while no fit runs.
 """
 
@@ -16,17 +16,17 @@ Undo = Callable[[], object]
 
 
 INSTALLED: list[Installation] = []
-"""All installations, in the order of their definition; extensions add theirs on import."""
+"""All installations, in order of definition; extensions add theirs on import."""
 
 
 class Installation:
-    """Something that lockstep installs at most once in a process.
+    """A hook or handler that lockstep installs at most once in a process.
 
     Args:
-        name: its name in Python or torch.
-        homes: the files that install it.
-        why: why it is needed and, if it stays after a fit, why it stays.
-        stays: True if it stays until the process ends.
+        name: name of the hook in Python or torch.
+        homes: the files that install the hook.
+        why: why the hook is needed and, if it stays after a fit, why it stays.
+        stays: True if the hook stays until the process ends.
     """
 
     def __init__(self, name: str, homes: tuple[str, ...], why: str, stays: bool = True) -> None:
@@ -37,21 +37,21 @@ class Installation:
 
     @property
     def is_installed(self) -> bool:
-        """True if it is installed now."""
+        """True if the hook is currently installed."""
         return self._count > 0
 
     def install(self, put: Callable[[], Undo | None]) -> None:
-        """Install it, unless it is installed.
+        """Install the hook unless it is already installed.
 
         Args:
-            put: installs it, and returns the function that removes it; None if it cannot be removed.
+            put: installs the hook and returns the function that removes it; None if it cannot be removed.
         """
         if not self._count:
             self._count = 1
             self._undo = put()
 
     def remove(self) -> None:
-        """Remove it, if possible."""
+        """Remove the hook, if it is installed and can be removed."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -59,19 +59,19 @@ class Installation:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Count it as installed inside the block, for callers that install and remove it themselves."""
-        self.begins()
+        """Mark the hook as installed inside the block, for callers that install and remove it themselves."""
+        self.mark_installed()
         try:
             yield
         finally:
-            self.ends()
+            self.mark_removed()
 
-    def begins(self) -> None:
-        """Count it as installed by a caller that will remove it; called when `inside` is entered."""
+    def mark_installed(self) -> None:
+        """Mark the hook as installed by a caller, which must call `mark_removed` later."""
         self._count += 1
 
-    def ends(self) -> None:
-        """Count it as removed."""
+    def mark_removed(self) -> None:
+        """Mark the hook as removed by its caller."""
         self._count -= 1
 
     def at_fork(
@@ -80,7 +80,7 @@ class Installation:
         after_in_child: Callable[[], object] | None = None,
         after_in_parent: Callable[[], object] | None = None,
     ) -> None:
-        """Register functions that Python calls at each fork. They cannot be unregistered."""
+        """Register functions that Python calls at each fork, and that cannot be unregistered."""
 
         def put() -> None:
             if before is not None:
@@ -94,7 +94,7 @@ class Installation:
             self.install(put)
 
     def at_exit(self, do: Callable[..., object], *args: object) -> None:
-        """Register a function for the exit of the process: once if it takes no arguments, else once per call."""
+        """Register a function that runs when the process exits, once if it has no arguments, else once per call."""
         if not args:
             atexit.unregister(do)
         atexit.register(do, *args)

@@ -1,7 +1,7 @@
-"""Memory in use and free memory.
+"""Functions that report used and free memory, in bytes.
 
-For a device: the memory of tensors, the cache of torch's allocator, and out-of-memory errors. For this process: the
-memory that it may still use, on the host, within its limits, and on an accelerator.
+For a device they report the memory of tensors and the cache of torch's allocator. For this process they report the
+memory that it may still use on the host (within its limits) and on an accelerator.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SAYINGS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit
 )
-"""Parts of the messages of plain RuntimeErrors that mean out of memory."""
+"""Text fragments that identify a plain RuntimeError as an out-of-memory error."""
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """Return the statistics of torch's allocator for a device, by the names of ``torch.cuda.memory_stats``.
+    """Return the statistics of torch's allocator for a device, with the keys of ``torch.cuda.memory_stats``.
 
-    Return an empty dict if there are none.
+    Return an empty dict if the device has no statistics.
     """
     if device.type == "cpu":
         return {}
@@ -44,42 +44,42 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Return a figure by the module's function of this name, or from its statistics; None if it is unknown."""
+    """Return a number from a function of the device's module, or from its statistics; None if unknown."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Return the bytes of a device that tensors of this process occupy; None if unknown."""
+    """Return the number of bytes that tensors of this process occupy on a device; None if unknown."""
     return _bytes(device, "memory_allocated", "allocated_bytes.all.current")
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Return the most bytes that tensors have occupied since `forget_memory_peak`; None if unknown."""
+    """Return the maximum number of bytes that tensors have occupied since `forget_memory_peak`; None if unknown."""
     return _bytes(device, "max_memory_allocated", "allocated_bytes.all.peak")
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Reset the peak to the bytes in use now."""
+    """Reset the value of `memory_peak` to the number of bytes in use now."""
     forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
     if forget is not None:
         forget(device)
 
 
 def memory_cached(device: torch.device) -> int:
-    """Return the bytes that torch's allocator has reserved on a device and no tensor uses."""
+    """Return the number of bytes that torch's allocator has reserved on a device but no tensor uses."""
     return max(0, (_bytes(device, "memory_reserved", "reserved_bytes.all.current") or 0) - (memory_held(device) or 0))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release the memory that torch's allocator has reserved on devices of this kind and no tensor uses."""
+    """Release the memory that torch's allocator has reserved on devices of this kind but no tensor uses."""
     give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
     if give is not None:
         give()
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total bytes of an accelerator's memory; None if unknown."""
+    """Return (free bytes, total bytes) of an accelerator's memory; None if unknown."""
     if device.type == "cpu":
         return None
     module = device_module(device)
@@ -93,7 +93,7 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the total bytes of an accelerator's memory; None if unknown."""
+    """Return the size of an accelerator's memory in bytes; None if unknown."""
     ask = None if device.type == "cpu" else getattr(device_module(device), "get_device_properties", None)
     total = None if ask is None else getattr(ask(device), "total_memory", None)
     known = memory_info(device) if total is None else None
@@ -120,7 +120,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int | None:
-    """Return the bytes that this process may still use on a device; None if unknown.
+    """Return the number of bytes that this process may still use on a device; None if unknown.
 
     Args:
         device: an accelerator, or the CPU.
@@ -143,7 +143,7 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
 
 
 def host_memory() -> int | None:
-    """Return the total bytes of the host's memory; None if unknown."""
+    """Return the size of the host's memory in bytes; None if unknown."""
     return _kilobytes("/proc/meminfo", "MemTotal")
 
 
@@ -156,7 +156,7 @@ def _of_container(ranks: int) -> int | None:
 
 
 def _kilobytes(file: str, name: str) -> int | None:
-    """Return the value of a line ``name:   12345 kB`` in bytes."""
+    """Return the value, in bytes, of the line ``name:   12345 kB`` in a file; None if there is no such line."""
     try:
         with open(file) as lines:
             return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -1,7 +1,6 @@
-"""Methods that replace others: for a while, in copies, and compiled.
+"""Functions that replace methods temporarily, and that compile a layer's ``forward``.
 
-A compiled layer has another ``forward``; this file also checks whether a module has such a layer. Copies of a part of a
-run, in this process or another, lack the attributes of the Trainer call that is running.
+This file also checks if a module has compiled layers, and selects the attributes that copies of an object keep.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import nn
 
 
 def replace_until(end: ExitStack, owner: object, name: str, value: object) -> None:
-    """Set an attribute of an object until the stack is closed; then restore the object's own or its class's.
+    """Replace an attribute of an object until an exit stack is closed, which restores the former attribute.
 
     Args:
         end: restores the attribute.
         owner: the object.
         name: name of the attribute.
-        value: its value in the meantime.
+        value: the temporary value.
     """
     own = vars(owner)
     if name in own:
@@ -49,13 +48,13 @@ def innermost(method: Any) -> Any:
 
 
 def kept(part: object, *of_the_call: str) -> dict[str, Any]:
-    """Return the attributes of a part that its copies keep, for `__getstate__`.
+    """Return the attributes of an object that its copies keep; for use in `__getstate__`.
 
-    Methods that a call has replaced, to measure them, are left out: they work on this object.
+    Methods that the running Trainer call has replaced, to measure them, are omitted, because they refer to this object.
 
     Args:
         part: the object.
-        of_the_call: names of attributes that belong to the running call; they are None in a copy.
+        of_the_call: names of attributes that belong to the running Trainer call; they are None in a copy.
     """
     state = dict(vars(part))
     for name, value in vars(part).items():
@@ -66,7 +65,7 @@ def kept(part: object, *of_the_call: str) -> dict[str, Any]:
 
 
 class CompiledForward:
-    """Replacement for a layer's ``forward``, as an attribute of the layer: hooks of the layer are not compiled.
+    """A compiled replacement for a layer's ``forward``. It leaves the layer's hooks uncompiled.
 
     A copy of the layer is compiled again at its first call.
 
@@ -75,7 +74,7 @@ class CompiledForward:
         options: options of ``torch.compile``.
 
     Attributes:
-        own: a ``forward`` that was set on the layer before, if any.
+        own: a ``forward`` that was assigned to the layer earlier, or None.
     """
 
     def __init__(self, layer: nn.Module, options: Mapping[str, Any]) -> None:
@@ -98,7 +97,7 @@ class CompiledForward:
         return {**vars(self), "_compiled": None}
 
     def put_back(self) -> None:
-        """Restore the layer's former ``forward``."""
+        """Restore the layer's original ``forward``."""
         if vars(self.layer).get("forward") is self:
             del vars(self.layer)["forward"]
             if self.own is not None:
@@ -109,15 +108,15 @@ class CompiledForward:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Return True if a layer of a module is compiled, by the run, by ``torch.compile`` or by ``torch.jit``.
+    """Return True if any layer of a module is compiled, by the run, by ``torch.compile`` or by ``torch.jit``.
 
-    Hooks and modes that watch the module see nothing of a compiled layer or its graph.
+    Hooks and modes that observe the module cannot see into a compiled layer.
     """
     return any(is_compiled_layer(layer) for layer in module.modules())
 
 
 def is_compiled_layer(layer: nn.Module) -> bool:
-    """Return True if this layer itself is compiled."""
+    """Return True if a layer itself, not only a child of it, is compiled."""
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
         return True
     if getattr(layer, "_compiled_call_impl", None) is not None:  # torch.compile in place, `layer.compile()`

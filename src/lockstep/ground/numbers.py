@@ -1,4 +1,4 @@
-"""Numbers: search for NaN and Inf in tensors, conversion to Python's numbers, whole numbers of scripts and configs.
+"""Functions that search tensors for NaN and Inf, and that convert values to Python's numbers.
 
 Values on a device are converted by one copy, because each copy waits for all queued work of the device.
 """
@@ -15,17 +15,17 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.ground import comm
 from lockstep.ground.device import widest
-from lockstep.ground.parameters import partition_values, stands_in
+from lockstep.ground.parameters import is_placeholder, partition_values
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 Parts = list[tuple[str, Tensor]]
-"""Floating-point values by name: this rank's shards."""
+"""This rank's shards of floating-point tensors, by name."""
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors whose shard on this rank has NaN or Inf.
+    """Return the names of tensors that have NaN or Inf in this rank's shard.
 
     Waits for the device once, and again only if something is found.
     """
@@ -36,23 +36,23 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Return this rank's shard of each tensor; leave out empty shards and dtypes that torch cannot search."""
+    """Return this rank's shard of each tensor, except for empty shards and dtypes that torch cannot search."""
     return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
 
 
 def total_norm(parts: Parts) -> Tensor | None:
-    """Return a norm that is not finite if an element is not. It may also overflow. Return None without parts."""
+    """Return a norm over all parts, which is not finite if an element is not, or if it overflows. None if empty."""
     return torch.nn.utils.get_total_norm([part for _, part in parts]) if parts else None
 
 
 def names_not_finite(parts: Parts) -> list[str]:
-    """Return the names of the parts that have NaN or Inf. Waits for the device at each part."""
+    """Return the names of the parts with NaN or Inf. Waits for the device at each part."""
     return [name for name, part in parts if not bool(part.isfinite().all())]
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """Return this rank's floating-point values of a tensor; None if there are none that torch can search."""
-    if is_lazy(tensor) or stands_in(tensor):
+    """Return this rank's floating-point shard of a tensor; None if it is empty or torch cannot search its dtype."""
+    if is_lazy(tensor) or is_placeholder(tensor):
         return None
     tensor = partition_values(tensor, comm.rank()) if hasattr(tensor, "ds_tensor") else tensor.detach()
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -61,7 +61,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 
 def floats(values: Sequence[Any]) -> list[float]:
-    """Convert numbers and tensors of one element to floats, in their order."""
+    """Convert numbers and one-element tensors to a list of floats."""
     # One copy for all values: each copy waits for all queued work of the device.
     far = [value.detach().reshape(()) for value in values if _is_far(value)]
     if len({value.device for value in far}) != 1:
@@ -76,7 +76,7 @@ def _is_far(value: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number as an int, even if it is written as a float (1e3); None for anything else."""
+    """Convert an integer, possibly written as a float such as 1e3, to an int; return None for other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):

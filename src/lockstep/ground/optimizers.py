@@ -1,6 +1,6 @@
-"""Optimizers: several that step as one, and optimizers that take a closure.
+"""`CombinedOptimizer`, which steps several optimizers as one, and support for optimizers that take a closure.
 
-Several step as one if, for example, one class updates matrices and another all other parameters.
+A combination is useful if, for example, one class updates matrices and another all other parameters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers of different parameters that act as one.
+    """An optimizer that combines several optimizers of different parameters.
 
     ``step`` steps each of them, in their order. ``zero_grad``, learning rate schedulers and gradient clipping use the
     parameter groups of all. The state dict is that of one optimizer with all the groups, whatever their classes are.
 
     Args:
-        *optimizers: the optimizers; no parameter may be in two of them.
+        *optimizers: the optimizers to combine; no parameter may be in two of them.
 
     Attributes:
-        optimizers: the optimizers.
+        optimizers: the combined optimizers.
 
     Raises:
         ValueError: a parameter is in two of them, or one is LBFGS.
@@ -63,17 +63,17 @@ class CombinedOptimizer(Optimizer):
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: the group belongs to one of the optimizers."""
+        """Raise ValueError, because it is unknown which of the optimizers should get the group."""
         raise ValueError(
-            "CombinedOptimizer.add_param_group: which of its optimizers is to update these parameters? Call "
-            "`add_param_group` of that one, in `.optimizers`"
+            "CombinedOptimizer.add_param_group cannot choose one of its optimizers for these parameters: call "
+            "`add_param_group` of an optimizer in `.optimizers`"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer.
+        """Step each optimizer in turn.
 
         Args:
-            closure: is called once, before the first step.
+            closure: called once, before the first step.
 
         Returns:
             The result of the closure.
@@ -87,11 +87,11 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of one optimizer with the groups of all."""
+        """Return the state dict of a single optimizer that would have the parameter groups of all."""
         return merged([optimizer.state_dict() for optimizer in self.optimizers])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this kind.
+        """Load a state dict that :meth:`state_dict` returned.
 
         Raises:
             ValueError: the groups differ in number or length.
@@ -101,7 +101,7 @@ class CombinedOptimizer(Optimizer):
             optimizer.load_state_dict(part)
 
     def split(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split a state dict of this kind into one for each optimizer.
+        """Split a state dict from :meth:`state_dict` into one for each optimizer.
 
         Raises:
             ValueError: the number of groups differs.
@@ -109,8 +109,8 @@ class CombinedOptimizer(Optimizer):
         groups = list(saved["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"loaded state dict has a different number of parameter groups: {len(groups)}, and CombinedOptimizer "
-                f"has {len(self.param_groups)}"
+                f"loaded state dict has a different number of parameter groups: {len(groups)}, but this "
+                f"CombinedOptimizer has {len(self.param_groups)}"
             )
         parts = []
         for optimizer in self.optimizers:
@@ -124,14 +124,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the innermost optimizers of a combined one, or a list with the optimizer itself."""
+    """Return the optimizers inside a (nested) `CombinedOptimizer`, or a list with any other optimizer itself."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer; a combined one's includes those of its parts.
+    """Return the class name of an optimizer, with the parts' names in parentheses for a combined one.
 
     >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
     'CombinedOptimizer(SGD)'
@@ -143,7 +143,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def by_parts(optimizer: Optimizer, state_of: Callable[[Optimizer], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dict of an optimizer, merged from those that a function returns for its parts."""
+    """Call ``state_of`` for each part of an optimizer and merge the returned state dicts."""
     if not isinstance(optimizer, CombinedOptimizer):
         return dict(state_of(optimizer))
     return merged([by_parts(each, state_of) for each in optimizer.optimizers])
@@ -172,18 +172,21 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
     seen: set[int] = set()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("CombinedOptimizer(LBFGS): LBFGS steps several times on one batch and cannot be combined")
+            raise ValueError(
+                "CombinedOptimizer does not support LBFGS, which evaluates the loss several times in one step: use it "
+                "alone"
+            )
         mine = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for shared in mine.keys() & seen:
             raise ValueError(
                 f"CombinedOptimizer: a parameter of shape {tuple(mine[shared].shape)} is in two of its optimizers: "
-                "give it to one"
+                "remove it from one"
             )
         seen |= mine.keys()
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers as one mapping, for reads and writes."""
+    """A mutable mapping view of the states of several optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -214,10 +217,10 @@ class _States(MutableMapping[Any, Any]):
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` should get the closure.
+    """Return True if the closure should be passed to ``optimizer.step``.
 
-    An optimizer of another package than torch and lockstep may need it, even if its signature is ``closure=None`` or
-    ``**kwargs``.
+    An optimizer from a package other than torch and lockstep may need the closure, even if its signature is
+    ``closure=None`` or ``**kwargs``.
     """
     step = inspect.unwrap(type(optimizer).step)
     # A mock of one of torch's optimizers has no module.
@@ -226,13 +229,13 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def demands_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` requires a closure, like LBFGS's."""
+    """Return True if ``optimizer.step`` requires a closure, as LBFGS does."""
     closure = _parameters(optimizer).get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 def may_ignore(optimizer: Optimizer) -> bool:
-    """Return True if a step has ``**kwargs`` and no ``closure``: it may pass the closure on or ignore it."""
+    """Return True if ``optimizer.step`` has ``**kwargs`` but no ``closure``, so that it may ignore the closure."""
     parameters = _parameters(optimizer)
     return "closure" not in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -241,13 +244,14 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
 
 
-class PlayedFirst:
-    """A closure that runs before the step; the first call returns that loss if weights and gradients are unchanged.
+class EagerClosure:
+    """A closure that is evaluated at once, so that an optimizer may call or ignore it.
 
-    So an optimizer that passes its closure on and one that ignores it both step with the gradients of the window.
+    The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
+    optimizer steps with the gradients of the accumulation window.
 
     Args:
-        closure: is called at once, and again by each later call.
+        closure: called in the constructor, and again by each later call.
         optimizer: the optimizer whose weights and gradients are watched.
 
     Attributes:
@@ -266,7 +270,7 @@ class PlayedFirst:
         return self.loss
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return version numbers of each weight and gradient, which change when they are written to."""
+        """Return torch's version counters of each weight and gradient, which change with every in-place write."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = ((each._version, each.grad) for each in parameters)
         return [(version,) if grad is None else (version, id(grad), grad._version) for version, grad in found]

@@ -1,6 +1,6 @@
-"""Parameters: gradient norms, clipping by value, names in a module, and shards.
+"""Functions for parameters: gradient norms, clipping by value, names, and shards.
 
-The part of a tensor is what this rank stores: its own shard of a DTensor, and nothing of weights on another rank.
+A shard is the part of a tensor that this rank stores. It is empty for weights that only another rank has.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def grad_norm(
     """Return the p-norm of each parameter's gradient, and of all gradients as one vector.
 
     Args:
-        module: the module; parameters without a gradient are left out.
-        norm_type: p > 0; ``"inf"`` for the largest element.
+        module: the module; parameters without a gradient are skipped.
+        norm_type: p > 0, or ``"inf"`` for the largest absolute value.
         group_separator: separates the norm's name from the parameter's, as the logger groups names.
 
     Returns:
@@ -43,7 +43,7 @@ def grad_norm(
     """
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or 'inf'")
+        raise ValueError(f"norm_type={norm_type!r} is not valid: pass a positive number or 'inf'")
     norms = {
         f"grad_{p}_norm{group_separator}{name}": torch.linalg.vector_norm(parameter.grad.detach(), p)
         for name, parameter in module.named_parameters()
@@ -58,21 +58,21 @@ def grad_norm(
 
 
 LAZY = (
-    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape only in its first forward. Give the layer "
-    "its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its `configure_model`: "
+    "{who}: parameter {name!r} belongs to a lazy layer, which has no shape before its first forward. Pass sizes to the "
+    "layer (nn.Linear(in_features, ...)), or run one batch through the module in its `configure_model`: "
     "`self(torch.zeros(2, in_features))`."
 )
 
 
 def refuse_lazy(module: nn.Module, who: str) -> None:
-    """Refuse a module with a parameter that has no shape yet.
+    """Raise an error if a module has a lazy parameter, which has no shape yet.
 
     Args:
         module: the module to check.
         who: name of the feature that does not support it.
 
     Raises:
-        MisconfigurationException: names the parameter and the way out.
+        MisconfigurationException: a parameter is lazy.
     """
     name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if name is not None:
@@ -80,7 +80,7 @@ def refuse_lazy(module: nn.Module, who: str) -> None:
 
 
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
-    """Clip the gradients of ``parameters`` in place; real and imaginary parts separately for complex ones."""
+    """Clip gradients to [-value, value] in place; for complex ones, real and imaginary parts separately."""
     real: list[Tensor] = []
     for parameter in parameters:
         # torch has no clamp for complex numbers.
@@ -93,7 +93,7 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, such as an embedding tied to the output layer's weight.
+    """Return lists of the names that refer to one parameter, such as an embedding tied to the output layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -110,7 +110,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie the parameters of each list of names to that of its first name, and return the module.
+    """Replace the parameters named in each list by the one with the first name, and return the module.
 
     Args:
         module: changed in place.
@@ -125,7 +125,7 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter as a state dict has it.
+    """Convert a name from ``named_parameters`` to the key in a state dict.
 
     torch's ``CheckpointWrapper`` adds to the names of ``named_parameters``, but not to the keys of state dicts.
 
@@ -137,14 +137,14 @@ def plain_name(name: str) -> str:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the full shape of a parameter; with DeepSpeed's stage 3 the module has an empty one."""
+    """Return the full shape of a parameter, also if DeepSpeed's stage 3 has emptied it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 @contextmanager
 def whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Give empty parameters their full shape inside the block, filled with zeros that take no memory."""
+    """Expand parameters that DeepSpeed has emptied to their full shape inside the block, with zeros of no memory."""
     shown: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in module.parameters():
         if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():
@@ -159,8 +159,11 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
             parameter.data = empty
 
 
-def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the parameters in ``optimizers`` that ``module`` lacks (such as in a plain list), by their place there."""
+def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the parameters in ``optimizers`` that are not parameters of ``module``, by place in the optimizers.
+
+    A module that stores parameters in a plain list, for example, does not list them.
+    """
     seen = {id(parameter) for parameter in module.parameters()}
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
@@ -174,13 +177,13 @@ def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Iterate over an optimizer's parameters without a wait: a sharded list's own iterator waits for pending work."""
+    """Iterate over an optimizer's parameters without the wait of a sharded list's own iterator."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
 @contextmanager
 def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -> Iterator[None]:
-    """Leave some names out of a module's state dicts inside the block, so that their values are not gathered."""
+    """Omit some names from a module's state dicts inside the block, so that their values are not gathered."""
 
     def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
         for name in [name for name in state if is_left_out(name)]:
@@ -194,7 +197,7 @@ def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -
 
 
 KEPT = "_lockstep_keeps_dtype"
-"""Attribute of a layer with the names of parameters and buffers whose dtype does not follow the model's."""
+"""Attribute of a layer with the names of its parameters and buffers that keep their dtype."""
 
 
 def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
@@ -204,7 +207,7 @@ def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
 
 @contextmanager
 def keeping_dtypes(module: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers named by `keep_dtype` after a conversion of a module inside the block."""
+    """Restore the parameters and buffers marked by `keep_dtype` after the block, which converts the module."""
     named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
     buffers = [(layer, name, layer._buffers[name]) for layer, name in named if name in layer._buffers]
     parameters = [layer._parameters.get(name) for layer, name in named if name in layer._parameters]
@@ -216,10 +219,10 @@ def keeping_dtypes(module: nn.Module) -> Iterator[None]:
         parameter.data = value
 
 
-def takes_names_as_they_are(module: nn.Module) -> bool:
-    """Return True if loading a state dict compares only names and shapes.
+def loads_by_name(module: nn.Module) -> bool:
+    """Return True if a module loads each tensor of a state dict into the parameter with its name.
 
-    Then a mismatch is known before values change, and each tensor is loaded into the parameter of its name.
+    A mismatch of names or shapes can then be detected before any value changes.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return False
@@ -239,13 +242,13 @@ def takes_names_as_they_are(module: nn.Module) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, without a copy; another tensor as it is."""
+    """Return this rank's shard of a DTensor without copying it; return other tensors unchanged."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the range of each dimension that this rank's shard covers; the full range for other tensors."""
+    """Return the slice of each dimension that this rank's shard of a DTensor covers; full slices for other tensors."""
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None:
         return tuple(slice(0, size) for size in tensor.shape)
@@ -253,14 +256,14 @@ def box_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """Return the range of each dimension that this rank's shard of a DTensor would cover.
+    """Return the slices that this rank's shard of a DTensor with the given layout covers.
 
     torch's ``compute_local_shape_and_global_offset`` does this too, but is wrong for sizes that tensor parallelism and
     then ``fully_shard`` divide unevenly: with 50,257 rows on a mesh of 4 x 2 two ranks would get the same row.
 
     Args:
-        shape: shape of the whole tensor.
-        mesh: the mesh; a rank outside of it gets an empty range.
+        shape: shape of the full tensor.
+        mesh: the mesh; a rank outside of the mesh gets empty slices.
         placements: one for each dimension of the mesh.
     """
     place = mesh.get_coordinate()
@@ -282,21 +285,21 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def starts_of(tensor: Tensor) -> list[int]:
-    """Return the first index, in each dimension, of this rank's shard of a DTensor; zeros for other tensors."""
+    """Return the first index of this rank's shard of a DTensor in each dimension; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 
 
-def is_cut_again(tensor: Tensor) -> bool:
-    """Return True if ``fully_shard`` has sharded a dimension of a DTensor that tensor parallelism had sharded."""
+def is_sharded_twice(tensor: Tensor) -> bool:
+    """Return True if tensor parallelism and then ``fully_shard`` have sharded the same dimension of a DTensor."""
     return any(hasattr(placement, "split_factor") for placement in getattr(tensor, "placements", ()))
 
 
 FSDP, DEEPSPEED, PIPELINE = "fsdp", "deepspeed", "balanced"
-"""The engines that split modules, by the names of the strategies."""
+"""Engines that split modules, by their strategies' names."""
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return True if torch's ``fully_shard`` or tensor parallelism has sharded a module."""
+    """Return True if torch's ``fully_shard`` or tensor parallelism has sharded the module."""
     by_torch = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
     return by_torch or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
 
@@ -307,21 +310,21 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def partition_values(parameter: Any, rank: int) -> Tensor:
-    """Return a rank's elements of a parameter that DeepSpeed has partitioned, without the padding at their end.
+    """Return the elements of a parameter that DeepSpeed has assigned to a rank, without padding.
 
-    The padding is memory that nobody writes, and may hold any values.
+    The padding is uninitialized memory.
     """
     part: Tensor = parameter.ds_tensor.detach().flatten()
     return part[: max(0, parameter.ds_shape.numel() - rank * part.numel())]
 
 
 def is_freed(module: nn.Module) -> bool:
-    """Return True if a pipeline has freed weights of this module and has not restored them."""
-    return any(stands_in(parameter) for parameter in module.parameters())
+    """Return True if a pipeline has freed weights of this module on this rank."""
+    return any(is_placeholder(parameter) for parameter in module.parameters())
 
 
-def cut_by(module: nn.Module) -> str:
-    """Return the engine that has split a module, by marks on its parameters; "" if the module is whole."""
+def engine_that_split(module: nn.Module) -> str:
+    """Return the engine that has split a module, detected from its parameters; "" if no engine has."""
     if is_freed(module):
         return PIPELINE
     if is_split(module):
@@ -329,8 +332,8 @@ def cut_by(module: nn.Module) -> str:
     return DEEPSPEED if any(is_partitioned(parameter) for parameter in module.parameters()) else ""
 
 
-def stands_in(parameter: Tensor) -> bool:
-    """Return True if a parameter's values are only on another rank of its pipeline."""
+def is_placeholder(parameter: Tensor) -> bool:
+    """Return True if a parameter is a placeholder whose values are on another rank of the pipeline."""
     if is_lazy(parameter):
         return False
     strided = parameter.layout is torch.strided and not parameter.is_meta

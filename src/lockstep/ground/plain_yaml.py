@@ -1,4 +1,4 @@
-"""Reading of users' YAML files as plain values."""
+"""A reader for users' YAML files, which returns plain values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """Return the values of a YAML file.
+    """Read a YAML file and return its content as plain values.
 
     Raises:
         ModuleNotFoundError: the package `yaml` is not installed.

@@ -1,4 +1,4 @@
-"""Calls, messages and warnings on rank 0 only, and marks on functions that describe what a rank is doing.
+"""Functions that call, log and warn on rank 0 only, and decorators that describe what a rank is doing.
 
 The supervisor of a node reports what a rank does from the rank's stack. It sees files, lines and function names of code
 that it has not imported, so it reads the marks from the source.
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
-"""Lightning's loggers, which scripts written for it silence."""
+"""Names of Lightning's loggers, which scripts written for Lightning silence."""
 
 
 class _Screen(logging.Handler):
-    """Handler for stderr, while logging is not configured and Lightning's loggers have no higher level."""
+    """Handler that prints to stderr unless logging is configured or a logger of Lightning has a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # INFO is the level that Lightning gives its own loggers on import.
@@ -46,7 +46,7 @@ if log.level == logging.NOTSET:  # else the user has set it before this import
 
 
 class _RankZeroOnly:
-    """The class of the decorator `rank_zero_only`; it also stores this process's global rank."""
+    """Class of the decorator `rank_zero_only`, which also stores this process's global rank."""
 
     def __init__(self) -> None:
         self.rank: int = 0
@@ -75,10 +75,10 @@ class _RankZeroOnly:
 
 
 rank_zero_only = _RankZeroOnly()
-"""Decorator: run the function on global rank 0; elsewhere the call returns ``default``.
+"""Decorator that runs a function on global rank 0 only. On other ranks the call returns ``default``.
 
-`rank_zero_only.rank` is the global rank of this process: 0 until the launch sets it. It is read at each call, so a
-function may be decorated before or after the launch.
+`rank_zero_only.rank` is the global rank of this process, which is 0 until the launch sets it. It is read at each call,
+so a function may be decorated before or after the launch.
 
 Example::
 
@@ -92,13 +92,13 @@ Example::
 
 @rank_zero_only
 def rank_zero_debug(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at debug level on rank 0. Takes the arguments of `logging.Logger.debug`."""
+    """Log at debug level on rank 0 only. The arguments are those of `logging.Logger.debug`."""
     log.debug(message, *args, **_at_caller(kwargs))
 
 
 @rank_zero_only
 def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at info level on rank 0. Takes the arguments of `logging.Logger.info`."""
+    """Log at info level on rank 0 only. The arguments are those of `logging.Logger.info`."""
     log.info(message, *args, **_at_caller(kwargs))
 
 
@@ -106,9 +106,9 @@ def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
 def rank_zero_warn(
     message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1, **kwargs: Any
 ) -> None:
-    """Warn on rank 0.
+    """Issue a warning on rank 0 only.
 
-    The warning has the place of the call, so Python's own filter shows it once per message and place.
+    The warning refers to the line of the call, so Python's own filter shows it once per message and line.
 
     Args:
         message: the text, or a warning object.
@@ -121,12 +121,12 @@ def rank_zero_warn(
 
 @rank_zero_only
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1, **kwargs: Any) -> None:
-    """Warn about a deprecation on rank 0. Takes the arguments of `rank_zero_warn`."""
+    """Issue a `DeprecationWarning` on rank 0 only. The arguments are those of `rank_zero_warn`."""
     warnings.warn(message, kwargs.pop("category", DeprecationWarning), stacklevel=stacklevel + 2, **kwargs)
 
 
 def warn_once(message: str, *, key: str | None = None, category: type[Warning] = UserWarning) -> None:
-    """Warn on rank 0, once in this process.
+    """Issue a warning on rank 0, at most once in this process.
 
     Args:
         message: the text.
@@ -152,7 +152,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 def _at_caller(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return logging arguments with the caller of a ``rank_zero_*`` function as the record's place."""
+    """Return logging arguments for which the record refers to the caller of a ``rank_zero_*`` function."""
     return {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}
 
 
@@ -164,25 +164,25 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """The mark on a function."""
+    """The mark that `does` or `waits` puts on a function."""
 
     words: str  #: "saving a checkpoint"; "" if there are none
     waits: bool  #: True if the function itself waits for other ranks
 
 
 def does(words: str) -> Callable[[F], F]:
-    """Mark a function with the words for what a rank does in it and in its callees."""
+    """Mark a function with a description of what a rank does while it runs, such as "saving"."""
     return lambda function: function
 
 
 def waits(words: str = "") -> Callable[[F], F]:
-    """Mark a function that waits for other ranks, optionally with the words for it."""
+    """Mark a function that waits for other ranks, optionally with a description as for `does`."""
     return lambda function: function
 
 
 @functools.cache
 def marks_in(file: str) -> dict[str, Doing]:
-    """Return the marks in a source file of lockstep, by function name; an empty dict if there is no source."""
+    """Read the marks from a source file of lockstep, by function name; return {} if there is no source."""
     try:
         with open(file) as source:
             tree = ast.parse(source.read())

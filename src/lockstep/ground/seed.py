@@ -36,7 +36,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     global _current
     if seed is None:
         if _current is None and verbose:
-            rank_zero_warn("seed_everything() got no seed and none was set before: using 0", stacklevel=2)
+            rank_zero_warn(
+                "seed_everything() was called without a seed, and none was set earlier: the seed is 0", stacklevel=2
+            )
         seed = _current or 0
     seed = _checked(seed)
     random.seed(seed)
@@ -51,12 +53,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def current_seed() -> int | None:
-    """Return the seed that `seed_everything` set last in this process, or that was passed on to it; else None."""
+    """Return the seed that `seed_everything` set last, or that the launching process passed on; None if unset."""
     return _current
 
 
 def hand_down_seed(seed: int | None) -> None:
-    """Make ``seed`` the `current_seed` of a started process, without seeding any generator.
+    """Set the `current_seed` of a process that was just started, without seeding any generator.
 
     Raises:
         ValueError: the seed is not an integer or is out of bounds.
@@ -66,7 +68,7 @@ def hand_down_seed(seed: int | None) -> None:
 
 
 def random_states(include_cuda: bool = True) -> dict[str, Any]:
-    """Return the states of torch's, the accelerator's, numpy's and Python's global generators.
+    """Return the states of all global random generators: torch's, the accelerator's, numpy's and Python's.
 
     They consist of dicts, tensors, numbers and None only, so ``torch.load(weights_only=True)`` can read them, and
     `set_random_states` restores them bit for bit. The accelerator's states are included if this process has used it,
@@ -120,7 +122,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return what `random_states` returns, for a process whose devices may have other indices.
+    """Variant of `random_states` for another process, in which the devices may have other indices.
 
     Args:
         devices: the devices of a rank; the state of each accelerator among them is included, in their order.
@@ -133,7 +135,7 @@ def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Restore the states that `random_states_of` returned, by the order of devices.
+    """Restore the states that `random_states_of` returned, matched to devices by order.
 
     Checkpoints of earlier versions have CUDA's states by index; each device gets the state of its own index.
 
@@ -154,7 +156,7 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Restore all random states when the block is left, also after an exception.
+    """Restore all random states at the end of the block, also after an exception.
 
     Args:
         include_cuda: include the accelerator's. False in a forked process, which must not use CUDA.
@@ -167,7 +169,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Restore the random states of the CPU and of devices of one type after the block: its numbers are drawn again."""
+    """Return a context that restores the random states of the CPU and of devices of one type at its end."""
     gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
     return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
@@ -178,7 +180,7 @@ def _checked(seed: SupportsInt | str) -> int:
     except (TypeError, ValueError):
         number = -1
     if not 0 <= number <= LARGEST_SEED:
-        raise ValueError(f"seed={seed!r}: give an integer from 0 to {LARGEST_SEED} (2**32 - 1)")
+        raise ValueError(f"seed={seed!r} is not valid: pass an integer from 0 to {LARGEST_SEED} (2**32 - 1)")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Memory shared by all ranks of a group: pages without a name, or pages of a file that is unlinked at once."""
+"""Memory that the ranks on a host share, which is anonymous or in a file that is unlinked at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import torch
 from lockstep.ground import comm
 
 FOLDER = "/dev/shm"
-"""Folder of files in memory."""
+"""Folder whose files are in memory."""
 PIECE = 2**22
-"""Bytes that are reserved at a time.
+"""Number of bytes that are reserved in one system call.
 
 In older kernels a signal restarts a reservation of memory. One that takes longer than the ticks of a profiler's timer
 would never end.
@@ -28,14 +28,14 @@ would never end.
 
 
 class Pages(NamedTuple):
-    """Pages of zeros that several processes have mapped."""
+    """Memory that several processes have mapped, initially zero."""
 
     memory: mmap.mmap
     handle: int  #: the open file. Locks on it belong to this process, and end when any handle on the file is closed.
 
 
 class _PageFile(NamedTuple):
-    """The path by which other processes find the pages."""
+    """The path and identity by which other processes find the pages."""
 
     path: str
     space: str  #: the namespace of process ids in which the path is valid, "" for any
@@ -44,7 +44,7 @@ class _PageFile(NamedTuple):
 
 
 def on_one_host(group: comm.Group) -> bool:
-    """Return True if all ranks of ``group`` run on one host. Collective."""
+    """Return True if all ranks of ``group`` are on one host. Collective."""
     mine = host_number()
     # One maximum gives the largest number and, negated, the smallest.
     most, least = comm.all_reduce(torch.tensor([mine, -mine]), "max", group).tolist()
@@ -52,12 +52,12 @@ def on_one_host(group: comm.Group) -> bool:
 
 
 def host_number() -> int:
-    """Return `host` as a number of 63 bits."""
+    """Return a 63-bit hash of `host`."""
     return int.from_bytes(hashlib.blake2b(host().encode(), digest_size=8).digest(), "big") >> 1
 
 
 def host() -> str:
-    """Return a string that is the same for processes on one host and one boot of it."""
+    """Return an identifier of this host and its current boot."""
     # Different machines may have the same hostname.
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
@@ -73,7 +73,7 @@ def common_pages(
     on_disk: bool = False,
     leaders: Sequence[int] | None = None,
 ) -> Pages | None:
-    """Return pages of zeros that all ranks of ``group`` on one host have mapped; None on all if that is impossible.
+    """Map memory that the ranks of ``group`` on one host share; return None on all ranks if that is impossible.
 
     Collective. The caller closes the handle and releases the memory; no file is left.
 
@@ -125,13 +125,13 @@ def _close(handle: int | None) -> None:
 
 
 def close_handle(pages: Pages | None) -> None:
-    """Close the handle of pages that nobody locks."""
+    """Close the file handle of pages that need no lock."""
     if pages is not None:
         os.close(pages.handle)
 
 
 def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:
-    """Make a file of ``size`` bytes; return its handle and place, or None if that fails."""
+    """Create a file of ``size`` bytes; return its handle and place, or None if that fails."""
     try:
         handle, path = make()
     except OSError:
@@ -150,9 +150,9 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFil
 
 
 def _unnamed() -> tuple[int, str]:
-    """Make anonymous memory: nothing is left of it if a rank dies, and the size of /dev/shm is no limit."""
+    """Create anonymous memory, which disappears with its processes and is not limited by /dev/shm."""
     if not hasattr(os, "memfd_create") or not space():
-        raise OSError("this system has no memory without a name")
+        raise OSError("this system does not support anonymous memory files")
     handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")
     return handle, f"/proc/{os.getpid()}/fd/{handle}"
 
@@ -163,7 +163,7 @@ def _new_file(folder: str) -> tuple[int, str]:
 
 
 def space() -> str:
-    """Return the namespace of this process's id: containers have their own. "" if unknown."""
+    """Return the namespace of this process's id, which differs between containers; "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

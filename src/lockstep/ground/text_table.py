@@ -1,4 +1,4 @@
-"""Tables of text: the cells of a column have the width of its widest."""
+"""Text tables with padded columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def padded(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[list[str]]:
-    """Pad the cells of a table to one width in each column.
+    """Pad each cell of a table to the width of its column.
 
     Args:
         rows: rows with the same number of cells.

@@ -1,8 +1,8 @@
-"""Support of torch: the private parts that lockstep uses, and the releases and devices that this release was tested on.
+"""The private parts of torch that lockstep uses, and the torch releases and devices on which it was tested.
 
-Private parts by which a feature is refused are listed with the files that use them, their purpose, and the first
-release that has them. A release of torch may rename one. Then its feature is refused by name when it is requested; all
-else works. Parts without which lockstep does less are listed by the tests (`tests/guards/torch_parts.py`).
+Each private part that a feature requires is listed with the files that use it, its purpose, and the first release that
+has it. If a release of torch renames a part, a request for its feature raises an error, and everything else works. The
+tests list the parts without which lockstep only does less (`tests/guards/torch_parts.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SCALER = "precision='16-mixed'"
 MEMORY = "the activations of trainer.memory()"
 INIT = "drawing weights in shards"
 
-ASKED_FOR = (DDP, FSDP, SCALER, INIT)
-"""Features that are refused without their parts. Others do less if a part is missing."""
+REFUSED_FEATURES = (DDP, FSDP, SCALER, INIT)
+"""Features that raise an error if one of their parts is missing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A private part of torch.
+    """A private part of torch that a feature requires.
 
     Attributes:
         name: full name with module and class; names in several releases are separated by ``|``.
         files: files below ``src/lockstep/`` that use it, separated by spaces.
-        why: its purpose.
+        why: the purpose for which lockstep uses it.
         feature: the feature that does not work without it.
         since: the oldest supported release that has it.
     """
@@ -172,17 +172,17 @@ PARTS: tuple[Part, ...] = (
 
 @cache
 def missing(feature: str, more: tuple[Part, ...] = ()) -> tuple[Part, ...]:
-    """Return the parts of a feature that this torch lacks, also among ``more``, those of an extension."""
+    """Return the parts of a feature, including an extension's parts in ``more``, that the installed torch lacks."""
     return tuple(part for part in (*PARTS, *more) if part.feature == feature and not is_there(part.name))
 
 
 def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...] = ()) -> None:
-    """Refuse a feature if this torch lacks a part of it.
+    """Raise an error if the installed torch lacks a part that a feature requires.
 
     Args:
-        feature: one of `ASKED_FOR`.
+        feature: one of `REFUSED_FEATURES`.
         what: the feature as the user wrote it.
-        instead: a way out other than another torch.
+        instead: an alternative to a different release of torch.
         more: the parts that an extension lists.
 
     Raises:
@@ -193,12 +193,12 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
         part = lacking[0]
         raise MisconfigurationException(
             f"{what} needs {part.name.replace('|', ' or ')} ({part.why}), which torch {torch.__version__} lacks: "
-            f"install a torch from {part.since} on that lockstep was tested with, or {instead}."
+            f"install torch {part.since} or newer, in a release that lockstep was tested with, or {instead}."
         )
 
 
 def is_there(name: str) -> bool:
-    """Return True if this torch has a part: a module, an attribute of a module or class, or of a class's objects."""
+    """Return True if the installed torch has a module, or an attribute of a module, a class or its instances."""
     return any(map(_is_there, name.split("|")))
 
 
@@ -215,7 +215,7 @@ def _is_there(name: str) -> bool:
 
 
 def _longest_module(names: list[str]) -> tuple[object, list[str]]:
-    """Return the longest importable prefix of a name, imported, and the rest of the name."""
+    """Import the longest importable prefix of a dotted name; return the module and the remaining names."""
     for length in range(len(names), 0, -1):
         try:
             return importlib.import_module(".".join(names[:length])), names[length:]
@@ -225,7 +225,7 @@ def _longest_module(names: list[str]) -> tuple[object, list[str]]:
 
 
 def _gives(kind: type, attribute: str) -> bool:
-    """Return True if the objects of a class have an attribute: it is annotated, or a method uses its name."""
+    """Return True if a class annotates an attribute, or one of its methods uses the attribute's name."""
     for base in kind.__mro__:
         if attribute in vars(base).get("__annotations__", {}):
             return True
@@ -235,15 +235,15 @@ def _gives(kind: type, attribute: str) -> bool:
     return False
 
 
-TRIED = (2, 15)
-"""The newest torch that this release was tested with; a test compares it with constraints.txt and pyproject.toml."""
-RAN = ("cpu", "cuda")
+NEWEST_TESTED = (2, 15)
+"""The newest torch that lockstep was tested with. A test compares it with constraints.txt and pyproject.toml."""
+TESTED_ON = ("cpu", "cuda")
 """Kinds of devices on which this release has run. A test compares it with the table in the README."""
-RAN_ON_SEVERAL = ("cpu",)
-"""Kinds of devices on which this release has run with several ranks and a device each."""
+TESTED_ON_SEVERAL = ("cpu",)
+"""Kinds of devices on which this release has run with several ranks, each with its own device."""
 
 
-def warn_of_untried_torch(version: str = torch.__version__) -> None:
+def warn_of_untested_torch(version: str = torch.__version__) -> None:
     """Warn, once and on rank 0, if torch is newer than all tested releases.
 
     Args:
@@ -251,25 +251,25 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
     """
     major, minor = version.split(".")[:2]
     # Loader workers would repeat the warning of their rank.
-    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:
-        tried = ".".join(map(str, TRIED))
+    if (int(major), int(minor)) > NEWEST_TESTED and multiprocessing.parent_process() is None:
+        newest = ".".join(map(str, NEWEST_TESTED))
         warn_once(
-            f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: if "
-            f"something is wrong, run `pip install 'torch=={tried}.*'`."
+            f"torch {version} is newer than {newest}, the newest release that this version of lockstep was tested "
+            f"with. If something fails, run `pip install 'torch=={newest}.*'`."
         )
 
 
-def untried(kind: str, several: bool = False) -> str | None:
-    """Return the warning for a run on devices on which this release never ran; None if it did.
+def untested_device_warning(kind: str, several: bool = False) -> str | None:
+    """Return a warning if this release has never run on such devices; None if it has.
 
     Args:
         kind: kind of the devices.
         several: True if there are several ranks with a device each.
     """
-    if kind in (RAN_ON_SEVERAL if several else RAN):
+    if kind in (TESTED_ON_SEVERAL if several else TESTED_ON):
         return None
-    where, reference = ("such a device", "the CPU") if kind not in RAN else ("several such devices", "one")
+    where, reference = ("such a device", "the CPU") if kind not in TESTED_ON else ("several such devices", "one")
     return (
         f'accelerator={kind!r}: this release of lockstep has not run on {where} yet (README, "Where it has '
-        f'run"): compare the first losses with a run on {reference}, and report what differs.'
+        f'run"). Compare the first losses with a run on {reference}, and report differences.'
     )

@@ -1,7 +1,7 @@
-"""Transfers between the host and devices: batches on another device, tensors without their graphs, pinned memory.
+"""Functions that move data between host and devices, through pinned memory where possible.
 
 Copies from a device go to pinned memory of the CPU (`HostMemory`). Pinned memory is allocated in powers of two, so
-tensors are cut from blocks.
+tensors are allocated from larger blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.ground.tree import tree_map
 
 @cache
 def has_pinned_memory(kind: str) -> bool:
-    """Return True if host memory can be pinned for a kind of device, so that copies do not block the host."""
+    """Return True if host memory can be pinned for a kind of device, which makes asynchronous copies possible."""
     if kind in ("cpu", "meta", "mps"):  # mps: its copies race with the host (pytorch issue 83015)
         return False
     if kind in ("cuda", "xpu"):  # known: the check below would initialize the device
@@ -32,7 +32,7 @@ def has_pinned_memory(kind: str) -> bool:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor in pinned memory, which ``device`` reads asynchronously; as it is if there is none."""
+    """Copy a CPU tensor to pinned memory for asynchronous reads by ``device``; return it unchanged if unsupported."""
     return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
 
 
@@ -70,7 +70,7 @@ def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
 
 
 class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` checks for a method
-    """Any object with a method ``to``: tensors, packed sequences, a user's own batch class."""
+    """Marker type for objects with a method ``to``, such as tensors, packed sequences and users' batch classes."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> Any:
@@ -78,14 +78,14 @@ class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` 
 
 
 BLOCK = 2**26
-"""Bytes of a block. A larger tensor gets the next power of two; others use the rest of it."""
+"""Size of a block in bytes. A larger tensor gets a block of the next power of two, whose rest other tensors use."""
 ALIGNMENT = 512
 
 
 class HostMemory:
-    """Tensors on the CPU, each with a storage of its own, that are cut from a few blocks.
+    """Allocator for CPU tensors, each with its own storage, in a few large blocks.
 
-    A block is freed when this object and all of its tensors are gone.
+    A block is freed when this object and all tensors in the block are freed.
 
     Args:
         device: source of the copies; its kind decides whether memory is pinned.
@@ -97,7 +97,7 @@ class HostMemory:
         self._total = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return memory for a copy of ``tensor``, with its shape, strides and dtype."""
+        """Return an uninitialized CPU tensor with the shape, strides and dtype of ``tensor``."""
         shape, strides = tensor.shape, torch.empty_like(tensor, device="meta").stride()
         size = tensor.numel() * tensor.element_size()
         if not self._pinned or not size:
@@ -118,9 +118,9 @@ class HostMemory:
 
 
 class ReusedCopies:
-    """Copies of storages of a device in pinned memory of the CPU, which is reused when its tensors are gone.
+    """Copies of device storages in pinned CPU memory, which is reused when its tensors are freed.
 
-    On the CPU, and for devices without pinned memory, each copy allocates memory.
+    On the CPU, and for devices without pinned memory, each copy allocates new memory.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class ReusedCopies:
         self._memory: dict[torch.device, HostMemory] = {}
 
     def of(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy that is complete after :meth:`arrive`. Make a tensor of it before the next call."""
+        """Start a copy and return it; :meth:`arrive` completes it. Create a tensor in it before the next call."""
         size, device = source.nbytes(), source.device
         if not size or not has_pinned_memory(device.type):
             return source.clone() if device.type == "cpu" else source.cpu()

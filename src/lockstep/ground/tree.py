@@ -1,4 +1,4 @@
-"""Nested values: a map over the leaves of a batch, an iterator over them, and plain forms of values for checkpoints."""
+"""Functions that map over the leaves of nested values, or convert values to plain ones for checkpoints."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class NotPlain(TypeError):
-    """A value that has no plain form.
+    """Error for a value that has no plain form, and so cannot be in a checkpoint.
 
     Attributes:
         value: the value without a plain form.
@@ -114,7 +114,7 @@ class NotPlain(TypeError):
 
 
 def plain(value: object) -> Any:
-    """Return `value` as tensors, numbers, strings, and dicts, lists, tuples, sets of them. Containers are copied.
+    """Convert `value` to tensors, numbers and strings, in dicts, lists, tuples and sets. Containers are copied.
 
     A path becomes a string, an ``Enum`` its value, a ``Namespace``, dataclass or other mapping a dict, a NumPy number a
     Python number, an array a tensor, a named tuple a tuple, any other sequence a list.
@@ -126,16 +126,14 @@ def plain(value: object) -> Any:
 
 
 def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield path and class of each object in `value` that can be rebuilt from its plain form.
-
-    The plain form lacks these classes.
+    """Yield (path, class) for each object in `value` that can be rebuilt from its plain form, which lacks the class.
 
     Yields:
-        The path of the object in the plain form: keys, numbers in sequences, and elements of sets. The path of a key is
-        the path of its item, preceded by None. And ``"module:name"`` of the class.
+        The path of the object in the plain form, and ``"module:name"`` of its class. A path consists of keys, indices
+        in sequences and elements of sets. The path of a key is the path of its item, preceded by None.
     """
     kind = type(value)
-    if is_made_again(kind):
+    if is_rebuildable(kind):
         yield at, f"{kind.__module__}:{kind.__qualname__}"
     if isinstance(value, (Enum, os.PathLike, *_TEXTS)) or _is_omegaconfs(kind):
         return
@@ -153,7 +151,7 @@ def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
             yield from classes_in(item, (*at, place))
 
 
-def is_made_again(kind: type) -> bool:
+def is_rebuildable(kind: type) -> bool:
     """Return True if objects of a class can be rebuilt from their plain form."""
     return (
         dataclasses.is_dataclass(kind)
@@ -169,7 +167,7 @@ def _is_omegaconfs(kind: type) -> bool:
 
 
 def _fields(value: object) -> object:
-    """Return a namespace or dataclass as a dict; any other value as it is."""
+    """Return a namespace or dataclass as a dict; return other values unchanged."""
     if isinstance(value, Namespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -223,7 +221,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
 
 
 def can_be_read_back(value: object) -> bool:
-    """Return True if ``torch.load(weights_only=True)`` reads what ``torch.save`` writes of `value`; both are run."""
+    """Return True if ``torch.load(weights_only=True)`` can read `value` after ``torch.save``, by trying both."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -235,7 +233,7 @@ def can_be_read_back(value: object) -> bool:
 
 
 def described(value: object) -> str:
-    """Return a description of `value` with its article: "the class torch.optim.Adam", "a function"."""
+    """Describe `value` for a message, for example as "the class torch.optim.Adam" or "a function"."""
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     cls = type(value)

@@ -36,7 +36,7 @@ LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 
 @dataclass
 class LRSchedulerConfig:
-    """A scheduler, and when it is stepped."""
+    """A learning rate scheduler, and the settings that determine when it is stepped."""
 
     scheduler: LRSchedulerTypeUnion
     name: str | None = None  #: name in LearningRateMonitor's logs; None: derived from the optimizer
@@ -48,7 +48,7 @@ class LRSchedulerConfig:
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """`LRSchedulerConfig` as the dict that a user writes."""
+    """The dict form of `LRSchedulerConfig`, which ``configure_optimizers`` may return."""
 
     scheduler: Required[LRSchedulerTypeUnion]
     name: str | None
@@ -60,13 +60,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """A dict with an optimizer."""
+    """A dict with an optimizer, which ``configure_optimizers`` may return."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """A dict with an optimizer and its scheduler."""
+    """A dict with an optimizer and its scheduler, which ``configure_optimizers`` may return."""
 
     optimizer: Optimizer
     lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
@@ -96,7 +96,7 @@ else:
 
 
 class LogOptions(TypedDict, total=False):
-    """The options of ``self.log``, as ``self.log_dict`` takes them."""
+    """Keyword arguments of ``self.log`` that ``self.log_dict`` also accepts."""
 
     prog_bar: bool
     logger: bool | None
@@ -121,7 +121,7 @@ class _Word(str, Enum):
 
 
 class TrainerStatus(_Word):
-    """The progress of a call of the Trainer."""
+    """Status of a Trainer call, such as running or finished."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -135,7 +135,7 @@ class TrainerStatus(_Word):
 
 
 class TrainerFn(_Word):
-    """The method that the user called."""
+    """Method of the Trainer that the user called, such as ``fit``."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -144,7 +144,7 @@ class TrainerFn(_Word):
 
 
 class RunningStage(_Word):
-    """The loop that is running; inside ``fit`` that is training, validation or the sanity check."""
+    """Loop that is running; inside ``fit``, this is training, validation or the sanity check."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -159,7 +159,7 @@ class RunningStage(_Word):
 
     @property
     def dataloader_prefix(self) -> str:
-        """The name of this stage in ``<prefix>_dataloader`` and ``limit_<prefix>_batches``."""
+        """The prefix for this stage in ``<prefix>_dataloader`` and ``limit_<prefix>_batches``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
@@ -173,7 +173,7 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """True if the call ended by itself."""
+        """True if the call has finished normally."""
         return self.status is TrainerStatus.FINISHED
 
     @property
@@ -183,29 +183,29 @@ class TrainerState:
 
 
 class Planned(Protocol):
-    """Result of `Trainer.plan`: each way to train with its memory and seconds, and a choice. Print it for a report."""
+    """Result of `Trainer.plan`, with the estimated memory and time of each configuration. Print it for a report."""
 
     @property
     def rows(self) -> Sequence[Any]:
-        """All ways."""
+        """All configurations, each with its estimated memory and time."""
 
     @property
     def choice(self) -> Any:
-        """The best way; None where nothing fits."""
+        """The best configuration; None if none fits into memory."""
 
     @property
     def reason(self) -> str:
-        """Why it is the best."""
+        """The reason for the choice, as text."""
 
     def lines(self, everything: bool = False) -> Iterator[str]:
-        """Return the lines of the table; with ``everything`` also ways that are not worth choosing."""
+        """Yield the lines of the report; with ``everything``, include configurations that are not worth choosing."""
 
     def save(self, path: str | Path) -> None:
-        """Write the choice to a file for ``Trainer(strategy="plan.yaml")``."""
+        """Write the choice to a YAML file, for use as ``Trainer(strategy="plan.yaml")``."""
 
 
 class Verified(Protocol):
-    """Result of `Trainer.verify`; true if the ranks train what one process trains. Print it for a report."""
+    """Result of `Trainer.verify`, which is true if the ranks train what one process trains. Print it for a report."""
 
     @property
     def verdict(self) -> str:
@@ -213,14 +213,14 @@ class Verified(Protocol):
 
     @property
     def first(self) -> str:
-        """The first difference; "" if there is none."""
+        """Description of the first difference; "" if there is none."""
 
     @property
     def cause(self) -> str:
-        """The cause, with the line of the script; "" if it was not found."""
+        """Cause of the difference, with the line of the script; "" if it was not found."""
 
     @property
     def exit_code(self) -> int:
-        """0 if the runs agree, 1 if they differ, 2 if that is unknown."""
+        """Exit code of the command: 0 if the runs agree, 1 if they differ, 2 if that is unknown."""
 
     def __bool__(self) -> bool: ...

@@ -30,7 +30,7 @@ class ByClosure(Automatic):
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Run one window; yield after the hooks of each micro-batch."""
         played: list[TrainingBatch] = []
-        steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
+        steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         self._losses.clear()
         for micro_batch in self.micro_batches(window, batch_idx):
             steps = steps or micro_batch.batch is not None

@@ -299,7 +299,7 @@ class EvaluationLoop:
         writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
         keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
         if writers:
-            feed.note_indices()
+            feed.record_indices()
         with self._no_gradients(), self._eval_mode():
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")

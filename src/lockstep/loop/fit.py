@@ -447,7 +447,7 @@ class FitLoop(FitNames):
         """Finish what was due after the checkpoint's last batch; return True if that batch ended the epoch."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
-        at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
+        at_end = progress.last or feed.batches_done(progress.batch, accumulate) == 0
         self.step.continue_after(progress.batch, accumulate)
         if progress.phase == BATCH_END and self.validates and self._validation_due(at_end):
             self._validate(at_end)

@@ -308,7 +308,7 @@ class RunBatches:
                 'Trainer(order="torch"): one process draws a different permutation from several processes, so in the '
                 "rest of this epoch some samples may be seen twice and some never."
             )
-        found.tell()
+        found.report()
         inside = progress.batch > saved.at.number and not progress.last
         again = inside and (found.moved or not holds)
         if not (found.moved or again):

@@ -21,7 +21,7 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
-from lockstep.ground.errors import KeyNotThere, MisconfigurationException, raise_on_all
+from lockstep.ground.errors import MisconfigurationException, MissingKey, raise_on_all
 from lockstep.ground.hyperparameters import noted_classes, plain_hyperparameters
 from lockstep.ground.optimizers import class_of
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
@@ -162,7 +162,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
         return 0  # at the end of an epoch, or before it has loaders
-    return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
+    return int(feed.batches_done(progress.batch, session.config.accumulation(progress.epoch)))
 
 
 def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
@@ -496,7 +496,7 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
     """Restore optimizers, schedulers, scaler and counters. `restore_rank` restores the rest."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
-            raise KeyNotThere(
+            raise MissingKey(
                 f"trainer.fit(ckpt_path=...): the checkpoint has weights only (no {what}), so a fit cannot resume "
                 "from it: load it with `load_from_checkpoint` and fit without `ckpt_path`."
             )

@@ -18,7 +18,7 @@ from lockstep.checkpoint.damage import first_line
 from lockstep.engines.engine import EngineState
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.optimizers import class_of
-from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
+from lockstep.ground.parameters import loads_by_name, whole_shape
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 
@@ -59,7 +59,7 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
     module = session.module
     cause: RuntimeError | None = None
     # before torch loads anything: a module that was half loaded would be neither of the two models
-    difference = _first_difference(module, saved, absent, certain=True) if takes_names_as_they_are(module) else None
+    difference = _first_difference(module, saved, absent, certain=True) if loads_by_name(module) else None
     if difference is None:
         try:
             with frozen.lenient(module, absent):

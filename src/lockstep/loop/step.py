@@ -142,7 +142,7 @@ class Step:
         """Yield the micro-batches of a window after their ``on_train_batch_start``; stop if the user ends the epoch."""
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
-        if last and not window.begun:  # a window of one batch has no middle from which a resume could continue
+        if last and not window.num_done:  # a window of one batch has no middle from which a resume could continue
             self._fit.resume.window_start.note(batch_idx)
         if local is not None:  # with local steps, samples weigh among the ranks whose gradients are averaged
             window.share_among(local.averaged_ranks())
@@ -165,7 +165,7 @@ class Step:
             # `trainer.optimizers = [...]` in a hook
             if strategy.optimizers != self.update.optimizers:
                 self.update.change_optimizers()
-            first = i == 0 and not window.begun
+            first = i == 0 and not window.num_done
             yield TrainingBatch(batch, batch_idx + i, weight, share, self.absent, first, at_end)
 
     def begin(self, batch: object, batch_idx: int, weight: float) -> Any:
@@ -378,7 +378,7 @@ class Automatic(Step):
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Run one window; yield after the hooks of each micro-batch."""
         update = self.update
-        steps = self.shared or bool(window.begun)  # False if the loader gave None for every batch
+        steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
             steps = steps or micro_batch.batch is not None
             shown = self.forward_backward(micro_batch)
@@ -591,7 +591,7 @@ class Ahead(Step):
             return
         losses: dict[int, Tensor] = {}  # by number, as backward starts from them
         parts = [self._part(micro_batch, number, losses) for micro_batch, number in started]
-        if not window.begun:
+        if not window.num_done:
             update.zero_grad(batch_idx)
         if self.shared:
             self.publish()

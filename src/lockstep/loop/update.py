@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
-from lockstep.ground.optimizers import PlayedFirst, demands_closure, may_ignore, takes_closure
+from lockstep.ground.optimizers import EagerClosure, demands_closure, may_ignore, takes_closure
 from lockstep.ground.rank import warn_once
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
@@ -237,7 +237,7 @@ class Update:
                 return result
 
         elif closure is not None and may_ignore(optimizer):
-            closure = PlayedFirst(closure, optimizer)
+            closure = EagerClosure(closure, optimizer)
         before = self._progress.global_step
         result = self._strategy.step(optimizer, closure, **options)
         if self.optimizer is None and self._progress.global_step == before:

@@ -1,1 +1,1 @@
-"""Names of Lightning: where lockstep has them, or why it does not have them."""
+"""Support for Lightning's names, which are mapped to lockstep's or refused with a reason."""

@@ -1,4 +1,4 @@
-"""Class names in configs and command lines: Lightning's paths and their homes in lockstep, and short names."""
+"""Conversion of Lightning's class paths, and of short class names, in configs and command lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lockstep.names.finder import CLASS, LIGHTNINGS, ROOT, TEST_TUBE
 # -- Lightning's paths ---------------------------------------------------------------------------------------
 
 
-def home_of(module: str) -> str | None:
-    """Return the path in lockstep of a module of Lightning; None for other packages.
+def lockstep_module(module: str) -> str | None:
+    """Convert a module path of Lightning to lockstep's; return None for modules of other packages.
 
     Example:
-        >>> home_of("pytorch_lightning.callbacks"), home_of("lightning.fabric.utilities.seed"), home_of("torch")
+        >>> modules = ("pytorch_lightning.callbacks", "lightning.fabric.utilities.seed", "torch")
+        >>> tuple(map(lockstep_module, modules))
         ('lockstep.callbacks', 'lockstep.utilities.seed', None)
     """
     lightnings = rf"lightning\.(?:pytorch|fabric)|{'|'.join(LIGHTNINGS)}"
@@ -29,7 +30,7 @@ def home_of(module: str) -> str | None:
 
 @functools.cache
 def refusal(path: str) -> str | None:
-    """Return why a name cannot be imported from lockstep; None if it can be."""
+    """Return the reason why a name cannot be imported from lockstep; None if it can."""
     found: object = import_module(ROOT)
     try:
         for part in path.split(".")[1:]:
@@ -45,15 +46,15 @@ def refusal(path: str) -> str | None:
     return None
 
 
-def class_at_home(text: str) -> str | None:
-    """Return the class path in lockstep for a class path of Lightning; None for any other text.
+def lockstep_class_path(text: str) -> str | None:
+    """Convert a class path of Lightning to lockstep's; return None for any other text.
 
     Example:
-        >>> class_at_home("lightning.pytorch.loggers.CSVLogger"), class_at_home("torch.optim.Adam")
+        >>> lockstep_class_path("lightning.pytorch.loggers.CSVLogger"), lockstep_class_path("torch.optim.Adam")
         ('lockstep.loggers.CSVLogger', None)
     """
     found = re.fullmatch(rf"([\w.]+)\.({CLASS})", text)
-    home = None if found is None else home_of(found[1])
+    home = None if found is None else lockstep_module(found[1])
     return None if found is None or home is None else f"{home}.{found[2]}"
 
 
@@ -61,11 +62,11 @@ def class_at_home(text: str) -> str | None:
 
 
 FACES = ("callbacks", "loggers", "profilers", "strategies")
-"""Faces whose classes can be given by their short names, such as ``--trainer.callbacks+=Timer``."""
+"""Public modules whose classes have short names, as in ``--trainer.callbacks+=Timer``."""
 
 
 def import_named(name: str) -> None:
-    """Import the class with this name from a face, if there is one: a parser finds only imported classes."""
+    """Import the class with a short name, if there is one, because a parser finds only imported classes."""
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         if name in module.__all__:
@@ -73,7 +74,7 @@ def import_named(name: str) -> None:
 
 
 def import_all() -> None:
-    """Import all classes of the faces."""
+    """Import all classes with short names."""
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         for name in module.__all__:
@@ -84,14 +85,14 @@ def import_all() -> None:
 # -- configs -------------------------------------------------------------------------------------------------
 
 
-def known_here(config: Any) -> Any:
-    """Return a config with lockstep's class paths in place of Lightning's, and import classes named by short names.
+def to_lockstep_paths(config: Any) -> Any:
+    """Replace Lightning's class paths in a config by lockstep's, and import classes with short names.
 
     Args:
         config: plain values, in dicts and lists.
 
     Raises:
-        TypeError: the config names a class of Lightning that lockstep does not have.
+        TypeError: the config contains a class of Lightning that lockstep does not have.
     """
     moved: dict[str, str] = {}
     found = _known_here(config, moved)
@@ -108,7 +109,7 @@ def _known_here(config: Any, moved: dict[str, str]) -> Any:
         return [_known_here(each, moved) for each in config]
     if not isinstance(config, str):
         return config
-    home = class_at_home(config)
+    home = lockstep_class_path(config)
     if home is None:
         import_named(config)
         return config

@@ -1,4 +1,4 @@
-"""A finder for Lightning's import paths: ``from lockstep.<path in Lightning> import name`` works, or raises the reason.
+"""The import finder for Lightning's paths, with which ``from lockstep.<path in Lightning> import name`` works.
 
 The finder is in front of Python's own finders. For a module below ``lockstep`` it returns
 
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.ground import extensions
 from lockstep.ground.annotations import evaluate
-from lockstep.ground.errors import asked_by, refused_class, way_out
+from lockstep.ground.errors import calling_code, refused_class, way_out
 from lockstep.ground.installed import ALIASES
 from lockstep.names.table import Refused, Row, Rows, moved, refusal, table
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 ROOT = "lockstep"
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric")
 TEST_TUBE = "test_tube"
-"""The package of 2019 with the parser and cluster tools that scripts for Lightning used."""
+"""Name of a package with a parser and cluster tools that scripts for Lightning used in 2019."""
 
 _COMPLETED = {
     "callbacks": ("", "progress", "progress.base", "timer"),
@@ -59,7 +59,7 @@ _COMPLETED = {
     "utilities": ("", "exceptions", "memory", "model_summary", "parsing", "rank_zero", "types"),
 }
 COMPLETED = frozenset(f"{part}.{name}".rstrip(".") for part, names in _COMPLETED.items() for name in names)
-"""Files of lockstep that have rows in the table, or modules below them there; for others the table is not read."""
+"""Files of lockstep for which the table has rows or submodules; for other files the table is not read."""
 
 CLASS = r"_*[A-Z]\w*[a-z]\w*"
 """Pattern of class names."""
@@ -71,10 +71,10 @@ UNKNOWN = "lockstep has no object with this name."
 
 
 class Finder(MetaPathFinder):
-    """The finder of modules by Lightning's import paths.
+    """Meta path finder for modules with Lightning's import paths.
 
     Attributes:
-        version: version of Lightning that lockstep replaces; None: only paths below ``lockstep`` are handled.
+        version: version of Lightning that lockstep replaces; None: the finder handles only paths below ``lockstep``.
     """
 
     version: str | None = None
@@ -82,10 +82,10 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module; None to leave it to Python's own finders.
+        """Return the spec of a module; None if Python's own finders should search for it.
 
         Raises:
-            ModuleNotFoundError: the module is refused, or it is a module of Lightning that lockstep does not have.
+            ModuleNotFoundError: lockstep does not have this module of Lightning.
         """
         root, _, name = fullname.partition(".")
         if root == ROOT and name:
@@ -95,7 +95,7 @@ class Finder(MetaPathFinder):
         return None
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """Return the distribution of one of Lightning's packages for ``importlib.metadata``, if it is named."""
+        """Return the distribution of one of Lightning's packages, if ``importlib.metadata`` requests it by name."""
         name = getattr(context, "name", None)
         if self.version is None or name is None or name.lower().replace("-", "_") not in LIGHTNINGS:
             return ()
@@ -106,13 +106,13 @@ FINDER = Finder()
 
 
 def install() -> None:
-    """Handle Lightning's paths from now on; called once, when ``lockstep`` is imported."""
+    """Install the finder. Called once, when ``lockstep`` is imported."""
     ALIASES.install(put_first)
-    Answers(sys.modules[ROOT])
+    TableNames(sys.modules[ROOT])
 
 
 def put_first() -> Callable[[], object]:
-    """Put the finder in front of all others; return the function that removes it."""
+    """Insert the finder before all others; return the function that removes it."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
     sys.meta_path.insert(0, FINDER)
@@ -124,7 +124,7 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     if first == "pytorch":
         return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
     # Before Python's own finders, which would create a second module for a file that is imported by its former path.
-    home = extensions.home_of(name)
+    home = extensions.module_of(name)
     if home is not None:
         with suppress(ModuleNotFoundError):  # its extension has been deleted
             if find_spec(home) is not None:
@@ -149,7 +149,7 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
 
 
 def _moved(fullname: str, name: str) -> ModuleSpec | None:
-    """Return the spec for a path of earlier releases of lockstep; the modules below it have moved with it."""
+    """Return the spec for a path from an earlier release of lockstep, or below one; None for other paths."""
     homes = moved()
     before, rest = name, ""
     while before and before not in homes:
@@ -170,12 +170,12 @@ def _of_lightning(fullname: str, version: str) -> ModuleSpec:
         row = rows if isinstance(rows, Refused) else rows.get(name)
         reason = row if isinstance(row, Refused) else UNKNOWN
         # without `name=`, as above
-        raise ModuleNotFoundError(f"{module}.{name}, imported by {asked_by()}: {reason} {way_out()}")
+        raise ModuleNotFoundError(f"{module}.{name}, imported by {calling_code()}: {reason} {way_out()}")
     return ModuleSpec(fullname, _Names(*found, version), is_package=True)
 
 
 def lightnings(fullname: str) -> tuple[str | None, Rows | Refused] | None:
-    """Return (lockstep's module, rows) for a module of Lightning; None if the table does not have it."""
+    """Return (lockstep's module, table rows) for a module of Lightning; None if the table does not contain it."""
     root, _, path = fullname.partition(".")
     if root == "lightning":
         root, _, path = path.partition(".")
@@ -207,13 +207,15 @@ def _distribution(name: str, version: str) -> Distribution:
 # -- the modules -----------------------------------------------------------------------------------------------
 
 
-class Answers:
-    """``__getattr__`` and ``__dir__`` of a module: they provide rows of the table and the modules below it on access.
+class TableNames:
+    """Attributes for a module that import the names in its table rows, and its submodules, on first access.
+
+    They are its ``__getattr__`` and ``__dir__``.
 
     Args:
-        module: the module; it stays a plain module.
-        rows: rows of a module of Lightning; None: those of the module's path below ``lockstep``, which are looked up
-            when a name is missing.
+        module: the module, whose class stays `ModuleType`.
+        rows: rows of a module of Lightning; None: the rows for the module's path below ``lockstep``, which are looked
+            up when a name is missing.
         home: a module of lockstep that provides all other names.
     """
 
@@ -228,21 +230,21 @@ class Answers:
 
     @property
     def rows(self) -> Rows:
-        """The module's rows; empty if the whole module is refused."""
+        """The table rows of the module; empty if the whole module is refused."""
         path = self._module.removeprefix(ROOT).lstrip(".")
         rows = table()["pytorch"].get(path, {}) if self._given is None else self._given
         return {} if isinstance(rows, Refused) else rows
 
     def names(self) -> list[str]:
-        """Return the names of the module, for ``dir``."""
+        """Return the names that ``dir`` shows for the module."""
         rows = (name for name, row in self.rows.items() if not isinstance(row, Refused))
         return sorted({*self._listed(), *rows, *(() if self._home is None else dir(self._home))})
 
     def value(self, name: str) -> Any:
-        """Return the object with a name, and store it in the module.
+        """Import the object with a name, store it in the module, and return it.
 
         Raises:
-            AttributeError: there is no such name, or it is refused: the message has the reason.
+            AttributeError: the name does not exist, or it is refused for the reason in the message.
         """
         if self._own is not None:
             with suppress(AttributeError):
@@ -275,7 +277,7 @@ class Answers:
 
 
 def resolve(row: Row, name: str) -> Any:
-    """Return the object that a row refers to.
+    """Import and return the object that a table row refers to.
 
     Args:
         row: a row with a home.
@@ -289,11 +291,11 @@ def resolve(row: Row, name: str) -> Any:
 
 
 class _Names(Loader):
-    """The loader of a module without a file.
+    """Loader of a module of Lightning that has no file in lockstep.
 
     Args:
-        home: the module of lockstep whose names it has.
-        rows: as for `Answers`.
+        home: the module of lockstep whose names the module has.
+        rows: as for `TableNames`.
         version: version of Lightning.
     """
 
@@ -302,8 +304,8 @@ class _Names(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         home = None if self._home is None else import_module(self._home)
-        rows = Answers(module, self._rows, home).rows
-        module.__doc__ = f"Lightning's names of {module.__name__}, from where lockstep has them."
+        rows = TableNames(module, self._rows, home).rows
+        module.__doc__ = f"The names of Lightning's {module.__name__}, imported from their modules in lockstep."
         module.__file__ = __file__ if home is None else home.__file__
         own = [name for name, value in vars(home or module).items() if getattr(value, "__module__", "") == self._home]
         public = {*getattr(home, "__all__", own), *(name for name in rows if not isinstance(rows[name], Refused))}
@@ -313,7 +315,7 @@ class _Names(Loader):
 
 
 class _SameModule(Loader):
-    """The loader of an existing module under a second name."""
+    """Loader of an existing module under a second name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -333,12 +335,12 @@ class _SameModule(Loader):
 
 
 def _completing(spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec with a loader that adds `Answers` to the module after its file has run."""
+    """Extend the loader of a spec, so that it adds `TableNames` to the module after its file has run."""
     run = spec.loader.exec_module  # type: ignore[union-attr]
 
     def exec_module(module: ModuleType) -> None:
         run(module)
-        Answers(module)
+        TableNames(module)
 
     spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
     return spec
@@ -348,7 +350,7 @@ def _completing(spec: ModuleSpec) -> ModuleSpec:
 
 
 def listed(face: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a face, with those of extensions, for its ``__all__``."""
+    """Return the names of a public module, with those from extensions, for its ``__all__``."""
     return sorted({*files, *_names_of_extensions(face)})
 
 
@@ -357,10 +359,9 @@ def _names_of_extensions(face: str) -> dict[str, str]:
 
 
 def late(face: str, files: Mapping[str, str], name: str) -> Any:
-    """Return the object with a name of a face, and store it in the face; for the face's ``__getattr__``.
+    """Import an object of a public module on first access, and store it there. Called by the module's ``__getattr__``.
 
-    A face is a module that re-exports names for users and imports each on first access, so that only used names cost
-    an import.
+    Such a module (a face) re-exports names for users, and only names that are used cost an import.
 
     Args:
         face: ``__name__`` of the face.

@@ -1,6 +1,6 @@
-"""Trainer flags of PyTorch Lightning 0.4 to 1.9 (2019 to 2022) and today's equivalents.
+"""Translation of Trainer flags from PyTorch Lightning 0.4 to 1.9 (2019 to 2022) to current ones.
 
-A script that uses them runs with one warning that shows today's spelling, or gets an error that names the way out.
+A script that uses old flags runs with one warning, which shows the current spelling, or gets an error with a solution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_deprecation
 
 Today = dict[str, Any]
-"""Flags of today, by name."""
+"""Values of current flags, by name."""
 
 REMOVED = "this old flag was removed"
 """Part of the message about a flag without a translation; the migration searches for it."""
@@ -23,25 +23,25 @@ REMOVED = "this old flag was removed"
 
 @dataclass(frozen=True)
 class OldFlag:
-    """The meaning of one old flag today."""
+    """The translation of one old flag."""
 
     today: Callable[[Any], Today] | None = None
-    """Function from the flag's value to today's flags; None: the flag cannot be translated."""
+    """Function from the old flag's value to current flags; None: the flag cannot be translated."""
     idle: tuple[Any, ...] = ()
-    """Values by which the flag was off; they have no effect today."""
+    """Values that turned the flag off; they have no effect."""
     why: str = ""
-    """Part of the message: the way out if the flag is refused, the reason if it has no effect."""
+    """Part of the message: the alternative if the flag is refused, or the reason if it has no effect."""
 
 
 @dataclass
 class Translation:
-    """Today's flags for those of an old script.
+    """The current flags that are equivalent to old ones.
 
     Attributes:
-        flags: today's flags.
+        flags: current flags.
         callbacks: callbacks to add to the user's.
         resume: checkpoint for ``fit`` if the call names none.
-        spelled: today's spelling, argument by argument.
+        spelled: the current spelling of each argument.
         notes: further sentences of the warning.
     """
 
@@ -52,7 +52,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def with_callbacks(self, given: Callback | Sequence[Callback] | None) -> list[Any]:
-        """Return the callbacks of the old flags, followed by those of ``Trainer(callbacks=...)``."""
+        """Return the callbacks that replace old flags, followed by those in ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
 
@@ -89,7 +89,9 @@ def _summary(value: object) -> Today:
     if value is None:
         return {"enable_model_summary": False}
     if value not in ("top", "full"):
-        raise MisconfigurationException(f"Trainer(weights_summary={value!r}): choose 'top', 'full' or None.")
+        raise MisconfigurationException(
+            f"Trainer(weights_summary={value!r}) is not valid: choose 'top', 'full' or None."
+        )
     return {"callbacks": ModelSummary(max_depth=1 if value == "top" else -1)}
 
 
@@ -191,19 +193,19 @@ ROWS: dict[str, OldFlag] = {
         "return a torch.optim.lr_scheduler.MultiStepLR from configure_optimizers", None
     ),
 }
-"""The meaning of each old flag."""
+"""Translations of the old flags, by name."""
 
 OLD_FLAGS = TOGETHER | ROWS.keys()
 _BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovod")
-"""Values of `accelerator` in 1.0 to 1.4, when it named the strategy."""
+"""Values of `accelerator` in releases 1.0 to 1.4, in which that flag selected the strategy."""
 
 
 def old_flags_of(given: Today, others: Today) -> Today:
-    """Remove old flags, and old values of today's flags, from a Trainer's arguments, and return them.
+    """Remove old flags, and old values of current flags, from a Trainer's arguments, and return them.
 
     Args:
-        given: today's flags with their values; an old value among them is reset to its default.
-        others: all other arguments; the old flags are removed from it.
+        given: current flags with their values. An old value is reset to its default here.
+        others: all other arguments, from which old flags are removed.
     """
     old = {name: others.pop(name) for name in [*others] if name in OLD_FLAGS}
     for name in ("accelerator", "strategy", "devices"):
@@ -216,11 +218,11 @@ def old_flags_of(given: Today, others: Today) -> Today:
 
 
 def translate(old: Today, given: Today, defaults: Today) -> Translation:
-    """Translate old flags into today's, with one warning for all of them.
+    """Translate old flags to current ones, and issue one warning for all of them.
 
     Args:
         old: the old flags.
-        given: today's flags as they were passed to the Trainer.
+        given: current flags as they were passed to the Trainer.
         defaults: their default values.
 
     Raises:
@@ -232,23 +234,23 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
     calls = [piece for piece in translation.spelled if piece.startswith("trainer.")]
     notes = "".join(f" ({note})" for note in translation.notes)
     rank_zero_deprecation(
-        f"Trainer({before}) is an old spelling; today: {' and '.join([f'Trainer({today})', *calls])}{notes}.",
+        f"Trainer({before}) is an old spelling. Use {' and '.join([f'Trainer({today})', *calls])}{notes}.",
         stacklevel=3,  # the line that creates the Trainer
     )
     return translation
 
 
 def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> Translation:
-    """Return today's flags for old ones.
+    """Return the current flags that are equivalent to old ones.
 
     Args:
         old: as for `translate`.
         given: as for `translate`.
         defaults: as for `translate`.
-        here: the run is on this machine; False: on some machine with several GPUs.
+        here: True if the run is on this machine, False if it is on an unknown machine with several GPUs.
 
     Raises:
-        MisconfigurationException: a flag has no translation (the message has the way out), contradicts a flag of today,
+        MisconfigurationException: a flag has no translation (the message has a solution), contradicts a current flag,
             or has an invalid value; or the GPUs do not exist on this machine.
     """
     translation = Translation()
@@ -284,7 +286,7 @@ def _add(translation: Translation, name: str, today: Today) -> None:
 
 
 def _where(old: Today, given: Today, translation: Translation, here: bool) -> None:
-    """Translate devices, nodes and strategy."""
+    """Translate the old flags for devices, nodes and strategy."""
     nodes = [old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old]
     today: Today = {"num_nodes": nodes[0]} if nodes else {}
     devices, gpus = _devices(old, given, translation, here)
@@ -295,7 +297,7 @@ def _where(old: Today, given: Today, translation: Translation, here: bool) -> No
 
 
 def _devices(old: Today, given: Today, translation: Translation, here: bool) -> tuple[Today, int | None]:
-    """Return today's accelerator and devices, and the number of GPUs (None if unknown)."""
+    """Translate the old flags for devices; also return the number of GPUs (None if unknown)."""
     backend, processes = old.get("distributed_backend"), old.get("num_processes", 1)
     today: Today = {}
     gpus: int | None = None
@@ -312,7 +314,7 @@ def _devices(old: Today, given: Today, translation: Translation, here: bool) -> 
 
 
 def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str | None:
-    """Return the strategy for an old backend, on this number of nodes with this number of GPUs each."""
+    """Return the strategy for the old distributed backend, given the number of nodes and of GPUs on each."""
     backend, is_open = old.get("distributed_backend"), given["strategy"] == "auto"
     several_nodes = isinstance(nodes, int) and nodes > 1
     # Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
@@ -327,7 +329,7 @@ def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str 
 
 
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
-    """Return (today's ``devices``, their number) for a value of ``gpus``.
+    """Translate a value of ``gpus`` to (``devices``, number of devices).
 
     Raises:
         MisconfigurationException: the value is invalid, or this machine has no GPU.
@@ -343,13 +345,13 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
         return "auto", 0
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
         raise MisconfigurationException(
-            "Trainer(gpus=...): give a number, a list such as [0, 1] or a string such as '0, 1'; today's spelling is "
-            "accelerator='gpu', devices=2."
+            "Trainer(gpus=...) must be a number, a list such as [0, 1] or a string such as '0, 1'. The current "
+            "spelling is accelerator='gpu', devices=2."
         )
     if here and not CUDAAccelerator.is_available():
         raise MisconfigurationException(
-            f"Trainer(gpus={value!r}): torch finds no GPU here. Today's spelling is accelerator='gpu', "
-            f"devices={value!r}; to run on the CPU leave `gpus` out."
+            f"Trainer(gpus={value!r}) was requested, but torch finds no GPU on this machine. To run on the CPU, omit "
+            f"`gpus`; the current spelling is accelerator='gpu', devices={value!r}."
         )
     if isinstance(value, int):
         every = CUDAAccelerator.auto_device_count() if here else 2  # any number above 1 for another machine
@@ -362,7 +364,7 @@ def _precision(old: Today, translation: Translation) -> None:
     level, amp = old.get("amp_level"), old.get("use_amp", False)
     if old.get("amp_backend", "native") not in ("native", None):
         raise MisconfigurationException(
-            f"Trainer(amp_backend={old['amp_backend']!r}): apex is no longer supported, since torch has mixed "
+            f"Trainer(amp_backend={old['amp_backend']!r}) is no longer supported, because torch itself has mixed "
             "precision: use precision='16-mixed'."
         )
     if not amp:
@@ -382,5 +384,5 @@ def _check(translation: Translation, old: Iterable[str], given: Today, defaults:
         if given[flag] != defaults[flag] and given[flag] != value:
             raise MisconfigurationException(
                 f"Trainer({flag}={given[flag]!r:.100}) contradicts the old flags {', '.join(sorted(old))}, which mean "
-                f"{flag}={value!r}: give one of the two."
+                f"{flag}={value!r}: remove one of the two."
             )

@@ -1,4 +1,6 @@
-"""Table of Lightning's import paths and removed methods: the module of each name in lockstep, or why it is refused.
+"""The table of Lightning's import paths, with the module in lockstep or the reason for refusal of each name.
+
+This file also reads the table of methods that Lightning has removed.
 
 ``table.json`` holds the rows of import paths. It is read when a name is requested that no file of lockstep has, and not
 earlier. Its sections are
@@ -34,7 +36,7 @@ from typing import Any
 
 
 class Refused(str):
-    """The reason for refusing a name or a module."""
+    """The reason why a name or a module is refused, as a string."""
 
     __slots__ = ()
 
@@ -54,14 +56,14 @@ def _read() -> dict[str, Any]:
 
 
 def moved() -> dict[str, str]:
-    """Return today's paths of modules of lockstep by their paths in earlier releases."""
+    """Return the current paths of modules of lockstep, by their paths in earlier releases."""
     found: dict[str, str] = _read()["moved"]
     return found
 
 
 @functools.cache
 def table() -> dict[str, Modules]:
-    """Return the sections of rows, read once; ``pytorch`` combines ``today`` and ``earlier``."""
+    """Read the sections of the table, once; section ``pytorch`` combines ``today`` and ``earlier``."""
     found = {name: section for name, section in _read().items() if name not in ("reasons", "moved")}
     reasons = _read()["reasons"]
     today = _modules(found["today"], reasons, {})
@@ -75,7 +77,7 @@ def table() -> dict[str, Modules]:
 
 
 def _modules(section: Mapping[str, str | Mapping[str, str]], reasons: Mapping[str, str], others: Modules) -> Modules:
-    """Return a section with one row for each name."""
+    """Expand a section so that each name has its own row."""
     found: Modules = {}
     for path, given in section.items():
         if isinstance(given, str):
@@ -99,7 +101,7 @@ def _row(text: str, reasons: Mapping[str, str]) -> Row:
 
 
 def refusal(module: str, name: str) -> Refused | None:
-    """Return the reason for refusing a name of a module, or the whole module; None if it is not refused.
+    """Return the reason why a name, or its whole module, is refused; None if it is not.
 
     Args:
         module: path of the module below ``lockstep``.
@@ -112,7 +114,7 @@ def refusal(module: str, name: str) -> Refused | None:
 
 @functools.cache
 def former_methods(kind: str) -> dict[str, str]:
-    """Return the replacement of each former method of a "module", "callback", "strategy" or "precision"."""
+    """Return the replacements of former methods, by name, of a "module", "callback", "strategy" or "precision"."""
     with open(os.path.join(FOLDER, "former_methods.json"), encoding="utf-8") as file:
         rows: dict[str, str] = json.load(file)[kind]
     return {name: instead for names, instead in rows.items() for name in names.split()}

@@ -152,14 +152,14 @@ def test_strategies_without_unequal_shares_are_refused_at_once(strategy: str) ->
 
 
 def test_another_value_than_a_switch_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance='yes'\): give True or False"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance='yes'\) is not valid: pass True or False"):
         quiet(balance="yes")
 
 
 def refused(is_stream: bool) -> None:
     """A data set that is dealt out sample by sample, or a loader that is not cut."""
     loader: Any = DataLoader(Stream(16), 4) if is_stream else numbers(16, 4)
-    words = r"Trainer\(balance=True\): train_dataloader yields whole batches.*leave `balance` out"
+    words = r"Trainer\(balance=True\): train_dataloader yields ready-made batches.*omit `balance`"
     with pytest.raises(MisconfigurationException, match=words):
         on_ranks(max_epochs=1, balance=True, use_distributed_sampler=is_stream).fit(Slope(), loader)
 

@@ -432,7 +432,7 @@ def test_several_of_the_same_parameters_by_other_methods(rewinds: bool, tmp_path
 def test_several_that_keep_other_states_are_refused() -> None:
     """One of them has initial values to keep, the other has none: the later one's state would be the only one."""
     net = module_of(lockstep)
-    with pytest.raises(MisconfigurationException, match="share the state_key"):
+    with pytest.raises(MisconfigurationException, match="have the same state_key"):
         quiet(
             callbacks=[
                 ModelPruning("l1_unstructured", [(net.head, "weight")], use_lottery_ticket_hypothesis=rewinds)

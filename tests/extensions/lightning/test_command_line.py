@@ -305,7 +305,7 @@ def test_class_paths_of_lightnings_are_read_as_ours(
     for args in (["--config=c.yaml"], ["--trainer.callbacks=lightning.pytorch.callbacks.XLAStatsMonitor"]):
         with pytest.raises(SystemExit):
             made(args)
-        assert "error: lightning.pytorch.callbacks.XLAStatsMonitor: it is made for torch_xla" in capsys.readouterr().err
+        assert "error: lightning.pytorch.callbacks.XLAStatsMonitor: it requires torch_xla" in capsys.readouterr().err
 
 
 SHORT = """

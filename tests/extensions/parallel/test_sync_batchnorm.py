@@ -5,16 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.ddp.sync_batchnorm import (
     convert_sync_batchnorm,
 )
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from tests.engines.ddp.test_sync_batchnorm import _images, _net
 from tests.tools.pool import RankPool
 
-# -- on ranks, other things than numbers
+
+class Net(nn.Module):
+    """Two normalized layers, of which one may be run again in backward."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.Tanh())
+        self.second = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5))
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return checkpoint(self.second, x, use_reentrant=False) if self.again else self.second(x)
+
+
+def _net(again: bool = False) -> Net:
+    torch.manual_seed(3)
+    return Net(again).double()
+
+
+def _images() -> Tensor:
+    return torch.randn(6, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
 
 def train_in_container(again: bool, own_group: bool) -> dict[str, Tensor]:

@@ -162,14 +162,14 @@ class TQDMProgressBar(DrawnProgressBar):
     def _begin_drawing(self) -> None:
         super()._begin_drawing()
         if self._draws and not self._stand_ins and not in_notebook() and is_terminal(sys.stdout):
-            STREAMS.begins()
+            STREAMS.mark_installed()
             terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
             self._stand_ins = [_Above(name, self._shown) for name in terminals]
 
     def _give_back(self) -> None:
         stand_ins, self._stand_ins = self._stand_ins, None
         if stand_ins:
-            STREAMS.ends()
+            STREAMS.mark_removed()
             for stand_in in stand_ins:
                 stand_in.end()
 

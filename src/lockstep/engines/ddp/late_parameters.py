@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.engines.ddp.consistency import check_alike
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
-from lockstep.ground.parameters import beside, listed, plain_name
+from lockstep.ground.parameters import listed, parameters_outside, plain_name
 
 # -- additions ------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class LateRefusal:
 
     def _parameters(self) -> dict[str, Tensor]:
         own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
-        return {**own, **beside(self._module, self._optimizers)}
+        return {**own, **parameters_outside(self._module, self._optimizers)}
 
     def _count(self) -> None:
         self._sizes = [

@@ -25,7 +25,7 @@ from lockstep.engines.sharded.strategy import ShardedStrategy, bring_states, gen
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer, by_parts
-from lockstep.ground.parameters import clip_by_value, local_part, takes_names_as_they_are
+from lockstep.ground.parameters import clip_by_value, loads_by_name, local_part
 from lockstep.ground.rank import does
 from lockstep.ground.torch_support import FSDP, refuse_without
 from lockstep.ground.transfer import has_pinned_memory
@@ -462,7 +462,7 @@ class FSDPStrategy(ShardedStrategy):
         # its own hook may read, drop or change the loaded tensors, and other names may be other parameters
         hook = getattr(self.module.on_load_checkpoint, "__func__", None)
         looks = hook is not LightningModule.on_load_checkpoint
-        in_place = not looks and self.module.strict_loading and takes_names_as_they_are(self.module)
+        in_place = not looks and self.module.strict_loading and loads_by_name(self.module)
         return place_like(self.module, in_place)
 
     def load(self, state: EngineState) -> None:

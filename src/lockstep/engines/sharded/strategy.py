@@ -23,7 +23,7 @@ from lockstep.engines.ddp.late_parameters import LateParameters, refuse
 from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import beside
+from lockstep.ground.parameters import parameters_outside
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 
@@ -143,7 +143,7 @@ class ShardedStrategy(RankedStrategy):
             if reason is not None:
                 text = reason.format(strategy=type(self).__name__, optimizer=name, engine=self.engine)
                 raise MisconfigurationException(text)
-            for parameter in beside(self.module, [optimizer]).values():
+            for parameter in parameters_outside(self.module, [optimizer]).values():
                 shape = tuple(parameter.shape)
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
 

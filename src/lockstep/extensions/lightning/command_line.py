@@ -37,7 +37,7 @@ from lockstep.ground.seed import current_seed, seed_everything
 from lockstep.launch.topology import directly
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
-from lockstep.names.class_paths import known_here
+from lockstep.names.class_paths import to_lockstep_paths
 from lockstep.trainer import Trainer
 
 # -- objects from parsed arguments ---------------------------------------------------------------------------
@@ -478,7 +478,7 @@ class LightningCLI:
             return parser.parse_args(args, **options)
         given = args if isinstance(args, dict) else args.as_dict()
         try:
-            given = known_here(given)
+            given = to_lockstep_paths(given)
         except TypeError as error:
             parser.error(str(error), error)
         return parser.parse_object(given, **options)

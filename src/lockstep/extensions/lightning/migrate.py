@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.names.class_paths import class_at_home, home_of, refusal
+from lockstep.names.class_paths import lockstep_class_path, lockstep_module, refusal
 from lockstep.names.finder import ROOT
 from lockstep.names.old_flags import OLD_FLAGS, REMOVED, TOGETHER, Today, Translation, meaning, old_flags_of
 from lockstep.trainer import FLAGS
@@ -175,7 +175,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
             _flags(script, node)
         elif isinstance(node, ast.Attribute):
             script.report_refused(node, ast.unparse(node), script.meant(node) or ROOT)
-        elif isinstance(node, ast.Constant) and home_of(str(node.value)):
+        elif isinstance(node, ast.Constant) and lockstep_module(str(node.value)):
             script.notes.append(
                 ReportLine(
                     node.lineno, f"the text {node.value!r:.60} names Lightning: change it to lockstep?", weight=2
@@ -221,7 +221,7 @@ class _Script:
     def import_(self, node: ast.Import) -> None:
         """Change ``import lightning.pytorch as pl``. Without ``as``, lockstep is imported under the package's name."""
         for alias in node.names:
-            home = home_of(alias.name)
+            home = lockstep_module(alias.name)
             if home is not None:
                 known = alias.asname or alias.name.partition(".")[0]
                 self.names[known] = home if alias.asname else ROOT
@@ -230,7 +230,7 @@ class _Script:
 
     def import_from(self, node: ast.ImportFrom) -> None:
         """Change ``from lightning.pytorch import Trainer``: the module changes, the names stay."""
-        home = home_of(str(node.module))
+        home = lockstep_module(str(node.module))
         found = re.compile(rb"from\s+([\w.]+)").match(self._data, self.span(node)[0])
         if home is None or found is None:
             return
@@ -280,7 +280,7 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
     """
     notes, moved, end = [], "", 0
     for start, stop, value in _strings(text, name.endswith(".json")):
-        home = class_at_home(value)
+        home = lockstep_class_path(value)
         why = None if home is None else refusal(home)
         if why is not None:
             notes.append(ReportLine(len(_lines(text[:start] + "x")), f"{value}: {why}", weight=0))

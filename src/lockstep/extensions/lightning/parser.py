@@ -16,7 +16,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.module import LightningModule
-from lockstep.names.class_paths import import_all, known_here
+from lockstep.names.class_paths import import_all, to_lockstep_paths
 from lockstep.trainer import Trainer
 
 __all__ = ["docstring_parser", "jsonargparse", "yaml"]
@@ -40,7 +40,7 @@ PARSER_MODE = "lockstep"
 
 
 def _load(text: str) -> Any:
-    return known_here(jsonargparse.get_loader("yaml")(text))
+    return to_lockstep_paths(jsonargparse.get_loader("yaml")(text))
 
 
 jsonargparse.set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
@@ -221,7 +221,7 @@ def _known_word(word: str) -> str:
     # Help lists the known subclasses, so all of them must be imported.
     if word in ("-h", "--help") or flag.endswith(".help"):
         import_all()
-    return f"{flag}{equals}{known_here(value)}"
+    return f"{flag}{equals}{to_lockstep_paths(value)}"
 
 
 def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:

@@ -22,7 +22,7 @@ from lockstep.extensions.parallel.hooks.hook_transport import attach_hook, name_
 from lockstep.extensions.parallel.hooks.local_sgd import averages_locally, group_of, marks_of, rounds_of
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import beside
+from lockstep.ground.parameters import parameters_outside
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.precision.base import LossScaler
 
@@ -83,7 +83,7 @@ class DivergedWeights:
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the module, and those that only the optimizers have."""
-        return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
+        return {**dict(self._module.named_parameters()), **parameters_outside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the parameters that were trained in some step."""

@@ -583,7 +583,10 @@ def test_stages_see_the_same_samples_under_torchs_order(ranks: RankPool) -> None
 
 
 def test_stages_whose_loader_draws_other_samples_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankFailure, match="train_dataloader: ranks 0 and 1 share one replica"):
+    with pytest.raises(
+        RankFailure,
+        match="different samples on ranks 0 and 1, but these ranks share one replica",
+    ):
         ranks(2).run(samples_of_stages, False, timeout=40)
 
 

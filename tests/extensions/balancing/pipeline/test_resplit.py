@@ -18,7 +18,7 @@ from lockstep import LightningModule
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.extensions.balancing.pipeline.control import Resplit
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import stands_in
+from lockstep.ground.parameters import is_placeholder
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, rows
@@ -159,7 +159,7 @@ def carried() -> tuple[list[float], list[float], list[bool]]:
                 self.factors = [layer.factor.item() for layer in pl_module.layers]
                 self.extras = [layer.extra for layer in pl_module.layers]
                 self.late = pl_module.layers[2].late.item()
-                self.away = [stands_in(layer.linear.bias) for layer in pl_module.layers]
+                self.away = [is_placeholder(layer.linear.bias) for layer in pl_module.layers]
 
     moves = Moves()
     quiet(strategy=BalancedStrategy(split=[4, 3]), devices=2, max_epochs=1, precision="64-true", callbacks=[moves]).fit(

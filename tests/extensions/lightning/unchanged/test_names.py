@@ -76,12 +76,12 @@ def test_what_a_script_finds_by_lightnings_names(ranks: RankPool, tmp_path: Path
     assert found["refused"] == [True, False]
     assert (
         found["made"]
-        == "MisconfigurationException: XLAStrategy(...): it is made for torch_xla. lockstep takes TPUs as devices of "
-        "torch's, by torch_tpu: accelerator='tpu'."
+        == "MisconfigurationException: XLAStrategy(...): it requires torch_xla, but lockstep uses TPUs through the "
+        "package torch_tpu: accelerator='tpu'."
     )
-    assert found["derived"].startswith("MisconfigurationException: Mine(...): it is made for torch_xla")
+    assert found["derived"].startswith("MisconfigurationException: Mine(...): it requires torch_xla")
     assert found["fabric"].startswith("MisconfigurationException: Fabric(...): lockstep has no Fabric. Keep your loop")
-    assert found["loops"].startswith("MisconfigurationException: _FitLoop(...): Lightning's loops are inner parts")
+    assert found["loops"].startswith("MisconfigurationException: _FitLoop(...): Lightning's loops are internal")
     assert found["mps"] == "nothing"
     asks = r"imported by the script \(<string>:1\): "
     assert re.match(rf"ModuleNotFoundError: lightning\.fabric\.strategies\.launchers, {asks}", found["fabric file"])
@@ -163,7 +163,7 @@ def test_other_private_attributes_name_the_package_and_line_that_read_them(
     said = next(line for line in ended.stderr.splitlines() if line.startswith("AttributeError: "))
     assert said.startswith(f"AttributeError: {what.removesuffix('()')}, which thirdparty ({tmp_path}/thirdparty.py:10)")
     assert said.endswith(
-        "Leave out the part of thirdparty that needs it, or run with Lightning itself, without --lightning."
+        "Do not use the part of thirdparty that needs it, or run with Lightning itself, without --lightning."
     )
 
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_holds_what_a_script_for_lightning_puts_into_it(ranks: Rank
 def test_without_lightnings_names_such_hyperparameters_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     path = script(tmp_path, OBJECTS.replace("lightning as L", "lockstep as L").replace("lightning.pytorch", "lockstep"))
     ended = run_script(ranks, path, folder=tmp_path)[0]
-    assert "the hyperparameter 'normalizer' is a __main__.Normalizer, which a checkpoint cannot hold" in ended.stderr
+    assert "the hyperparameter 'normalizer' is a __main__.Normalizer, which a checkpoint cannot store" in ended.stderr
 
 
 LOADS = """

@@ -11,13 +11,13 @@ from time import perf_counter
 from torch import nn
 
 from lockstep.callbacks.base import Callback
-from lockstep.data.cut import apportion
 from lockstep.data.feed import Feed
+from lockstep.data.partition import apportion
 from lockstep.data.window import Window
 from lockstep.engines.strategy import Strategy
 from lockstep.extensions.balancing.balance.step_times import DeviceTimes, StepTimes, WindowTimes, typical
 from lockstep.extensions.balancing.shares import Move, ShareControl
-from lockstep.ground.comm import RowsToCome
+from lockstep.ground.comm import RowExchange
 from lockstep.ground.device import has_timed_events
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import free_memory, memory_held, memory_peak
@@ -145,7 +145,7 @@ class Balance:
         by_events = has_timed_events(device)
         self._times = DeviceTimes.of(device, perf_counter) if by_events else StepTimes(perf_counter)
         # an exchange that is under way: it is read one window later, so that no rank waits for it
-        self._rows: RowsToCome | None = None
+        self._rows: RowExchange | None = None
         self._most = (0, math.inf)  # exchange at which memory is queried next, and the samples that fit
         self._windows = -WARM_UP
         # counts changes of shares: only windows with the newest shares are compared
@@ -168,7 +168,7 @@ class Balance:
         finally:
             # other ranks may still wait for this rank's row
             if self._rows is not None:
-                self._rows.leave()
+                self._rows.send_only()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
         """Prepare measurement and shares for an epoch, before its DataLoaders are opened."""
@@ -216,9 +216,9 @@ class Balance:
         parts = typical(windows) if windows and self._listeners else NO_TIMES
         mine = median(busy) if len(busy) >= LEAST else math.nan
         entry = [mine, float(self._session.fit.loaded.drawn), self._room(), *parts]
-        self._rows = RowsToCome(entry, alone=self._session.world_size == 1)
+        self._rows = RowExchange(entry, alone=self._session.world_size == 1)
 
-    def _read(self, sent: RowsToCome, feed: Feed, between_epochs: bool = False) -> None:
+    def _read(self, sent: RowExchange, feed: Feed, between_epochs: bool = False) -> None:
         """Finish an exchange, pass the times to callbacks, and change the shares if `ShareControl` decides so."""
         rows, self._rows = sent.read(), None
         for listener in self._listeners:

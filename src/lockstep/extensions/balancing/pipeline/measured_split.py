@@ -69,7 +69,7 @@ class MeasuredSplit:
         self.times = times
         self.control: SplitControl | None = None
         self._ranks, self._ranks_of_host = ranks, ranks_of_host
-        self._rows: comm.RowsToCome | None = None
+        self._rows: comm.RowExchange | None = None
         self._period, self._since = SOONEST, 0
 
     def at_boundary(
@@ -92,12 +92,12 @@ class MeasuredSplit:
         if self._since >= self._period:
             self._since = 0
             entry = [number for each in self.times.values() for number in typical(each.take()[-MEASURED:])]
-            self._rows = comm.RowsToCome(entry)
+            self._rows = comm.RowExchange(entry)
         for each in self.times.values():
             each.listens = self._period - self._since <= MEASURED
         return None
 
-    def _read(self, control: SplitControl, rows: comm.RowsToCome) -> Resplit | None:
+    def _read(self, control: SplitControl, rows: comm.RowExchange) -> Resplit | None:
         by_rank, self._rows = rows.read(), None
         by_device = [row[at : at + ROW] for row in by_rank for at in range(0, len(row), ROW)]
         looks, count = [], 0.0
@@ -173,7 +173,7 @@ class MeasuredSplit:
     def close(self) -> None:
         """Finish a pending exchange without reading the result."""
         if self._rows is not None:
-            self._rows.leave()
+            self._rows.send_only()
             self._rows = None
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lockstep.extensions.balancing.pipeline.chain import Extras
 from lockstep.extensions.balancing.pipeline.stages import Stages, extra_on
 from lockstep.ground.device import current_device, synchronize
-from lockstep.ground.parameters import stands_in
+from lockstep.ground.parameters import is_placeholder
 from lockstep.ground.seed import forked_random_numbers
 
 PASSES = 5, 20
@@ -170,7 +170,7 @@ def _place_weights(block: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for parameter in parameters:
             parameter.grad = None
-            if stands_in(parameter) or parameter.device != device:
+            if is_placeholder(parameter) or parameter.device != device:
                 # the speed of a block does not depend on its values; the freed ones' NaN could make it slower
                 value = STAND_IN if parameter.is_floating_point() else 0
                 parameter.data = torch.full(parameter.shape, value, dtype=parameter.dtype, device=device)

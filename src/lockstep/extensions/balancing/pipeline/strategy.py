@@ -39,7 +39,7 @@ from lockstep.extensions.balancing.torch_parts import ONE_PROCESS, PARTS, PIPELI
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import has_compiled, innermost
-from lockstep.ground.parameters import beside, clip_by_value, stands_in
+from lockstep.ground.parameters import clip_by_value, is_placeholder, parameters_outside
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.torch_support import refuse_without
 from lockstep.ground.types import LRSchedulerConfig
@@ -341,7 +341,7 @@ class BalancedStrategy(RankedStrategy):
             if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
                 raise MisconfigurationException(BATCH_NORM.format(name=name, kind=type(layer).__name__))
         for optimizer in optimizers:
-            for parameter in beside(module, [optimizer]).values():
+            for parameter in parameters_outside(module, [optimizer]).values():
                 shape, name = tuple(parameter.shape), type(optimizer).__name__
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
         super().setup_optimizers(optimizers, configs)
@@ -432,7 +432,7 @@ class BalancedStrategy(RankedStrategy):
                     outputs[number].append(returned)
         # a parameter of another rank's stage has no memory here: its gradient would be lost
         if any(parameter.grad is not None for parameter in owned.remote):
-            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
+            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and is_placeholder(p))
             raise MisconfigurationException(ELSEWHERE.format(name=name))
         gradients.reduce(owned, self.members, self.peers, self.replicas.count)
         self.rounds += 1

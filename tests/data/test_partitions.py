@@ -10,31 +10,31 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.cut import Cut, WindowPlan, even_span
+from lockstep.data.partition import Partition, WindowPlan, even_span
 from lockstep.data.stream import DrawHistory, Sizes
 
-CUTS = st.builds(Cut, st.integers(0, 200), st.integers(1, 9), st.integers(1, 6), st.booleans())
+CUTS = st.builds(Partition, st.integers(0, 200), st.integers(1, 9), st.integers(1, 6), st.booleans())
 small = st.integers(1, 7)
 numbers = st.one_of(st.integers(1, 9), st.floats(0.01, 100.0))
 
 
 @st.composite
-def weighted(draw: st.DrawFn) -> Cut:
+def weighted(draw: st.DrawFn) -> Partition:
     """Cuts by weight, in windows of any size."""
     size = draw(st.integers(1, 6))
     weights = tuple(draw(st.lists(numbers, min_size=size, max_size=size)))
     window = draw(st.integers(0, 60))
-    cut = Cut(draw(st.integers(0, 200)), draw(small), size, draw(st.booleans()), window, weights)
-    return Cut(cut.n, cut.batch, size, cut.drop_last, window, weights, draw(small), draw(small))
+    cut = Partition(draw(st.integers(0, 200)), draw(small), size, draw(st.booleans()), window, weights)
+    return Partition(cut.n, cut.batch, size, cut.drop_last, window, weights, draw(small), draw(small))
 
 
-def positions(cut: Cut) -> list[list[list[int]]]:
+def positions(cut: Partition) -> list[list[list[int]]]:
     """Of each micro-batch, each rank's positions."""
     numbers = range(cut.number, cut.length)
     return [[list(range(*cut.span(number, rank))) for rank in range(cut.size)] for number in numbers]
 
 
-def windows(cut: Cut, micro: int) -> list[list[int]]:
+def windows(cut: Partition, micro: int) -> list[list[int]]:
     """The positions of each window, in order."""
     parts = positions(cut)
     found = [parts[start : start + micro] for start in range(0, len(parts), micro)]
@@ -45,7 +45,7 @@ def windows(cut: Cut, micro: int) -> list[list[int]]:
 
 
 @given(cut=CUTS)
-def test_ranks_take_every_position_once(cut: Cut) -> None:
+def test_ranks_take_every_position_once(cut: Partition) -> None:
     spans = [cut.span(number, rank) for number in range(cut.length) for rank in range(cut.size)]
     taken = [position for start, stop in spans for position in range(start, stop)]
     kept = cut.full * cut.batch * cut.size if cut.drop_last else cut.n
@@ -53,7 +53,7 @@ def test_ranks_take_every_position_once(cut: Cut) -> None:
 
 
 @given(cut=CUTS)
-def test_sizes_are_those_of_the_parts_and_differ_by_at_most_one(cut: Cut) -> None:
+def test_sizes_are_those_of_the_parts_and_differ_by_at_most_one(cut: Partition) -> None:
     for number in range(cut.length):
         sizes = [stop - start for start, stop in (cut.span(number, rank) for rank in range(cut.size))]
         assert cut.sizes(number) == sizes
@@ -62,7 +62,7 @@ def test_sizes_are_those_of_the_parts_and_differ_by_at_most_one(cut: Cut) -> Non
 
 @given(full=st.integers(1, 5), batch=st.integers(1, 5), size=st.integers(1, 5))
 def test_ranks_and_accumulation_see_the_same_micro_batches(full: int, batch: int, size: int) -> None:
-    alone, shared = Cut(full * batch * size, batch, 1), Cut(full * batch * size, batch, size)
+    alone, shared = Partition(full * batch * size, batch, 1), Partition(full * batch * size, batch, size)
     windows = [[alone.span(number * size + i, 0) for i in range(size)] for number in range(full)]
     assert windows == [[shared.span(number, rank) for rank in range(size)] for number in range(full)]
 
@@ -75,7 +75,7 @@ def test_a_rest_smaller_than_the_ranks_leaves_some_without() -> None:
 
 
 @given(cut=weighted())
-def test_by_weight_every_position_is_taken_once(cut: Cut) -> None:
+def test_by_weight_every_position_is_taken_once(cut: Partition) -> None:
     parts = positions(cut)
     taken = [position for ranks in parts for rank in ranks for position in rank]
     window = cut.window or cut.batch * cut.size
@@ -90,7 +90,7 @@ def test_by_weight_every_position_is_taken_once(cut: Cut) -> None:
 
 
 @given(cut=weighted())
-def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Cut) -> None:
+def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Partition) -> None:
     micro = -(-(cut.window or cut.batch * cut.size) // (cut.batch * cut.size))
     exact = [Fraction(weight) for weight in cut.weights]
     sizes = [cut.sizes(number) for number in range(cut.number, cut.length)]
@@ -111,8 +111,8 @@ def test_a_window_has_the_same_positions_on_any_number_of_ranks(
     n: int, batch: int, before: int, after: int, accumulate: int
 ) -> None:
     plan = WindowPlan(before, accumulate)
-    cut = plan.cut(n, batch, after, drop_last=False)
-    planned = windows(Cut(n, batch, before), accumulate)
+    cut = plan.partition(n, batch, after, drop_last=False)
+    planned = windows(Partition(n, batch, before), accumulate)
     assert windows(cut, plan.micro(after)) == planned
     for number, parts in enumerate(positions(cut)):
         assert list(map(len, parts)) == cut.sizes(number)
@@ -134,13 +134,13 @@ def test_lives_with_other_ranks_draw_what_was_left(
 ) -> None:
     """Each life plays some windows and leaves the rest to the next one; the last plays on to the end."""
     ranks = lives[0][0]
-    planned = windows(Cut(n, batch, ranks, drop_last), 1)[: None if math.isinf(limit) else int(limit)]
+    planned = windows(Partition(n, batch, ranks, drop_last), 1)[: None if math.isinf(limit) else int(limit)]
     expected = [position for row in planned for position in row]
     drawn: list[int] = []
     reached, number = 0, 0
     for turn, (size, played) in enumerate(lives):
         plan = WindowPlan(ranks, accumulate, limit, number, reached)
-        cut = plan.cut(n, batch, size, drop_last)
+        cut = plan.partition(n, batch, size, drop_last)
         micro = plan.micro(size)
         found = windows(cut, micro)
         is_last = turn == len(lives) - 1
@@ -167,7 +167,7 @@ def test_what_lives_have_drawn_of_a_stream(n: int, batch: int, planned: int, liv
         if plan.window(batch) < ranks:
             continue
         for sizes in of_ranks:
-            sizes.recut(plan)
+            sizes.repartition(plan)
         batches = played * plan.micro(ranks)
         life = DrawHistory(ranks, workers, of_ranks[0].taken(batches, workers))
         taken: set[int] = set()

@@ -1,4 +1,4 @@
-"""The cut of an epoch's positions into windows, micro-batches and parts of ranks; pure.
+"""Division of an epoch's positions into windows, micro-batches and ranks' parts. All functions are pure.
 
 In `data/` a *rank* is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Position: TypeAlias = "int | list[list[Any]] | None"
-"""Progress of a source: the number of positions drawn; for a stream, what each rank and worker has drawn, as plain
-data; None if only the number of micro-batches is known."""
+"""Progress of a source: the number of positions drawn, or for a stream the number of samples that each rank and worker
+has drawn (as plain data). None if only the number of micro-batches is known."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """``n`` positions in windows, each shared out over its micro-batches and the ranks.
+class Partition:
+    """A division of ``n`` positions into windows, and of each window into micro-batches and ranks' parts.
 
     A window is a global batch of ``batch x size`` positions, or ``window`` positions if set. Ranks share it evenly
     (their parts differ by at most one position) or by weight. Each rank divides its part evenly over the window's
@@ -27,13 +27,13 @@ class Cut:
     process that accumulates ``size`` micro-batches sees the same micro-batches as ``size`` ranks.
 
     Example:
-        >>> cut = Cut(n=11, batch=2, size=2)
-        >>> [cut.span(2, rank) for rank in range(2)]
+        >>> partition = Partition(n=11, batch=2, size=2)
+        >>> [partition.span(2, rank) for rank in range(2)]
         [(8, 10), (10, 11)]
-        >>> cut = Cut(n=70, batch=8, size=3, window=32)
-        >>> [cut.sizes(number) for number in range(cut.length)]
+        >>> partition = Partition(n=70, batch=8, size=3, window=32)
+        >>> [partition.sizes(number) for number in range(partition.length)]
         [[6, 6, 5], [5, 5, 5], [6, 6, 5], [5, 5, 5], [2, 2, 2]]
-        >>> Cut(n=100, batch=8, size=2, weights=(3, 1)).sizes(0)
+        >>> Partition(n=100, batch=8, size=2, weights=(3, 1)).sizes(0)
         [12, 4]
     """
 
@@ -44,21 +44,22 @@ class Cut:
     size: int
     """Number of ranks."""
     drop_last: bool = False
-    """Leave out the last window if it is not full."""
+    """Drop the last window if it is not full."""
     window: int = 0
     """Positions of a full window; 0 means ``batch x size``."""
     weights: tuple[float, ...] = ()
-    """A positive number for each rank; its part of a window is proportional to it. Empty: equal parts."""
+    """A positive number for each rank, to which its part of a window is proportional. Empty: equal parts."""
     number: int = 0
     """Number of the first micro-batch."""
     position: int = 0
-    """The first of the ``n`` positions."""
+    """Index of the first of the ``n`` positions."""
 
     @property
     def full(self) -> int:
-        """End of the leading micro-batches in which every rank takes as many positions as in the first one.
+        """End of the run of equal micro-batches at the start, in which no rank's number of positions changes.
 
-        Each rank takes at least one. Equal to ``number`` for windows of another size than ``batch x size``.
+        Each rank has at least one position in them. Equal to ``number`` (no such micro-batch) if a window does not have
+        ``batch x size`` positions.
         """
         whole = self.batch * self.size
         if self.window not in (0, whole) or (self.weights and 0 in apportion(whole, self.size, self.weights)):
@@ -67,16 +68,16 @@ class Cut:
 
     @property
     def rest(self) -> int:
-        """Positions of the last, partial window; 0 if all windows are full."""
+        """Number of positions in a partial last window; 0 if all windows are full or it is dropped."""
         return 0 if self.drop_last else self.n % self._window
 
     @property
     def length(self) -> int:
-        """One more than the number of the last micro-batch."""
+        """Number that would follow that of the last micro-batch."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
-        """Return the first position and the end of a rank's part of a micro-batch; they are equal if it is empty."""
+        """Return (first position, end) of a rank's part of a micro-batch; the two are equal if the part is empty."""
         start, count, micro, part = self._locate(number)
         if not self.weights:  # a faster form of the code below
             return even_span(count, micro * self.size, part * self.size + rank, start)
@@ -84,7 +85,7 @@ class Cut:
         return start + before + (ends[rank - 1] if rank else 0), start + before + ends[rank]
 
     def sizes(self, number: int) -> list[int]:
-        """Return the number of positions of each rank in a micro-batch."""
+        """Return how many positions of a micro-batch each rank has."""
         _, count, micro, part = self._locate(number)
         if self.weights:
             return list(_parts_by_weight(count, self.weights, micro, part)[1])
@@ -92,12 +93,12 @@ class Cut:
         larger = min(max(0, more - part * self.size), self.size)
         return [each + 1] * larger + [each] * (self.size - larger)
 
-    def recut(self, number: int, weights: tuple[float, ...]) -> Cut:
-        """Return the cut of the positions from micro-batch ``number`` on, shared out by new weights.
+    def repartition(self, number: int, weights: tuple[float, ...]) -> Partition:
+        """Divide the positions that start with micro-batch ``number`` again, by new weights.
 
         Example:
-            >>> cut = Cut(n=20, batch=4, size=2).recut(1, (3, 1))
-            >>> [cut.span(1, rank) for rank in range(2)]
+            >>> partition = Partition(n=20, batch=4, size=2).repartition(1, (3, 1))
+            >>> [partition.span(1, rank) for rank in range(2)]
             [(8, 14), (14, 16)]
 
         Raises:
@@ -107,7 +108,10 @@ class Cut:
         if number < self.length:
             start, _, _, part = self._locate(number)
         if part:
-            raise ValueError(f"Cut.recut(number={number}): a window is under way there")
+            raise ValueError(
+                f"Partition.repartition(number={number}): this micro-batch is inside a window; pass the first one of a "
+                "window"
+            )
         left = self.position + self.n - start
         return replace(self, n=left, weights=weights, number=number, position=start)
 
@@ -120,7 +124,7 @@ class Cut:
         return -(-count // (self.batch * self.size))
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return (first position, positions, micro-batches) of a micro-batch's window, and its index in the window."""
+        """Return (first position, positions, micro-batches) of a micro-batch's window, and the micro-batch's index."""
         window, part = divmod(number - self.number, self._micro(self._window))
         start = window * self._window
         count = min(self._window, self.n - start)
@@ -128,14 +132,14 @@ class Cut:
 
 
 def even_span(count: int, size: int, rank: int, start: int = 0) -> tuple[int, int]:
-    """Return a rank's part of ``count`` positions from ``start`` on, shared out as evenly as possible."""
+    """Return (first position, end) of a rank's part if ``count`` positions are divided as evenly as possible."""
     each, more = divmod(count, size)
     first = start + rank * each + min(rank, more)
     return first, first + each + (rank < more)
 
 
 def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequence[int]:
-    """Return how many of ``count`` positions each rank takes: evenly, or as close to its weight as integers allow.
+    """Return how many of ``count`` positions each rank gets, evenly or in proportion to its weight.
 
     The remainder after rounding down goes to the ranks with the largest fractions; ties go to the lower rank.
     """
@@ -164,7 +168,7 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 def _parts_by_weight(
     count: int, weights: tuple[float, ...], micro: int, part: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the window's positions before a micro-batch, each rank's number of positions in it, and its end."""
+    """Return a micro-batch's offset in its window, each rank's number of positions, and the running sums of these."""
     totals = _by_weight(count, weights)
     sizes = tuple(total // micro + (part < total % micro) for total in totals)
     before = sum(even_span(total, micro, part)[0] for total in totals)
@@ -173,33 +177,33 @@ def _parts_by_weight(
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The cut of an epoch that was planned, or started, on another number of ranks."""
+    """Plan for the division of an epoch that was planned, or started, on a different number of ranks."""
 
     ranks: int
-    """Ranks of the plan: its batch is this many times a loader's ``batch_size``."""
+    """Number of ranks in the plan; its batch is this number times a loader's ``batch_size``."""
     accumulate: int
-    """Batches of the plan in a window."""
+    """Number of the plan's batches in a window."""
     limit: int | float = math.inf
     """Maximum number of the plan's batches in an epoch."""
     number: int = 0
     """The first micro-batch of this attempt of the run; an earlier attempt drew those before it."""
     position: Position = None
-    """What that attempt had drawn, from `Source.position`; None: computed from the numbers."""
+    """Data that earlier attempts drew, from `LoaderSource.position`; None: computed from the numbers."""
 
     def micro(self, size: int) -> int:
         """Return the number of micro-batches in a window on ``size`` ranks."""
         return -(-self.accumulate * self.ranks // size)
 
     def divides(self, size: int) -> bool:
-        """Return True if full micro-batches on ``size`` ranks add up to a window."""
+        """Return True if a window consists of full micro-batches on ``size`` ranks."""
         return self.accumulate * self.ranks % size == 0
 
     def window(self, batch: int) -> int:
-        """Return the positions of a window for a loader's ``batch_size``."""
+        """Return the number of positions in a window, for a loader's ``batch_size``."""
         return self.ranks * self.accumulate * batch
 
-    def kept(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """Return how many of an epoch's ``n`` positions are drawn, including those before ``number``."""
+    def limited(self, n: int | float, batch: int, drop_last: bool) -> int | float:
+        """Return how many of an epoch's ``n`` positions all attempts together draw: see ``limit``, ``drop_last``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
@@ -209,16 +213,16 @@ class WindowPlan:
 
     @property
     def drawn(self) -> int:
-        """Positions drawn before ``number``, for a source that counts them."""
+        """Number of positions that earlier attempts drew; 0 for a source that does not count positions."""
         return self.position if isinstance(self.position, int) else 0
 
     def reached(self, number: int, batch: int, size: int) -> int:
-        """Return the positions drawn before the first micro-batch of a window."""
+        """Return the number of positions drawn before micro-batch ``number``, which starts a window."""
         windows, more = divmod(number - self.number, self.micro(size))
         return self.drawn + windows * self.window(batch) + (more * batch * size if self.divides(size) else 0)
 
-    def cut(self, n: int, batch: int, size: int, drop_last: bool, weights: tuple[float, ...] = ()) -> Cut:
-        """Return the cut of an epoch of ``n`` positions over ``size`` ranks."""
-        left = max(0, int(self.kept(n, batch, drop_last)) - self.drawn)
+    def partition(self, n: int, batch: int, size: int, drop_last: bool, weights: tuple[float, ...] = ()) -> Partition:
+        """Return the division of an epoch of ``n`` positions over ``size`` ranks."""
+        left = max(0, int(self.limited(n, batch, drop_last)) - self.drawn)
         window = 0 if self.divides(size) else self.window(batch)
-        return Cut(left, batch, size, False, window, weights, self.number, self.drawn)
+        return Partition(left, batch, size, False, window, weights, self.number, self.drawn)
