@@ -247,7 +247,7 @@ def test_parameters_of_equal_value_are_not_taken_for_one() -> None:
 def test_parameters_that_are_in_the_optimizer_already_are_named() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    with pytest.warns(UserWarning, match="2 parameters .* are already in another group"):
+    with pytest.warns(UserWarning, match="2 parameters .* are in another group"):
         BaseFinetuning.unfreeze_and_add_param_group(layer, optimizer)
     assert len(optimizer.param_groups) == 1
 

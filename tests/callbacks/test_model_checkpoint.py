@@ -285,12 +285,12 @@ class TestRanking:
 class TestMissingMonitor:
     def test_names_what_there_is(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="val_los")
-        with pytest.raises(MisconfigurationException, match=r"monitor='val_los'.*there are \['acc', 'val_loss'\]"):
+        with pytest.raises(MisconfigurationException, match=r"monitor='val_los'.*available are \['acc', 'val_loss'\]"):
             run(tmp_path, callback, values=lambda epoch: {"val_loss": 1.0, "acc": 0.5})
 
     def test_is_no_error_before_the_first_validation(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="loss", save_on_train_epoch_end=True, save_top_k=-1)
-        with pytest.warns(UserWarning, match="No validation has run yet"):
+        with pytest.warns(UserWarning, match="before the first validation"):
             trainer = run(tmp_path, callback, epochs=2, check_val_every_n_epoch=2, values=losses(1, 2))
         assert [step for step, _ in trainer.saves] == [8]
 

@@ -169,7 +169,7 @@ def test_an_adapter_begins_as_peft_makes_it(ranks: RankPool, tmp_path: Path) -> 
     ("way", "dora", "said"),
     [
         ("pissa", False, "incompatible tensor type"),
-        (True, True, r"first values of this adapter \(Embedding\) depend on"),
+        (True, True, r"initial values of this adapter \(Embedding\) depend on"),
     ],
 )
 def test_an_adapter_that_follows_from_weights_that_are_not_read_is_refused(

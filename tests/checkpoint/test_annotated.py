@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from lockstep import LightningModule
-from lockstep.checkpoint.annotated import made
+from lockstep.checkpoint.annotated import instantiate
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_a_dataclass_that_has_changed_is_named(tmp_path: Path) -> None:
         path = save(module, tmp_path)
     finally:
         del vars(Block)["__dataclass_fields__"]["depth"]
-    with pytest.raises(MisconfigurationException, match=r"config: Block.*'depth'.*config=\.\.\."):
+    with pytest.raises(MisconfigurationException, match=r"'config' cannot be rebuilt.*Block.*'depth'.*config=\.\.\."):
         Changed.load_from_checkpoint(path)
 
 
@@ -133,5 +133,5 @@ def test_a_container_of_omegaconfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     package.OmegaConf = type("OmegaConf", (), {"create": staticmethod(DictConfig)})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "omegaconf", package)
-    found = made(DictConfig, {"a": 1})
+    found = instantiate(DictConfig, {"a": 1})
     assert (found, type(found)) == ({"a": 1}, DictConfig)

@@ -79,7 +79,7 @@ def test_a_subclass_that_passes_keywords_on(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is a module")
 def test_a_module_is_given_again_and_asked_for_by_name(tmp_path: Path) -> None:
     path = saved(Backboned(nn.Linear(2, 2), 4), tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"Backboned\.__init__ needs 'backbone'.*backbone=\.\.\."):
+    with pytest.raises(MisconfigurationException, match=r"Backboned\.__init__ requires 'backbone'.*backbone=\.\.\."):
         Backboned.load_from_checkpoint(path)
     assert Backboned.load_from_checkpoint(path, backbone=nn.Linear(2, 2)).hparams.width == 4
 

@@ -134,11 +134,11 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     folder = base(tmp_path / "base")
     trainer: Any = quiet(max_epochs=1)
     trainer.fit(ByTransformers(folder, "llama"), texts())
-    with pytest.raises(MisconfigurationException, match=r"wrap it by peft\.get_peft_model"):
+    with pytest.raises(MisconfigurationException, match=r"Use peft\.get_peft_model"):
         trainer.save_pretrained(tmp_path / "x")
     trainer.fit(Adapted(folder), texts())
     trainer.save_checkpoint(tmp_path / "a.ckpt", trainable_only=True)
     words = ["checkpoint", "convert", "--to", "huggingface", "--config", folder, str(tmp_path / "a.ckpt")]
     assert main([*words, str(tmp_path / "x")]) != 0
-    assert f"without the frozen weights of {folder!r}" in capsys.readouterr().err
+    assert f"lacks the frozen weights of {folder!r}" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -91,7 +91,7 @@ class TestDamage:
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
-            with pytest.raises(CorruptCheckpoint, match=r"run\.ckpt' .*: (resume from an earlier|check the path)"):
+            with pytest.raises(CorruptCheckpoint, match=r"run\.ckpt' .*(Resume from an earlier|Check the path)"):
                 load(path)
         path.write_bytes(whole)
         load(path)
@@ -121,7 +121,7 @@ class TestDamage:
             for name, data in members.items():
                 archive.writestr(name, evil if name.endswith("data.pkl") else data)
             archive.comment = comment
-        with pytest.raises(CorruptCheckpoint, match="do not match the hash"):
+        with pytest.raises(CorruptCheckpoint, match="do not match its hash"):
             load(path, weights_only=False)
         assert not ran.exists()
 
@@ -145,7 +145,7 @@ class TestForeignFiles:
     )
     def test_no_zip(self, tmp_path: Path, content: bytes, says: str) -> None:
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(CorruptCheckpoint, match=rf"x' {says}.*check the path"):
+        with pytest.raises(CorruptCheckpoint, match=rf"x' {says}.*Check the path"):
             load(tmp_path / "x", weights_only=False)
 
     def test_none_and_a_folder(self, tmp_path: Path) -> None:
@@ -187,7 +187,9 @@ class TestLightning:
 
     def test_others_say_that_they_need_weights_only_false(self, tmp_path: Path) -> None:
         torch.save({"hyper_parameters": {"args": Namespace(a=1), "path": Path("p")}}, tmp_path / "x")
-        with pytest.raises(MisconfigurationException, match=r"x' holds.*argparse\.Namespace.*weights_only=False"):
+        with pytest.raises(
+            MisconfigurationException, match=r"x' contains objects.*argparse\.Namespace.*weights_only=False"
+        ):
             load(tmp_path / "x")
         assert load(tmp_path / "x", weights_only=False)["hyper_parameters"]["args"].a == 1
 
@@ -203,7 +205,7 @@ class TestSaveRefuses:
     @pytest.mark.parametrize("numbers", [16_300, 40_000, 1_000_000])
     def test_no_room_in_the_middle_or_at_the_end(self, path: Path, no_room: None, numbers: int) -> None:
         before = path.read_bytes()
-        with pytest.raises(OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is intact"):
+        with pytest.raises(OSError, match=r"run\.ckpt': the disk is full .*earlier file is intact"):
             save({"a": torch.randn(numbers)}, path)
         assert path.read_bytes() == before
         assert os.listdir(path.parent) == [path.name]
@@ -305,7 +307,9 @@ class TestRefused:
     )
     def test_by_key(self, value: Any, what: str) -> None:
         place = r'checkpoint\["callbacks"\]\["C"\]\[0\](\[1\])?'
-        with pytest.raises(MisconfigurationException, match=f"^{place} is {what}, .*Keep tensors.*add_safe_globals"):
+        with pytest.raises(
+            MisconfigurationException, match=f"^{place} is {what}, .*Save only tensors.*add_safe_globals"
+        ):
             readable({"callbacks": {"C": [value]}})
 
     def test_attributes_of_tensors_and_of_ordered_dicts_too(self) -> None:
@@ -330,7 +334,7 @@ def test_torchs_variable_counts_only_where_weights_only_is_not_given(
         load(path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     assert load(path)["enum"] is Colour.RED
-    with pytest.raises(MisconfigurationException, match=r"more than tensors and plain values: .*Colour"):
+    with pytest.raises(MisconfigurationException, match=r"not tensors or plain values: .*Colour"):
         load(path, weights_only=True)
 
 

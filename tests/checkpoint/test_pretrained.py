@@ -304,13 +304,13 @@ def quantized(folder: Path) -> None:
 
 
 BAD: dict[Callable[[Path], None], str] = {
-    no_index: "there is neither model.safetensors.index.json nor model.safetensors",
+    no_index: "the folder contains neither model.safetensors.index.json nor model.safetensors",
     part_gone: "is damaged (No such file or directory",
     part_cut: "is damaged (Error while deserializing header",
-    index_cut: "is not an index of weights",
-    only_pickled: "its weights are pickled (pytorch_model.bin)",
-    emptied: "there is neither model.safetensors.index.json nor model.safetensors",
-    quantized: "its weights are quantized (bitsandbytes in its config.json)",
+    index_cut: "model.safetensors.index.json is damaged",
+    only_pickled: "the weights are pickled (pytorch_model.bin)",
+    emptied: "the folder contains neither model.safetensors.index.json nor model.safetensors",
+    quantized: "the weights are quantized (bitsandbytes in config.json)",
 }
 
 
@@ -351,7 +351,7 @@ def of_another(folder: str) -> str:
 def test_weights_of_another_model_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "llama"))
     for said in ranks(2).run(of_another, folder, timeout=60):
-        assert "none of its 21 tensors fits BertForMaskedLM" in said
+        assert "none of the folder's 21 tensors belongs to a BertForMaskedLM" in said
         assert "'lm_head.weight', 'model.embed_tokens.weight'" in said
         assert "and 11 more" in said
 
@@ -360,7 +360,7 @@ def test_other_shapes_are_refused_by_name(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "llama")
     with torch.device("meta"):
         model = class_of(CLASSES["llama"])(llama(intermediate_size=48))
-    with pytest.raises(MisconfigurationException, match=r"6 tensors have other shapes .*\(40, 16\) for \(48, 16\)"):
+    with pytest.raises(MisconfigurationException, match=r"6 tensors have different shapes .*\(40, 16\) for \(48, 16\)"):
         lockstep.load_pretrained(model, folder)
 
 
@@ -395,7 +395,7 @@ def test_other_shapes_may_be_passed_over(ranks: RankPool, tmp_path: Path) -> Non
     assert [found for found, _ in of_ranks] == [[], []]
     said = [each for each in of_ranks[0][1] if "load_pretrained" in each]
     assert len(said) == 1
-    assert "which initializes them: score.weight (2, 16) for (5, 16)." in said[0]
+    assert "and are newly initialized: score.weight (2, 16) for (5, 16)." in said[0]
 
 
 class Resized(Tuned):
@@ -417,7 +417,9 @@ def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: R
     folder = str(write_folder(tmp_path, "llama"))
     for found in ranks(2).run(resized, folder, strategies("ddp", "fsdp", "deepspeed_stage_3"), timeout=60):
         for said in found:
-            assert "the shape of 'model.embed_tokens.weight' was (48, 16) at that call, and is (52, 16) now" in said
+            assert (
+                "the shape of 'model.embed_tokens.weight' has changed from (48, 16) to (52, 16) since this call" in said
+            )
             assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in said
 
 
@@ -521,7 +523,7 @@ def test_tied_weights_of_which_the_folder_has_two_are_parted(tmp_path: Path) -> 
     with torch.device("meta"):
         model = class_of(CLASSES["gpt2"])(CONFIGS["gpt2"]())
     module = Around(model, str(folder))
-    with pytest.warns(UserWarning, match="they are no longer tied"):
+    with pytest.warns(UserWarning, match="so they are untied"):
         quiet(max_epochs=1).fit(module, texts())
     assert differing(module.seen, str(folder), CLASSES["gpt2"]) == []
 

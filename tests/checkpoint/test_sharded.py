@@ -298,19 +298,19 @@ def edit(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "a bit of a shard": ("__1_0.distcp", flip, r"__1_0.distcp' is not as it was written .*earlier checkpoint"),
-    "a bit of the rest": ("meta.pt", flip, r"meta.pt' is not as it was written"),
-    "a bit of rank 1": ("rank_1.pt", flip, r"rank_1.pt' is not as it was written"),
-    "a bit of the metadata": (".metadata", flip, r".metadata' is not as it was written"),
+    "a bit of a shard": ("__1_0.distcp", flip, r"__1_0.distcp' has changed since it was written .*earlier checkpoint"),
+    "a bit of the rest": ("meta.pt", flip, r"meta.pt' has changed since it was written"),
+    "a bit of rank 1": ("rank_1.pt", flip, r"rank_1.pt' has changed since it was written"),
+    "a bit of the metadata": (".metadata", flip, r".metadata' has changed since it was written"),
     "a shard cut short": (
         "__0_0.distcp",
         lambda path: os.truncate(path, 99),
-        r"__0_0.distcp' is cut short: .* 99 bytes",
+        r"__0_0.distcp' is truncated. It has 99 bytes",
     ),
-    "a shard missing": ("__1_0.distcp", os.unlink, r"lacks its file __1_0.distcp"),
-    "the index altered": ("index.json", edit, r"index.json' is not as it was written"),
+    "a shard missing": ("__1_0.distcp", os.unlink, r"lacks the file __1_0.distcp"),
+    "the index altered": ("index.json", edit, r"index.json' has changed since it was written"),
     "the index cut short": ("index.json", lambda path: os.truncate(path, 99), r"index.json' is damaged"),
-    "the index missing": ("index.json", os.unlink, r"has lost its index.json"),
+    "the index missing": ("index.json", os.unlink, r"lacks the file index.json"),
 }
 
 

@@ -188,4 +188,4 @@ def lost(_: str) -> str:
 
 def test_a_url_that_each_rank_sees_for_itself_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks(2).run(on_rank, "files", str(tmp_path), lost, timeout=60):
-        assert "save to a URL that all ranks see" in said
+        assert "Save to a URL that is the same storage on all ranks" in said

@@ -198,14 +198,14 @@ class TestErrors:
     def test_no_room(self, tmp_path: Path, no_room: None) -> None:
         path = tmp_path / "x"
         write(path, b"one")
-        with pytest.raises(OSError, match=r"x': there is no room .*\d+ MiB are free.*earlier file.*intact"):
+        with pytest.raises(OSError, match=r"x': the disk is full .*\d+ MiB are free.*earlier file.*intact"):
             write(path, b"2" * 100_000)
         assert path.read_bytes() == b"one"
         assert os.listdir(tmp_path) == ["x"]
 
     def test_a_file_where_the_folder_should_be(self, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(b"")
-        with pytest.raises(OSError, match=r"f/x': its folder cannot be written"):
+        with pytest.raises(OSError, match=r"f/x': its folder is not writable"):
             write(tmp_path / "f" / "x", b"")
         with pytest.raises(NotADirectoryError, match=r"f' is a file"):
             storage.check_writable(tmp_path / "f" / "deeper")
@@ -214,7 +214,7 @@ class TestErrors:
         storage.check_writable(tmp_path / "new" / "folder")
         assert os.listdir(tmp_path) == []
         monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-        with pytest.raises(PermissionError, match="no permission in"):
+        with pytest.raises(PermissionError, match="permission is missing in"):
             storage.check_writable(tmp_path / "new" / "folder")
 
 

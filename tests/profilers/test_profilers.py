@@ -78,7 +78,7 @@ def test_an_action_that_was_never_started_cannot_stop(kind: type[Profiler]) -> N
 
 def test_an_action_cannot_start_twice_and_ends_with_an_error() -> None:
     profiler = SimpleProfiler()
-    with pytest.raises(ValueError, match="'one' has been started and not stopped"), profiler.profile("one"):
+    with pytest.raises(ValueError, match="'one' is running already"), profiler.profile("one"):
         profiler.start("one")
     assert len(profiler.recorded_durations["one"]) == 1
 
@@ -88,7 +88,7 @@ def test_an_action_cannot_start_twice_and_ends_with_an_error() -> None:
 
 def test_a_folder_that_cannot_be_made_was_found_out_behind_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler\(dirpath=.*nothing can be written there"):
+    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler\(dirpath=.*the folder is not writable"):
         SimpleProfiler(dirpath=tmp_path / "file" / "x", filename="perf").setup("fit")
 
 
