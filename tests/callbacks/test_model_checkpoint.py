@@ -33,6 +33,15 @@ class NotesSaves(TorchCheckpointIO):  # type: ignore[misc]
         self.saves.append((checkpoint["global_step"], os.path.basename(path)))
 
 
+class Logs(Slope):
+    def __init__(self, values: Callable[[int], dict[str, float]]) -> None:
+        super().__init__()
+        self.values = values
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(self.values(self.current_epoch))
+
+
 def run(
     root: Path,
     callback: ModelCheckpoint,
@@ -43,10 +52,10 @@ def run(
     **flags: Any,
 ) -> list[tuple[int, str]]:
     """A fit whose validations log ``values(epoch)``; step and name of each file that was written."""
-    io, module = NotesSaves(), acting(validation_step=lambda module, *_: module.log_dict(values(module.current_epoch)))
+    io = NotesSaves()
     flags = {"num_sanity_val_steps": 0, "enable_checkpointing": True, "default_root_dir": root, **flags}
     trainer = quiet(max_epochs=epochs, callbacks=[callback], plugins=[io], **flags)
-    trainer.fit(module, numbers(batches), numbers(1), ckpt_path=resume)
+    trainer.fit(Logs(values), numbers(batches), numbers(1), ckpt_path=resume)
     return io.saves
 
 
@@ -103,7 +112,9 @@ class TestWhen:
 
         keep = ModelCheckpoint(tmp_path, save_on_exception=True, save_last=True)
         with pytest.raises(ValueError, match="bad batch"):
-            quiet(callbacks=[keep], enable_checkpointing=True).fit(acting(Slope, training_step=fail), numbers(4))
+            quiet(max_epochs=1, callbacks=[keep], enable_checkpointing=True).fit(
+                acting(Slope, training_step=fail), numbers(4)
+            )
         assert files(keep) == ["epoch=0-step=3.ckpt", "last.ckpt"]
 
 
