@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from lockstep import LightningModule, Trainer
+from lockstep.checkpoint.annotated import instantiate
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.testing.models import BoringModel
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 
 class Act(enum.Enum):
@@ -73,7 +79,21 @@ class ActAndPart(NamedTuple):
     two: A | B
 
 
-class Net(BoringModel):
+@dataclass(frozen=True)
+class Sums:
+    parts: list[Base]
+    total: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(part.width for part in self.parts))
+
+
+class Sized(BoringModel):
+    def __init__(self, sums: Sums | None = None) -> None:
+        super().__init__()
+
+
+class Net(Sized):
     def __init__(
         self,
         cfg: Computed,
@@ -87,14 +107,17 @@ class Net(BoringModel):
         pairs: dict[Act, list[ActAndPart]] | None = None,
         acts: set[Act] | frozenset[Act] | None = None,
         others: Namespace | None = None,
+        odd: Decimal | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.save_hyperparameters()
 
 
 def of_the_run() -> Net:
     pairs = {Act.GELU: [ActAndPart(Act.RELU, B(1.0)), ActAndPart(Act.GELU, A(2.0))]}
     more: dict[str, Any] = {"pairs": pairs, "acts": frozenset({Act.GELU}), "others": Namespace(to=Path("b"))}
+    more["sums"] = Sums([Base(1), Base(2)])
     return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=WrittenMode.FAST, **more)
 
 
@@ -173,6 +196,16 @@ def test_an_attribute_computed_of_computed_values_is_refused(tmp_path: Path) -> 
     assert Halved.load_from_checkpoint(saved(Halved(More(0.1, 256)), tmp_path)).hparams.cfg.half == 0.05
 
 
+def test_a_dataclass_that_has_changed_is_named(tmp_path: Path) -> None:
+    path = saved(of_the_run(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["lockstep"]
+    checkpoint["hyper_parameters"]["net"]["depth"] = 2
+    torch.save(checkpoint, path)
+    with pytest.raises(MisconfigurationException, match=r"'net' cannot be rebuilt.*'depth'.*net=\.\.\."):
+        Net.load_from_checkpoint(path)
+
+
 def test_one_argument_that_took_all(tmp_path: Path) -> None:
     class Whole(BoringModel):
         def __init__(self, args: Namespace) -> None:
@@ -204,3 +237,16 @@ def test_the_file_that_a_logger_wrote(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("left", "right"))
     edited = Logged.load_from_checkpoint(path, hparams_file=file).hparams
     assert (edited.act, edited.net) == ("right", net.hparams.net)
+
+
+def test_a_container_of_omegaconfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, since lockstep does not need the package."""
+    package = ModuleType("omegaconf")
+
+    class DictConfig(dict[str, Any]):
+        __module__ = "omegaconf.dictconfig"
+
+    package.OmegaConf = type("OmegaConf", (), {"create": staticmethod(DictConfig)})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "omegaconf", package)
+    found = instantiate(DictConfig, {"a": 1})
+    assert (found, type(found)) == ({"a": 1}, DictConfig)

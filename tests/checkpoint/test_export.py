@@ -110,13 +110,6 @@ def fitted(tmp_path: Path, steps: int = 1) -> Trainer:
     return trainer
 
 
-def test_tokenizer_files_of_the_folder_come_along(tmp_path: Path) -> None:
-    trainer = fitted(tmp_path)
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
-    trainer.save_pretrained(tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-
-
 def test_a_folder_that_is_written_again_holds_nothing_of_the_first_weights(tmp_path: Path) -> None:
     trainer = fitted(tmp_path)
     trainer.save_pretrained(tmp_path / "out", max_shard_size="12KB")

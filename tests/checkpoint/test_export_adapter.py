@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import export
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
@@ -95,16 +94,6 @@ def test_several_adapters_and_layers_to_save(ranks: RankPool, tmp_path: Path) ->
         wanted = ranks(2).run(exported, ["fsdp"], folder, str(tmp_path), True, timeout=110)[0]["fsdp"]
     assert {path.name for path in (tmp_path / "fsdp").iterdir()} == {*FILES, "more"}
     assert differing(read_back(folder, tmp_path / "fsdp", ("default", "more")), wanted) == []
-
-
-def test_beside_checkpoints(tmp_path: Path) -> None:
-    folder, into = base(tmp_path / "base"), tmp_path / "kept"
-    keep = ModelCheckpoint(into, "last", save_pretrained=True, save_trainable_only=True)
-    trainer = quiet(max_epochs=1, callbacks=[keep], enable_checkpointing=True)
-    module = Adapted(folder)
-    trainer.fit(module, texts())
-    assert {path.name for path in into.iterdir()} == {"last.ckpt", "last-pretrained"}
-    assert differing(read_back(folder, into / "last-pretrained"), dict(module.named_parameters())) == []
 
 
 def test_a_compiled_model_of_adapters_is_written(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lockstep.checkpoint import format
-from lockstep.ground.errors import CorruptCheckpoint
 from lockstep.plugins.io import CheckpointIO, TorchCheckpointIO  # type: ignore[import-not-found]
 from tests.loop import pieces
 from tests.loop.pieces import Slope, numbers
@@ -56,21 +54,6 @@ def written_for(base: type, calls: list[Any]) -> Any:
 
 
 # -- by default ------------------------------------------------------------------------------------------------
-
-
-def test_the_default_writes_the_file_of_the_format(tmp_path: Path) -> None:
-    io, path = quiet().strategy.checkpoint_io, tmp_path / "new" / "x.ckpt"
-    assert type(io) is TorchCheckpointIO
-    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, path)
-    assert (
-        format.load(path)["state_dict"]["w"].tolist() == io.load_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1]
-    )
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CorruptCheckpoint):
-        io.load_checkpoint(path)
-    io.remove_checkpoint(path)
-    io.remove_checkpoint(path)
-    assert os.listdir(path.parent) == []
 
 
 def test_options_that_nobody_reads_are_refused(tmp_path: Path) -> None:

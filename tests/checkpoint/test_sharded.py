@@ -277,13 +277,6 @@ def test_the_folder_runs_no_code(sample: Path, tmp_path: Path) -> None:
         sharded.load(copy)
 
 
-def named(tensors: dict[str, Any], before: str = "") -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        found |= named(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
-
-
 # -- damaged -------------------------------------------------------------------------------------------------
 
 
@@ -451,14 +444,6 @@ def test_two_writers_of_one_folder_are_kept_apart(sample: Path, tmp_path: Path) 
     assert two.path.is_dir()  # it is locked by its writer, and no leftover
     two.commit(b"two")
     assert Path(path, "index.json").read_text() == "two"
-    assert os.listdir(tmp_path) == ["one.ckpt"]
-
-
-def test_what_a_killed_writer_left_is_removed_by_the_next(ranks: RankPool, tmp_path: Path) -> None:
-    left = tmp_path / ".one.ckpt.1-1-abcd.part"
-    left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half")
-    written(ranks, tmp_path)
     assert os.listdir(tmp_path) == ["one.ckpt"]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.config.objects import make_profiler
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.profilers.base import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
-from lockstep.profilers.pytorch import PyTorchProfiler, RegisterRecordFunction, StepSchedule
+from lockstep.profilers.pytorch import PyTorchProfiler, RegisterRecordFunction
 
 
 def busy() -> None:
@@ -217,20 +217,6 @@ def test_pytorch_counts_each_kind_of_step_by_itself() -> None:
     text = profiler.summary()
     assert table_of(text, "training_step")["aten::cos"] == 1
     assert table_of(text, "validation_step")["aten::sin"] == 1
-
-
-def test_a_schedule_does_not_count_steps_in_between() -> None:
-    given = torch.profiler.schedule(wait=1, warmup=1, active=1)
-    schedule = StepSchedule(given)
-    counted = []
-    schedule(0)
-    for step in ("train", "train", "val", "train", "val", "val"):
-        counted.append(schedule.counts_now(step))
-        if counted[-1]:
-            schedule.current = step
-            schedule(0)
-    assert counted == [True, True, False, True, True, True]
-    assert schedule.counts == {"train": 2, "val": 2}
 
 
 def test_pytorch_writes_a_trace(tmp_path: Path) -> None:
