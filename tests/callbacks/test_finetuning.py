@@ -87,14 +87,6 @@ def test_the_backbone_is_trained_as_lightning_trains_it(
     assert_same(ours.weights, theirs.weights)
 
 
-def test_frozen_until_its_epoch() -> None:
-    net = module_of(lockstep)
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    quiet(max_epochs=2, callbacks=BackboneFinetuning(2)).fit(net, data())
-    same = {name for name, value in net.state_dict().items() if torch.equal(value, before[name])}
-    assert same == {"backbone.0.weight", "backbone.0.bias", "backbone.2.weight", "backbone.2.bias"}, "not BatchNorm's"
-
-
 class ByName(BaseFinetuning):
     """Freezes the backbone, BatchNorm too, and thaws it in the middle of training."""
 

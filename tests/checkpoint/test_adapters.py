@@ -15,18 +15,13 @@ import lockstep
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from tests.accelerator.left_out import strategies
-from tests.checkpoint.adapted import Adapted, ByHand, CutByHand, needs_peft
+from tests.checkpoint.adapted import Adapted, ByHand, CutByHand
 from tests.checkpoint.test_pretrained import strategy_of
 from tests.checkpoint.tuned import CONFIGS, WORDS, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peft")
-
-
-@pytest.fixture
-def peft() -> None:
-    needs_peft()
 
 
 def data(batch_size: int) -> DataLoader[Any]:

@@ -18,16 +18,11 @@ from lockstep.cli.checkpoint import checkpoint
 from lockstep.ground.errors import MisconfigurationException
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.test_pretrained import Split, strategy_of
-from tests.checkpoint.tuned import CLASSES, CONFIGS, Tuned, class_of, needs_transformers, texts, write_folder
+from tests.checkpoint.tuned import CLASSES, CONFIGS, Tuned, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("transformers")
-
-
-@pytest.fixture
-def transformers() -> None:
-    needs_transformers()
 
 
 class Kept(Tuned):

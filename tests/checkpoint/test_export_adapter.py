@@ -15,18 +15,13 @@ from lockstep.checkpoint import export
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from tests.accelerator.left_out import strategies
-from tests.checkpoint.adapted import Adapted, needs_peft
+from tests.checkpoint.adapted import Adapted
 from tests.checkpoint.tuned import CLASSES, Tuned, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peft")
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
-
-
-@pytest.fixture
-def peft() -> None:
-    needs_peft()
 
 
 class TwoAdapters(Adapted):

@@ -18,15 +18,10 @@ from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from tests.accelerator.left_out import strategies
-from tests.checkpoint.adapted import Adapted, ByHand, needs_peft
+from tests.checkpoint.adapted import Adapted, ByHand
 from tests.checkpoint.tuned import WORDS, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
-
-
-@pytest.fixture
-def peft() -> None:
-    needs_peft()
 
 
 def words(batch_size: int) -> DataLoader[Any]:

@@ -145,23 +145,24 @@ def test_a_checkpoint_moves(ranks: RankPool, tmp_path: Path, wrote: str, many: i
             torch.testing.assert_close(value, uninterrupted[name], rtol=1e-7, atol=1e-10, msg=name)
 
 
-def resumed_to_bits(kind: str, batch: int, folder: str, shards: bool) -> bool:
-    def fit(resume: str | None = None) -> dict[str, Any]:
-        trainer = quiet(
-            strategy=FSDPStrategy(state_dict_type=kind, accumulate_shards=shards),
-            devices=2,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt", epoch=1)],
-            gradient_clip_val=0.5,
-        )
-        trainer.seed = 5
-        torch.manual_seed(1 + dist.get_rank())
-        trainer.fit(Adam(), [(x.float(), y.float()) for x, y in rows(24)(4)], ckpt_path=resume)
-        return whole_of(trainer)
+def in_window(strategy: Any, batch: int, path: str, resume: bool, **flags: Any) -> dict[str, Tensor]:
+    """The weights of a run that saves within a window, or goes on from there."""
+    callbacks = [] if resume else [SaveAt(batch, path, epoch=1)]
+    own: dict[str, Any] = {"devices": 2, "max_epochs": 2, "accumulate_grad_batches": 3, "precision": "64-true"}
+    trainer = quiet(strategy=strategy, callbacks=callbacks, **own, **flags)
+    trainer.seed = 5
+    torch.manual_seed(1 + dist.get_rank())
+    trainer.fit(Adam(), rows(24)(2), ckpt_path=path if resume else None)
+    return dict(whole_of(trainer)["weights"])
 
-    whole, again = fit(), fit(f"{folder}/at.ckpt")
-    return all(torch.equal(whole["weights"][name], value) for name, value in again["weights"].items())
+
+def resumed_to_bits(kind: str, batch: int, folder: str, shards: bool) -> bool:
+    def run(resume: bool) -> dict[str, Tensor]:
+        strategy = FSDPStrategy(state_dict_type=kind, accumulate_shards=shards)
+        return in_window(strategy, batch, f"{folder}/at.ckpt", resume, gradient_clip_val=0.5)
+
+    whole, again = run(False), run(True)
+    return all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 WITHIN = [("full", 0, True), ("full", 1, False), ("sharded", 1, True)]
@@ -181,21 +182,8 @@ def test_a_run_resumes_to_the_same_bits_within_a_window(
 
 
 def through_a_window(wrote: str, reads: str, path: str) -> float:
-    def fit(strategy: str, resume: str | None = None) -> dict[str, Tensor]:
-        trainer = quiet(
-            strategy=STRATEGIES[strategy](),
-            devices=2,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            precision="64-true",
-            callbacks=[] if resume else [SaveAt(1, path, epoch=1)],
-        )
-        trainer.seed = 5
-        torch.manual_seed(1)
-        trainer.fit(Adam(), rows(24)(2), ckpt_path=resume)
-        return {name: value.cpu().clone() for name, value, _ in trainer.strategy.whole_parameters()}
-
-    whole, resumed = fit(wrote), fit(reads, path)
+    whole = in_window(STRATEGIES[wrote](), 1, path, False)
+    resumed = in_window(STRATEGIES[reads](), 1, path, True)
     return max(float((value - resumed[name]).abs().max()) for name, value in whole.items())
 
 
@@ -450,17 +438,17 @@ def test_two_writers_of_one_folder_are_kept_apart(sample: Path, tmp_path: Path) 
 # -- the callbacks that keep checkpoints ---------------------------------------------------------------------
 
 
+class Falls(Adam):
+    def on_train_epoch_end(self) -> None:
+        self.log("loss", 10.0 - self.current_epoch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", self(batch[0]).mean())
+
+
 def keeps(folder: str, link: bool) -> dict[str, Any]:
     torch.manual_seed(5)
     keeper = ModelCheckpoint(folder, monitor="loss", save_top_k=2, save_last="link" if link else True)
-
-    class Falls(Adam):
-        def on_train_epoch_end(self) -> None:
-            self.log("loss", 10.0 - self.current_epoch)
-
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("tested", self(batch[0]).mean(), sync_dist=True)
-
     flags: dict[str, Any] = {"devices": 2, "precision": "64-true", "enable_checkpointing": True}
     trainer = quiet(strategy=fsdp(), max_epochs=4, callbacks=[keeper], **flags)
     trainer.fit(Falls(), rows(24)(4))

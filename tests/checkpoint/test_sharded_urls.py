@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import dcp, sharded, storage
 from lockstep.cli.checkpoint import checkpoint as command
-from tests.checkpoint.test_sharded import Adam, check_same, fit_to, fsdp, whole_of
+from tests.checkpoint.test_sharded import Falls, check_same, fit_to, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
@@ -148,10 +148,6 @@ def test_a_first_one_that_was_not_finished_is_none(tmp_path: Path, kind: str) ->
 
 def keeps(url: str) -> tuple[list[str], int, bool]:
     keeper = ModelCheckpoint(url, save_top_k=1, monitor="loss", save_last=True)
-
-    class Falls(Adam):
-        def on_train_epoch_end(self) -> None:
-            self.log("loss", 10.0 - self.current_epoch)
 
     def trainer(epochs: int) -> Any:
         torch.manual_seed(5)

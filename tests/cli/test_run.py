@@ -24,7 +24,7 @@ from lockstep.launch.environment import free_port
 from tests.cli.restarted import train
 from tests.launch.sessions import kill
 from tests.tools.crash import Kill
-from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.fresh import PYTHONPATH
 from tests.tools.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -376,12 +376,17 @@ EARLY = {
     "an exception": ("import math\n\nmath.sqrt(-1)\n", 3, "ValueError: math domain error"),
     "a module that is missing": ("import no_such_module\n", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
     "no Python": ("x = 1\nfor\n", 2, "SyntaxError: invalid syntax"),
+    "before the Trainer": (
+        "import lockstep\n\nraise OSError('labels.csv is not here')\n",
+        3,
+        "OSError: labels.csv is not",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", EARLY)
-def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path, what: str) -> None:
+def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path, what: str) -> None:
     """It was "ended with exit code 1"."""
     text, line, reason = EARLY[what]
     (tmp_path / "early.py").write_text(text)
@@ -390,17 +395,3 @@ def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path,
     assert process.returncode == 1
     last = said.rstrip("\n").split("\n")[-1]
     assert re.match(rf"lockstep: rank [01] failed first, at \S*early\.py:{line}: {re.escape(reason)}", last), said
-
-
-@pytest.mark.slow
-def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path) -> None:
-    """It was "ended with exit code 1": no supervisor was there yet that could tell."""
-    script = tmp_path / "early.py"
-    script.write_text("import lockstep\n\nraise FileNotFoundError('labels.csv is not here')\n")
-    done = python("-m", "lockstep", "run", "--devices", "2", script)
-    assert done.returncode == 1
-    last = done.stderr.rstrip("\n").split("\n")[-1]
-    assert re.fullmatch(
-        rf"lockstep: rank [01] failed first, at {re.escape(str(script))}:3: FileNotFoundError: labels.csv is not here",
-        last,
-    )

@@ -47,20 +47,6 @@ def test_a_port_is_named(before: leaks.Snapshot, host: str) -> None:
         assert found(before) == [f"port {shown}:{server.getsockname()[1]} is still open"]
 
 
-def test_a_look_at_the_ports_changes_no_socket() -> None:
-    """A Python socket that is made of a descriptor sets it non-blocking where there is a default time limit."""
-    before, limit = leaks.listening_ports(), socket.getdefaulttimeout()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, socket.socket() as idle, socket.create_server(("127.0.0.1", 0)) as server:
-        socket.setdefaulttimeout(5)
-        try:
-            listening = leaks.listening_ports()
-        finally:
-            socket.setdefaulttimeout(limit)
-        assert listening - before == {f"127.0.0.1:{server.getsockname()[1]}"}
-        assert all(os.get_blocking(each.fileno()) for each in (ours, theirs, idle, server))
-
-
 def test_shared_memory_is_named(before: leaks.Snapshot) -> None:
     # The name says whose it is: a guard that runs beside this one does not take it for its own test's.
     block = shared_memory.SharedMemory(name=f"lockstep-test-{os.getpid()}", create=True, size=8)
