@@ -87,15 +87,6 @@ def test_a_meter_leaves_pauses_out(now: list[float]) -> None:
     assert m.seconds == 2
 
 
-def test_a_resumed_epoch_counts_only_its_own_batches(now: list[float]) -> None:
-    m = Meter(every=10)
-    m.begin(100)
-    for done in range(61, 71):
-        now[0] += 0.5
-        m.due(done)
-    assert (m.first, m.done, m.rate, m.remaining) == (60, 70, 2.0, 15.0)
-
-
 # -- what there is to show ---------------------------------------------------------------------------------
 
 

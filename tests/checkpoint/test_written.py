@@ -82,10 +82,6 @@ def test_other_ranks_and_strategies_go_on_from_any(
 # -- what is compared is compared ----------------------------------------------------------------------------
 
 
-def one_less(numbers: dict[str, int], name: str) -> None:
-    numbers[name] -= 1
-
-
 LOSES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "gradients": lambda checkpoint: [part.pop("gradients") for part in checkpoint["lockstep"]["ranks"]],
     "what was logged": lambda checkpoint: [part.pop("results") for part in checkpoint["lockstep"]["ranks"]],

@@ -62,11 +62,14 @@ def class_of(name: str) -> Any:
 def write_folder(folder: Path, kind: str, seed: int = 1, max_shard_size: str = "12KB", **others: Any) -> Path:
     """A folder as `save_pretrained` writes it, in parts."""
     torch.manual_seed(seed)
-    model = class_of(CLASSES[kind])(CONFIGS[kind]())
+    return write_model(class_of(CLASSES[kind])(CONFIGS[kind]()), folder, max_shard_size, **others)
+
+
+def write_model(model: Any, folder: Path, max_shard_size: str = "12KB", dtype: torch.dtype = torch.float32) -> Path:
     with torch.no_grad():  # norms and biases begin alike, which would hide a mistake
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(others.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
@@ -84,8 +87,11 @@ class Tuned(LightningModule):
             return
         torch.manual_seed(7)
         with torch.device("meta"):
-            self.model = class_of(self.class_name)(CONFIGS[self.kind]())
+            self.model = self.built()
         lockstep.load_pretrained(self.model, self.folder)
+
+    def built(self) -> Any:
+        return class_of(self.class_name)(CONFIGS[self.kind]())
 
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy

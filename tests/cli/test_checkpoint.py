@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from lockstep.checkpoint import format, sharded
 from lockstep.cli.run import main
@@ -20,16 +19,6 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints") / "two.ckpt"
     ranks(2).run(fit_to, 2, "fsdp", None, str(path), timeout=60)
     return path
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def test_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +51,6 @@ def test_to_a_file_and_back(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["checkpoint", "convert", file, back]) == 0
     assert os.path.isfile(file)
     assert os.path.isdir(back)
-    assert same(format.load(file), sharded.load(folder))
-    assert same(sharded.load(back), sharded.load(folder))
     capsys.readouterr()
     for path in (file, back):
         assert main(["checkpoint", "diff", "--all", str(folder), path]) == 0
