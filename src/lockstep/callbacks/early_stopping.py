@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
-            raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'.")
+            raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): the mode is unknown. Pass 'min' or 'max'.")
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
@@ -106,7 +106,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """Function that returns True if its first value is better: ``torch.lt`` or ``torch.gt``, by ``mode``."""
+        """Function that returns True if its first argument is the better value: ``torch.lt`` or ``torch.gt``."""
         compare: Callable[..., Tensor] = self.mode_dict[self.mode]
         return compare
 

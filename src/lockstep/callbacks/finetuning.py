@@ -183,7 +183,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of modules.
+        """Freeze all parameters in the given modules.
 
         Args:
             modules: a module, or a nest of iterables of modules.

@@ -42,8 +42,10 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): pass a dict with at least one entry, from "
-                "an epoch to the number of micro-batches per step, such as {4: 2}."
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): the schedule is not a dict, or is "
+                "empty. Pass a dict with at least one entry, from an epoch to the number of micro-batches per "
+                "step, such as "
+                "{4: 2}."
             )
         for what, values, least in (
             ("an epoch", scheduling.keys(), 0),
@@ -68,7 +70,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Pass the schedule to the Trainer before steps are counted, and check it."""
+        """Check the Trainer's flags, and pass the schedule to the Trainer before steps are counted."""
         if stage != "fit":
             return
         self._restore_flag(trainer)  # from a fit that did not reach its teardown

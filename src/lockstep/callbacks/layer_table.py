@@ -118,7 +118,8 @@ class ModelSummary:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise MisconfigurationException(
-                f"ModelSummary(max_depth={max_depth!r}): pass -1 for all levels, 0 for totals only, or a "
+                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for "
+                "totals only, or a "
                 "number of levels."
             )
         self._model = model

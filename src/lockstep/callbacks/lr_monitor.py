@@ -49,7 +49,8 @@ class LearningRateMonitor(Callback):
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             raise MisconfigurationException(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): pass 'step', 'epoch' or None."
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): the interval is unknown. Pass "
+                "'step', 'epoch' or None."
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum

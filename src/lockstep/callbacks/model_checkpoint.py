@@ -186,20 +186,25 @@ class ModelCheckpoint(Checkpoint):
             raise MisconfigurationException(f"ModelCheckpoint({arguments}): {rule}.")
 
         if self.mode not in ("min", "max"):
-            refuse(f"mode={self.mode!r}", 'choose "min" or "max"')
+            refuse(f"mode={self.mode!r}", 'the mode is unknown. Choose "min" or "max"')
         if self.save_last not in (None, True, False, "link"):
-            refuse(f"save_last={self.save_last!r}", 'choose True, False or "link"')
+            refuse(f"save_last={self.save_last!r}", 'the value is unknown. Choose True, False or "link"')
         if self.save_top_k < -1:
-            refuse(f"save_top_k={self.save_top_k}", "choose a number of at least 0, or -1 to keep all")
+            refuse(f"save_top_k={self.save_top_k}", "the number is not valid. Choose at least 0, or -1 to keep all")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            refuse(f"save_top_k={self.save_top_k}, monitor=None", "pass a monitor to rank by, or choose -1, 0 or 1")
+            refuse(
+                f"save_top_k={self.save_top_k}, monitor=None",
+                "several checkpoints need a metric to rank by. Pass `monitor`, or choose -1, 0 or 1",
+            )
         for name in ("every_n_train_steps", "every_n_epochs"):
             if getattr(self, f"_{name}") < 0:
-                refuse(f"{name}={getattr(self, f'_{name}')}", "choose a number of at least 0")
+                refuse(f"{name}={getattr(self, f'_{name}')}", "the number is negative. Choose at least 0")
         names = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
         given = [f"{n}={getattr(self, f'_{n}')}" for n in names if getattr(self, f"_{n}") not in (0, None)]
         if len(given) > 1:
-            refuse(", ".join(given), "pass only one of these, or use several ModelCheckpoint callbacks")
+            refuse(
+                ", ".join(given), "these cannot be combined. Pass only one, or use several ModelCheckpoint callbacks"
+            )
 
     def saves_nothing(self, max_epochs: int, max_steps: int) -> str:
         """Return the reason why a fit with these limits would save nothing; ``""`` if it would save.

@@ -65,7 +65,8 @@ class BasePredictionWriter(Callback):
         known = [interval.value for interval in WriteInterval]
         if write_interval not in known:
             raise MisconfigurationException(
-                f"{type(self).__name__}(write_interval={write_interval!r}): pass one of {known}."
+                f"{type(self).__name__}(write_interval={write_interval!r}): the interval is unknown. Pass one of "
+                f"{known}."
             )
         self.interval = WriteInterval(write_interval)
 

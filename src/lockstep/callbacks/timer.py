@@ -53,7 +53,9 @@ class Timer(Callback):
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise MisconfigurationException(f'Timer(interval={interval!r}): pass "step" or "epoch".')
+            raise MisconfigurationException(
+                f'Timer(interval={interval!r}): the interval is unknown. Pass "step" or "epoch".'
+            )
         self._duration = None if duration is None else _seconds(duration)
         self._interval = str(interval)
         self._verbose = verbose
@@ -186,7 +188,8 @@ def _seconds(duration: str | timedelta | dict[str, int]) -> float:
             length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     except (TypeError, ValueError, AttributeError):
         raise MisconfigurationException(
-            f'Timer(duration={duration!r}): pass "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a dict such '
+            f'Timer(duration={duration!r}): the duration is not valid. Pass "DD:HH:MM:SS", a datetime.timedelta, '
+            "or its arguments as a dict such "
             'as {"hours": 2}.'
         ) from None
     return length.total_seconds()

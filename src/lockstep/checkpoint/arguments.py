@@ -58,7 +58,7 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
     kind = _imported(str(saved.get("_class_path", "")))
     if kind is not None and kind is not cls and issubclass(kind, cls):
         raise MisconfigurationException(
-            f"{cls.__name__}.load_from_checkpoint: the checkpoint is from a subclass; call "
+            f"{cls.__name__}.load_from_checkpoint: the checkpoint is from a subclass. Call "
             f"{kind.__name__}.load_from_checkpoint."
         )
     saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}

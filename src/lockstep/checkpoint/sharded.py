@@ -728,7 +728,7 @@ def _within(folder: PathLike, index: Index | None) -> str:
 
 
 class _Reading:
-    """The reader of a folder with intact files.
+    """A reader of a checkpoint folder whose files have been checked.
 
     Attributes:
         ranks: number of ranks that have saved their own state.

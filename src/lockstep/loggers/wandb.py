@@ -261,12 +261,14 @@ class WandbLogger(Logger):
         self, kind: str, argument: str, key: str, items: list[Any], step: int | None, kwargs: dict[str, list[Any]]
     ) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}): `{argument}` is a {type(items).__name__}; pass a list.")
+            raise TypeError(
+                f"log_{kind.lower()}({key!r}): `{argument}` is a {type(items).__name__}, not a list. Pass a list."
+            )
         for name, values in kwargs.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}; pass "
-                    "one for each."
+                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}. Pass "
+                    "one item for each."
                 )
         import wandb
 

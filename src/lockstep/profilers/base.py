@@ -196,7 +196,7 @@ class SimpleProfiler(Profiler):
         """
         now = time.perf_counter()
         if action_name not in self.current_actions:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+            raise ValueError(f"the action {action_name!r} was never started. Call start({action_name!r}) first")
         start = self.current_actions.pop(action_name)
         self.recorded_durations.setdefault(action_name, []).append(now - start)
 
@@ -273,7 +273,7 @@ class AdvancedProfiler(Profiler):
             ValueError: the action is not running.
         """
         if action_name not in self._running:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+            raise ValueError(f"the action {action_name!r} was never started. Call start({action_name!r}) first")
         self.profiled_actions[self._running[-1]].disable()
         self._running.remove(action_name)
         if self._running:

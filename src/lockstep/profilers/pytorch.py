@@ -85,7 +85,8 @@ class PyTorchProfiler(Profiler):
         self._sort_by_key = sort_by_key or f"{'cuda' if on_cuda else 'cpu'}_time_total"
         if self._sort_by_key not in self.AVAILABLE_SORT_KEYS:
             raise MisconfigurationException(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): pass one of {sorted(self.AVAILABLE_SORT_KEYS)}."
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): the key is unknown. Pass one of "
+                f"{sorted(self.AVAILABLE_SORT_KEYS)}."
             )
         self._table_kwargs = dict(table_kwargs or {})
         self._group_by_input_shapes = group_by_input_shapes and bool(profiler_kwargs.get("record_shapes"))

@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """Differences in the first wrong step of the first kind; all later ones may follow from these."""
+        """Differences of the first kind in the first wrong step; all later ones may follow from these."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 

@@ -38,6 +38,6 @@ class SharedCard(CUDAAccelerator):
         count = 1 if devices == "auto" else devices
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MisconfigurationException(
-                f"devices={devices!r} with SharedCard(): pass the number of ranks, at least 1"
+                f"devices={devices!r} with SharedCard(): the number of ranks must be an int of at least 1"
             )
         return [torch.device("cuda", self.number)] * count

@@ -154,7 +154,7 @@ class ProgressBar(Callback):
         """The Trainer whose progress is drawn; raises TypeError before :meth:`setup`."""
         if self._trainer is None:
             raise TypeError(
-                f"{type(self).__name__}.trainer: the bar is not attached to a running Trainer. Pass it to "
+                f"{type(self).__name__}.trainer: the bar is not attached to a running Trainer. Pass the bar to "
                 "Trainer(callbacks=...)."
             )
         return self._trainer

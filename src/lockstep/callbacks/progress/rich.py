@@ -89,7 +89,9 @@ class RichProgressBar(DrawnProgressBar):
 
     def _task(self, task_id: TaskID | None) -> Any:
         if self.progress is None or task_id is None:
-            raise TypeError(f"{type(self).__name__}: the bar exists only while its loop runs.")
+            raise TypeError(
+                f"{type(self).__name__}: the bar exists only while its loop runs. Use it in hooks of that loop."
+            )
         return next(task for task in self.progress.tasks if task.id == task_id)
 
     def disable(self) -> None:
