@@ -361,4 +361,4 @@ def of_dtensor() -> str:
 def test_a_dtensor_is_not_saved_as_if_it_were_the_whole(ranks: RankPool) -> None:
     for said in ranks(2).run(of_dtensor, timeout=60):
         assert 'checkpoint["state_dict"]["w"]' in said
-        assert "DTensor, which a checkpoint cannot hold" in said
+        assert "DTensor, which cannot be saved" in said

@@ -200,7 +200,7 @@ def by_another_writer(folder: str, arguments: dict[str, Any]) -> str:
 
 def test_a_writer_of_whole_checkpoints_is_told_of_one_file(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks(2).run(by_another_writer, str(tmp_path), {}, timeout=100):
-        assert "AsyncCheckpointIO writes whole checkpoints" in said
+        assert "AsyncCheckpointIO writes complete checkpoints" in said
         assert 'DeepSpeedStrategy(checkpoint_format="full")' in said
     assert ranks(2).run(by_another_writer, str(tmp_path), {"checkpoint_format": "full"}, timeout=100) == ["saved"] * 2
     found = load(str(tmp_path / "one.ckpt"))
