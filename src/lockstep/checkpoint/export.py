@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.frozen import plain
 from lockstep.checkpoint.pretrained import (
     FOLDER,
     INDEX,
@@ -28,7 +29,6 @@ from lockstep.checkpoint.pretrained import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException, missing_extra, raise_on_all
-from lockstep.ground.parameters import plain_name
 
 CONFIGS = ("config.json", "generation_config.json")
 TOKENIZERS = (
@@ -143,8 +143,8 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
     """
     if getattr(model, "peft_config", None):
         raise MisconfigurationException(ADDED.format(model=type(model).__name__))
-    prefix = _plain(prefix)
-    places = {_plain(name): place for name, place in places_of(model).items()}
+    prefix = plain(prefix)
+    places = {plain(name): place for name, place in places_of(model).items()}
     # safetensors has each tensor once, and `from_pretrained` looks for a tied one under the first of its names; names
     # that the model has untied since are written
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -156,18 +156,13 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
     names = names_in_files(model, list(places))
     done: set[str] = set()
     for name, tensor in tensors:
-        own = _plain(name)
+        own = plain(name)
         own = own.removeprefix(prefix) if own.startswith(prefix) else ""
         if own in places:
             own = sources.get(own, own)
             if own not in done:
                 done.add(own)
                 yield names.get(own, own), tensor
-
-
-def _plain(name: str) -> str:
-    """Return a parameter name without the prefixes that wrappers such as DDP and ``torch.compile`` add."""
-    return plain_name(name).replace("_orig_mod.", "")
 
 
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
@@ -216,7 +211,7 @@ def write_state(
     Raises:
         MisconfigurationException: the config does not fit, or fits several models in the state dict.
     """
-    tensors = {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
     model = _model_of(config)
     wanted = {name: tensor_at(*place) for name, place in places_of(model).items()}
     prefix = _prefix_of(tensors, wanted, config)
@@ -324,10 +319,10 @@ def write_adapter(
     """
     target = Path(folder)
     with _temporary_folder(target) as temporary:
-        wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
+        wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            own = _plain(name).removeprefix(prefix)
+            own = plain(name).removeprefix(prefix)
             if keeps and own in wanted:
                 held[own] = tensor.detach().cpu().contiguous()
 
@@ -347,7 +342,7 @@ def _names_of_adapters(model: Any) -> set[str]:
     """Return the model's names of all tensors that peft saves for its adapters."""
     peft = importlib.import_module("peft")
     meta = torch.device("meta")
-    places = {_plain(name): tensor_at(*place) for name, place in places_of(model).items()}
+    places = {plain(name): tensor_at(*place) for name, place in places_of(model).items()}
     tensors = {name: torch.empty(each.shape, dtype=each.dtype, device=meta) for name, each in places.items()}
     found: set[int] = set()
     for name in model.peft_config:
