@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lockstep.checkpoint import format
 from lockstep.plugins.io import CheckpointIO, TorchCheckpointIO  # type: ignore[import-not-found]
 from tests.loop import pieces
 from tests.loop.pieces import Slope, numbers
@@ -54,6 +55,15 @@ def written_for(base: type, calls: list[Any]) -> Any:
 
 
 # -- by default ------------------------------------------------------------------------------------------------
+
+
+def test_the_default_writes_the_file_of_the_format(tmp_path: Path) -> None:
+    io, path = quiet().strategy.checkpoint_io, tmp_path / "x.ckpt"
+    assert type(io) is TorchCheckpointIO
+    io.save_checkpoint({"a": 1}, path)
+    assert format.load(path)["a"] == io.load_checkpoint(path)["a"] == 1
+    io.remove_checkpoint(path)
+    assert not path.exists()
 
 
 def test_options_that_nobody_reads_are_refused(tmp_path: Path) -> None:

@@ -117,6 +117,12 @@ class TestEveryFolderLogger:
                 logger.log_hyperparams({"a": 1})
 
 
+@pytest.mark.parametrize("name", ["CometLogger", "LitLogger", "NeptuneLogger"])
+def test_loggers_of_lightning_that_are_not_here_say_why_and_what_to_do(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"lockstep.loggers.{name}: .*\. Log to .*WandbLogger"):
+        exec(f"from lockstep.loggers import {name}")
+
+
 def test_several_loggers_each_get_everything(tmp_path: Path) -> None:
     both = [CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
     trainer = fit(both, max_epochs=1, limit_val_batches=0)

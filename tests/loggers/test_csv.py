@@ -72,3 +72,13 @@ def test_a_spawned_copy_and_the_original_write_one_table(tmp_path: Path) -> None
     assert list(rows(logger)[0]) == ["later", "loss", "step", "test_loss"]
     assert [row["step"] for row in rows(logger)] == ["0", "1", "2", "3"]
     assert [row["loss"] for row in rows(logger)] == ["1.0", "", "3.0", "5.0"]
+
+
+def test_the_writer_keeps_hyperparameters_too(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    writer = logger.experiment
+    assert (writer.NAME_METRICS_FILE, writer.NAME_HPARAMS_FILE) == ("metrics.csv", "hparams.yaml")
+    writer.log_hparams({"a": 1})
+    writer.log_hparams({"b": 2})
+    assert writer.hparams == {"a": 1, "b": 2}
+    assert Path(logger.log_dir, "hparams.yaml").read_text() == "a: 1\nb: 2\n"

@@ -150,3 +150,12 @@ def test_other_ranks_begin_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(logger.experiment, DummyExperiment)
     assert (logger.name, logger.version) == ("3", "abc")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("synchronous", [None, True, False])
+def test_synchronous_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool | None) -> None:
+    logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}", synchronous=synchronous)
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(logger.experiment, "log_batch", lambda **content: sent.append(content))
+    logger.log_metrics({"a": 1.0})
+    assert sent[0].get("synchronous") is synchronous

@@ -138,6 +138,18 @@ def test_media_tables_and_text(tmp_path: Path) -> None:
     assert any(key.startswith("text") and row[STEP] == 5 for row in found for key in row)
 
 
+def test_audio_and_video_are_made_of_each_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = WandbLogger(save_dir=tmp_path, experiment=(run := FakeRun()))
+    for kind in ("Audio", "Video"):  # W&B needs further packages to encode them
+        monkeypatch.setattr(wandb, kind, lambda item, kind=kind, **options: (kind, item, options))
+    logger.log_audio("a", ["x.wav"], sample_rate=[8000])
+    logger.log_video("v", ["x.mp4", "y.mp4"], step=1, fps=[4, 5])
+    assert run.logged == [
+        {"a": [("Audio", "x.wav", {"sample_rate": 8000})]},
+        {"v": [("Video", "x.mp4", {"fps": 4}), ("Video", "y.mp4", {"fps": 5})], STEP: 1},
+    ]
+
+
 def test_gradients_are_watched_until_they_are_not(tmp_path: Path) -> None:
     logger, model = WandbLogger(save_dir=tmp_path), nn.Linear(2, 1)
     logger.watch(model, log="all", log_freq=1)

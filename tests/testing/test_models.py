@@ -10,9 +10,6 @@ from lockstep.testing import (
     BoringDataModule,
     BoringDataModuleNoLen,
     RandomDataset,
-    RandomDictDataset,
-    RandomIterableDataset,
-    RandomIterableDatasetWithLen,
 )
 from tests.tools.pool import RankPool
 
@@ -25,13 +22,6 @@ def test_every_rank_holds_the_same_rows(ranks: RankPool) -> None:
     first, second = ranks(2).run(rows)
     assert torch.equal(first, second)
     assert not torch.equal(RandomDataset(3, 5, seed=1).data, RandomDataset(3, 5).data)
-
-
-def test_data_sets_agree_with_one_another() -> None:
-    rows = RandomDataset(3, 5).data
-    assert torch.equal(torch.stack(list(RandomIterableDataset(3, 5))), rows)
-    assert len(RandomIterableDatasetWithLen(3, 5)) == 5
-    assert torch.equal(RandomDictDataset(3, 5)[2]["b"], rows[2] + 2)
 
 
 def test_data_modules_give_each_stage_its_own_quarter() -> None:
