@@ -27,7 +27,7 @@ def test_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "kind: folder of 7 files",
         "written by: FSDPStrategy on 2 rank(s), torch",
-        "hashes: hold",
+        "hashes: valid",
         "global_step: 2",
         "into.weight",
         "(7, 6)           float64    336 bytes",

@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback made from plain functions."""
+"""LambdaCallback: a callback whose hooks are plain functions."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ModelCheckpoint(Checkpoint):
             ``"link"`` makes it a link to the file saved last.
         save_top_k: number of checkpoints to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
         save_on_exception: save when an exception ends the run. One process only.
-        save_weights_only: leave out what only a resume needs.
+        save_weights_only: omit optimizer states and everything else that only a resume needs.
         mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
         auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
         every_n_train_steps: optimizer steps between saves.

@@ -19,7 +19,7 @@ from lockstep.ground.hyperparameters import is_same
 from lockstep.ground.tree import is_made_again
 
 _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
-"""Packages with classes that hold values and no code, so that they need no annotation."""
+"""Packages whose classes contain only values, and may be instantiated without an annotation."""
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def rebuild(
     """Rebuild an object from its plain form, nested objects first.
 
     Args:
-        value: the plain form, as `lockstep.ground.tree.plain` made it.
+        value: the plain form, as `lockstep.ground.tree.plain` returns it.
         at: the path to it, as in `lockstep.ground.tree.classes_in`.
         recorded: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.

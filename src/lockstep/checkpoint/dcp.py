@@ -34,7 +34,7 @@ from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.parameters import is_cut_again, local_part, starts_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset of a part within the whole tensor, and its size, in each dimension."""
+"""Offset of a part within the full tensor, and the part's size, in each dimension."""
 
 PIECE = 1 << 22
 """Number of bytes that are hashed at a time while they are written."""
@@ -364,7 +364,7 @@ def read_metadata(folder: PathLike) -> Metadata:
     with storage.opened(storage.inside(folder, METADATA)) as file:
         found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        raise pickle.UnpicklingError(f"it contains a {type(found).__name__}")
     return found
 
 

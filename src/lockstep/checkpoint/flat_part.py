@@ -26,7 +26,7 @@ def span(numel: int, rank: int, world: int) -> tuple[int, int]:
 class FlatPart(Tensor):
     """A tensor with the shape and dtype of the full tensor, but only this rank's range of elements in memory.
 
-    It does not support computation; `whole` returns a tensor that does.
+    It does not support computation; `whole` gathers an ordinary tensor.
 
     Args:
         shape: shape of the full tensor.

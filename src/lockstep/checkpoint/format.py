@@ -142,7 +142,7 @@ def load(
 
     Raises:
         CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
-        MisconfigurationException: the file holds objects of other classes: it needs ``weights_only=False``.
+        MisconfigurationException: the file contains objects of other classes, which need ``weights_only=False``.
         FileNotFoundError: the file does not exist.
     """
     name = str(path)
@@ -176,7 +176,7 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
         # of the zip directory's last record.
         file.seek(max(0, file.seek(0, 2) - 22))
         if file.read(4) != b"PK\x05\x06":
-            raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end. {_WAY_OUT}")
+            raise CorruptCheckpoint(f"The checkpoint {name!r} lacks the hash at its end. {_WAY_OUT}")
     return checkpoint
 
 

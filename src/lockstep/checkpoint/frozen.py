@@ -89,7 +89,7 @@ class FrozenBase:
         # shards and blocks that move become new tensors without a change.
         self._at_start: dict[str, int | None] | None = None
         named = dict(module.named_parameters(remove_duplicate=False))
-        #: number of frozen elements on all ranks
+        #: number of elements of all frozen parameters, on all ranks together
         self.elements = _elements({name: each for name, each in named.items() if plain(name) in self._names})
         self._versions = {plain(name): _Version(tensor) for name, tensor in named.items() if plain(name) in self._names}
 

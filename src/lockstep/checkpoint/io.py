@@ -127,7 +127,7 @@ class CheckpointIO(ABC):
         Args:
             path: a path that :meth:`save_checkpoint` has written.
             map_location: device of its tensors, as in ``torch.load``; the Trainer passes the CPU.
-            weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not given it.
+            weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not set it.
         """
 
     @abstractmethod
@@ -364,10 +364,10 @@ class CheckpointWriter:
     """The Trainer's access to a CheckpointIO, with a record of the checkpoints of this run.
 
     Args:
-        default_io: the CheckpointIO to use if the user gives none.
+        default_io: the CheckpointIO to use if the user passes none.
 
     Attributes:
-        before_touching: raises if the run's checkpoints are no longer its own.
+        before_touching: called before a write or removal; raises if a newer attempt at the run exists.
         after_saving: called with the path of each complete checkpoint that a fit can resume from.
     """
 

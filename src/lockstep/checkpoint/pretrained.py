@@ -1,4 +1,4 @@
-"""Loading of weights from a folder of safetensors, such as transformers writes, into whole or sharded modules."""
+"""Loading of weights from a folder of safetensors, such as transformers writes, into unsharded or sharded modules."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     Names are interpreted as ``from_pretrained`` does, including renamed ones and tied weights. Parameters that the
     folder lacks are initialized by the model's ``_init_weights``, and a warning names them, as it does tensors of the
     folder without a place in the model. The dtype is the module's: values of another one are cast. (``from_config``
-    makes a module in the config's dtype, often bfloat16, unless it is given ``dtype=torch.float32``.)
+    makes a module in the config's dtype, often bfloat16, unless you pass ``dtype=torch.float32``.)
 
     Args:
         model: a model of transformers, or any other with the names of the files.
@@ -242,7 +242,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
             otherwise they are an error.
 
     Raises:
-        MisconfigurationException: the folder is of another model, is quantized, or holds no safetensors.
+        MisconfigurationException: the folder belongs to a different model, is quantized, or contains no safetensors.
         CorruptCheckpoint: a file is missing or damaged.
 
     Example::

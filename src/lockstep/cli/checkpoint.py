@@ -139,7 +139,7 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
         yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
     # reading has checked them: a damaged file has raised
     hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
-    yield "hashes: hold" if hashed else "hashes: none"
+    yield "hashes: valid" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
         if key in found:
             yield f"{key}: {found[key]}"

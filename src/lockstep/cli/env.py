@@ -60,7 +60,7 @@ def env(words: Sequence[str]) -> int:
     """
     parser = CommandParser("lockstep env", None, ABOUT)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--full", action="store_true", help="print names of hosts and users, and whole paths")
+    parser.add_argument("--full", action="store_true", help="print names of hosts and users, and full paths")
     given, found = parser.parse_args(words), report()
     if not given.full:
         found = without_names(found)
@@ -113,7 +113,7 @@ def without_names(found: Report) -> Report:
     if rank is not None and rank["address"] not in ("127.0.0.1", "localhost"):
         names[str(rank["address"])] = "HOST"
     variables = {
-        name: "(left out: host names)" if re.search("LIST|HOSTS|_NODE$", name) else shortened(value, names)
+        name: "(omitted: host names)" if re.search("LIST|HOSTS|_NODE$", name) else shortened(value, names)
         for name, value in found["variables"].items()
     }
     return {

@@ -203,7 +203,7 @@ def _parser() -> CommandParser:
     add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one; with "
         "--lightning and no other option the script's Trainer starts its own ranks")  # fmt: skip
     add("--lightning", action="store_true", help="run a script written for Lightning unchanged: its imports of "
-        "`lightning` and `pytorch_lightning` give lockstep")  # fmt: skip
+        "`lightning` and `pytorch_lightning` load lockstep")  # fmt: skip
     many = parser.add_argument_group("restarts")
     add = many.add_argument
     add("--max-restarts", type=number_from(0), default=0, metavar="N", help="how often all ranks are restarted after "

@@ -192,7 +192,7 @@ class _StreamAboveBars:
         setattr(sys, name, self)
 
     def write(self, text: str) -> int:
-        """Buffer text; write whole lines above the bars."""
+        """Buffer text; write complete lines above the bars."""
         if self._is_over or os.getpid() != self._process:  # a forked loader worker has no bars
             return int(self.stream.write(text))
         # Text that moves the cursor draws its own bar. A single newline may belong to it: it moves the cursor down.
