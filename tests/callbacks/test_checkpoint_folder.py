@@ -72,7 +72,7 @@ def test_of_two_runs_at_once_none_takes_the_last_checkpoint_of_the_other(
     with another_run(tmp_path):
         with pytest.raises(MisconfigurationException, match=r'"last".*another process is saving its run in'):
             fit(tmp_path, 2, "last", save_last=True)
-        with pytest.warns(UserWarning, match="another process is saving its run in .* now: both"):
+        with pytest.warns(UserWarning, match="another process is saving checkpoints in .* at the same time"):
             fit(tmp_path, save_last=True)
         looks_on = quiet(callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
         looks_on.validate(Validated(), numbers(1), ckpt_path="last")

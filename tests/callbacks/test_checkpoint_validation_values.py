@@ -87,7 +87,7 @@ def test_a_value_of_earlier_weights_is_told_and_deletes_no_better_ones(tmp_path:
     keep = ModelCheckpoint(tmp_path, "{step}", "v", mode="max", save_top_k=1, every_n_train_steps=6)
     trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keep], val_check_interval=4)
     values = {4: 9.0, 8: 1.0, 12: 2.0, 16: 8.0, 20: 1.0, 24: 1.0}
-    with pytest.warns(UserWarning, match=r"weights of step 6 are ranked by 'v' of step 4"):
+    with pytest.warns(UserWarning, match=r"checkpoint of step 6 is ranked by the value of 'v' from step 4"):
         trainer.fit(Measured(values), numbers(8), numbers(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step=12.ckpt"]  # neither 6, with 9, nor 18, with 8
     assert keep.best_model_score == 2.0

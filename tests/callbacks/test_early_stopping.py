@@ -108,17 +108,6 @@ def test_a_metric_that_was_never_logged() -> None:
     assert not run(EarlyStopping("accuracy", strict=False), [1.0]).should_stop
 
 
-@pytest.mark.parametrize("own", [torch.tensor(9.0), None])
-def test_the_value_of_all_ranks_decides_and_not_this_rank_s_own(own: torch.Tensor | None) -> None:
-    stopper = EarlyStopping("loss", patience=1)
-    trainer = FakeTrainer([stopper], max_epochs=3, num_training_batches=1, world_size=2, global_rank=1)
-    of_all = iter([torch.tensor(2.0), torch.tensor(1.0), torch.tensor(1.0)])
-    trainer.strategy.broadcast = lambda own: {"loss": next(of_all)}
-    trainer.callback_metrics = {} if own is None else {"loss": own}
-    trainer.fit(nn.Linear(1, 1))
-    assert (stopper.best_score, stopper.stopped_epoch, trainer.should_stop) == (1, 2, True)
-
-
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match="mode='auto'"):
         EarlyStopping("loss", mode="auto")

@@ -100,5 +100,5 @@ def test_what_it_refuses() -> None:
         quiet(callbacks=GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2).fit(Slope(), numbers(4))
     manual = Slope()
     manual.automatic_optimization = False
-    with pytest.raises(RuntimeError, match="only under automatic optimization"):
+    with pytest.raises(RuntimeError, match="only with automatic optimization"):
         quiet(callbacks=GradientAccumulationScheduler({0: 2})).fit(manual, numbers(4))

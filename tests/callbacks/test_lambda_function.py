@@ -13,7 +13,7 @@ from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 
 
 def test_a_hook_that_does_not_exist() -> None:
-    with pytest.raises(MisconfigurationException, match="there is no such hook; the hooks are ") as raised:
+    with pytest.raises(MisconfigurationException, match=r"a callback has no such hook\. The hooks are ") as raised:
         LambdaCallback(on_train_batch_ends=print)
     assert isinstance(raised.value, TypeError)
 

@@ -113,7 +113,7 @@ def test_momentum_and_weight_decay() -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(MisconfigurationException, match="logging_interval='batch'"):
         LearningRateMonitor("batch")  # type: ignore[arg-type]
-    with pytest.raises(MisconfigurationException, match="no logger"):
+    with pytest.raises(MisconfigurationException, match="needs a logger"):
         play(LearningRateMonitor(), [], [], loggers=[])
     twice = SGD([{"params": [parameter()], "name": "a"}, {"params": [parameter()], "name": "a"}], lr=0.1)
     with pytest.raises(MisconfigurationException, match="share the name 'a'"):

@@ -87,21 +87,12 @@ def test_a_meter_leaves_pauses_out(now: list[float]) -> None:
     assert m.seconds == 2
 
 
-def test_a_resumed_epoch_counts_only_its_own_batches(now: list[float]) -> None:
-    m = Meter(every=10)
-    m.begin(100)
-    for done in range(61, 71):
-        now[0] += 0.5
-        m.due(done)
-    assert (m.first, m.done, m.rate, m.remaining) == (60, 70, 2.0, 15.0)
-
-
 # -- what there is to show ---------------------------------------------------------------------------------
 
 
 def test_totals() -> None:
     bar = ProgressBar()
-    with pytest.raises(TypeError, match="not given to a Trainer"):
+    with pytest.raises(TypeError, match="not attached to a running Trainer"):
         _ = bar.trainer
     trainer = FakeTrainer(num_training_batches=10, num_val_batches=[2, 3], check_val_every_n_epoch=2)
     bar.setup(trainer, nn.Identity(), "fit")  # type: ignore[arg-type]
@@ -328,7 +319,7 @@ def test_rich_names_its_bars_as_lightning_does() -> None:
     bar = Own(console_kwargs={"file": io.StringIO()})
     show(bar, max_epochs=1)
     assert seen == [("Sanity Checking", 1), *[("Epoch 0/0", 3)] * 3, *[("Validation", 2)] * 2]
-    with pytest.raises(TypeError, match="no such bar"):
+    with pytest.raises(TypeError, match="exists only while"):
         _ = bar.train_progress_bar
 
 

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import lockstep.callbacks.timer as timer_file
 from lockstep import Callback
 from lockstep.callbacks import Timer
 from lockstep.ground.errors import MisconfigurationException
-from tests.callbacks.side_by_side import OURS, theirs, trainer
+from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 from tests.loop.pieces import SaveAt, Slope, Validated, numbers, on_ranks, quiet
 from tests.tools.pool import RankPool
 
@@ -69,27 +68,14 @@ def test_it_stops_where_lightnings_stops(interval: str, monkeypatch: pytest.Monk
             def on_train_batch_start(self, *_: Any) -> None:
                 self.now += 1.0
 
+            def on_validation_batch_start(self, *_: Any) -> None:
+                self.now += 10.0
+
         ticks = Ticks()
         monkeypatch.setattr(file, "time", SimpleNamespace(monotonic=lambda ticks=ticks: ticks.now))
-
-        class Model(kit.LightningModule):  # type: ignore[name-defined,misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = torch.nn.Parameter(torch.zeros(()))
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                return (self.w * batch).mean()
-
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                ticks.now += 10.0  # noqa: B023
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.0)
-
         timer = kit.callbacks.Timer(duration=timedelta(seconds=40), interval=interval)
         run = trainer(kit, callbacks=[ticks, timer], max_epochs=9)
-        data = torch.utils.data.DataLoader(torch.ones(4))
-        run.fit(Model(), data, torch.utils.data.DataLoader(torch.ones(1)))
+        run.fit(model(kit), loader(16, 4), loader(4, 4))
         state = timer.state_dict()["time_elapsed"]
         ends = [(timer.start_time(stage), timer.end_time(stage)) for stage in ("train", "validate", "test")]
         found.append((run.global_step, timer.time_elapsed(), timer.time_remaining(), state, ends))

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import lockstep
-from lockstep import LightningModule
-from tests.checkpoint.tuned import WORDS, class_of
+from tests.checkpoint.tuned import WORDS, Tuned, class_of, write_model
 
 WIDTH = 16
 LLAMA = {
@@ -156,45 +154,37 @@ ARCHITECTURES = {
 }
 
 
-def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "12KB") -> str:
+def write_folder(folder: Path, kind: str) -> str:
     """A folder as `save_pretrained` writes it, in parts; no two values of it are alike."""
     torch.manual_seed(1)
-    model = ARCHITECTURES[kind].made()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    return str(folder)
+    return str(write_model(ARCHITECTURES[kind].made(), folder))
 
 
-class Begun(LightningModule):
+class Begun(Tuned):
     """A model that begins with a folder's weights; under `ModelParallelStrategy` it cuts itself."""
 
     def __init__(self, folder: str, kind: str) -> None:
-        super().__init__()
-        self.folder, self.kind = folder, kind
-        self.model: Any = None
-        self.seen: dict[str, Tensor] = {}
+        super().__init__(folder, kind, ARCHITECTURES[kind].model)
+
+    def built(self) -> Any:
+        return ARCHITECTURES[self.kind].made()
 
     def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        torch.manual_seed(7)
-        with torch.device("meta"):
-            self.model = ARCHITECTURES[self.kind].made()
-        lockstep.load_pretrained(self.model, self.folder)
-        if self.device_mesh is not None:
+        is_new = self.model is None
+        super().configure_model()
+        if is_new and self.device_mesh is not None:
             self._cut()
 
     def _cut(self) -> None:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+        model: Any = self.model
         assert self.device_mesh is not None
         data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
         styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
         plan = {name: styles[style]() for name, style in ARCHITECTURES[self.kind].cut.items()}
-        lists = [layer for layer in self.model.modules() if isinstance(layer, nn.ModuleList)]
+        lists = [layer for layer in model.modules() if isinstance(layer, nn.ModuleList)]
         blocks = [block for each in lists for block in each if len(list(block.children())) > 2]
         for block in blocks:
             if plan:
@@ -202,13 +192,9 @@ class Begun(LightningModule):
             fully_shard(block, mesh=data)
         fully_shard(self, mesh=data)
 
-    def on_fit_start(self) -> None:
-        strategy = self.trainer.strategy
-        self.seen = {name: value.detach().clone().cpu() for name, value, _ in strategy.whole_parameters()}
-        self.seen |= {name: value.detach().clone().cpu() for name, value in self.named_buffers()}
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         inputs = ARCHITECTURES[self.kind].inputs(batch)
+        assert self.model is not None
         logits = self.model(**inputs).logits
         if logits.dim() == 2:  # one guess for each sample
             return nn.functional.cross_entropy(logits, batch[:, 0])

@@ -15,18 +15,13 @@ import lockstep
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from tests.accelerator.left_out import strategies
-from tests.checkpoint.adapted import Adapted, ByHand, CutByHand, needs_peft
+from tests.checkpoint.adapted import Adapted, ByHand, CutByHand
 from tests.checkpoint.test_pretrained import strategy_of
 from tests.checkpoint.tuned import CONFIGS, WORDS, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peft")
-
-
-@pytest.fixture
-def peft() -> None:
-    needs_peft()
 
 
 def data(batch_size: int) -> DataLoader[Any]:
@@ -169,7 +164,7 @@ def test_an_adapter_begins_as_peft_makes_it(ranks: RankPool, tmp_path: Path) -> 
     ("way", "dora", "said"),
     [
         ("pissa", False, "incompatible tensor type"),
-        (True, True, r"first values of this adapter \(Embedding\) depend on"),
+        (True, True, r"initial values of this adapter \(Embedding\) depend on"),
     ],
 )
 def test_an_adapter_that_follows_from_weights_that_are_not_read_is_refused(

@@ -15,16 +15,11 @@ from lockstep.testing.equivalence import check_equivalence
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.architectures import ARCHITECTURES, Begun, write_folder
 from tests.checkpoint.test_pretrained import strategy_of
-from tests.checkpoint.tuned import WORDS, class_of, needs_transformers, texts
+from tests.checkpoint.tuned import WORDS, class_of, texts
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def transformers() -> None:
-    needs_transformers()
 
 
 def words(batch_size: int) -> Any:

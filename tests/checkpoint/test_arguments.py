@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import LightningModule, Trainer
 from lockstep.checkpoint.arguments import where_there_is_a_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.models import BoringModel
+from tests.checkpoint.test_as_they_were import saved
 
 
 class Net(BoringModel):
@@ -51,17 +50,6 @@ class Contained(BoringModel):
         self.other = other
 
 
-def saved(module: LightningModule, folder: Path) -> Path:
-    """A checkpoint of `module` after a step."""
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(max_steps=1, limit_val_batches=0, accelerator="cpu", enable_checkpointing=False, **quiet)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module)
-    trainer.save_checkpoint(folder / "a.ckpt")
-    return folder / "a.ckpt"
-
-
 def test_arguments_that_are_given_go_first(tmp_path: Path) -> None:
     path = saved(Net("data"), tmp_path)
     assert Net.load_from_checkpoint(path, lr=0.7).hparams == {"root": "data", "lr": 0.7, "args": None}
@@ -79,7 +67,7 @@ def test_a_subclass_that_passes_keywords_on(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is a module")
 def test_a_module_is_given_again_and_asked_for_by_name(tmp_path: Path) -> None:
     path = saved(Backboned(nn.Linear(2, 2), 4), tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"Backboned\.__init__ needs 'backbone'.*backbone=\.\.\."):
+    with pytest.raises(MisconfigurationException, match=r"Backboned\.__init__ requires 'backbone'.*backbone=\.\.\."):
         Backboned.load_from_checkpoint(path)
     assert Backboned.load_from_checkpoint(path, backbone=nn.Linear(2, 2)).hparams.width == 4
 
@@ -149,16 +137,6 @@ def test_tensors_of_a_device_that_is_not_here_go_to_the_cpu(monkeypatch: pytest.
     assert where_there_is_a_device(storage, "cuda:0") is None
 
 
-def test_notes_of_lightnings_command_line_are_no_arguments(tmp_path: Path) -> None:
-    path = saved(Child(2), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint.pop("lockstep")
-    notes = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "x.Child"}
-    checkpoint["hyper_parameters"] = {"depth": 3, **notes}
-    torch.save(checkpoint, tmp_path / "b.ckpt")
-    assert Child.load_from_checkpoint(tmp_path / "b.ckpt").hparams.depth == 3
-
-
 class Parsed(BoringModel):
     def __init__(self, size: Size, sizes: tuple[int, ...] = (1,), root: Path = Path("data")) -> None:
         super().__init__()
@@ -170,6 +148,7 @@ def test_what_a_command_line_has_parsed_becomes_objects(tmp_path: Path) -> None:
     path = saved(Parsed(Size(1)), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint.pop("lockstep")
-    parsed = {"size": {"width": 3}, "sizes": [4, 5], "root": "x", "_instantiator": "lockstep.cli.instantiate_module"}
+    keys = {"_instantiator": "lockstep.cli.instantiate_module", "_class_path": "x.Parsed"}
+    parsed = {"size": {"width": 3}, "sizes": [4, 5], "root": "x", **keys}
     torch.save({**checkpoint, "hyper_parameters": parsed}, path)
     assert Parsed.load_from_checkpoint(path).given == (Size(3), (4, 5), Path("x"))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from lockstep import LightningModule, Trainer
+from lockstep.checkpoint.annotated import instantiate
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.testing.models import BoringModel
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 
 class Act(enum.Enum):
@@ -73,7 +79,21 @@ class ActAndPart(NamedTuple):
     two: A | B
 
 
-class Net(BoringModel):
+@dataclass(frozen=True)
+class Sums:
+    parts: list[Base]
+    total: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(part.width for part in self.parts))
+
+
+class Sized(BoringModel):
+    def __init__(self, sums: Sums | None = None) -> None:
+        super().__init__()
+
+
+class Net(Sized):
     def __init__(
         self,
         cfg: Computed,
@@ -87,14 +107,17 @@ class Net(BoringModel):
         pairs: dict[Act, list[ActAndPart]] | None = None,
         acts: set[Act] | frozenset[Act] | None = None,
         others: Namespace | None = None,
+        odd: Decimal | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**kwargs)
         self.save_hyperparameters()
 
 
 def of_the_run() -> Net:
     pairs = {Act.GELU: [ActAndPart(Act.RELU, B(1.0)), ActAndPart(Act.GELU, A(2.0))]}
     more: dict[str, Any] = {"pairs": pairs, "acts": frozenset({Act.GELU}), "others": Namespace(to=Path("b"))}
+    more["sums"] = Sums([Base(1), Base(2)])
     return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=WrittenMode.FAST, **more)
 
 
@@ -133,7 +156,7 @@ def test_each_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_class_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
     path = changed(saved(of_the_run(), tmp_path), lambda kind: kind.replace(":Child", ":Grandchild"))
-    with pytest.warns(UserWarning, match=r"'net' held Grandchild .* plain form.*net=\.\.\.\)"):
+    with pytest.warns(UserWarning, match=r"'net' was saved with objects of Grandchild, .* plain values.*net=\.\.\.\)"):
         assert Net.load_from_checkpoint(path).hparams.net == {"width": 8, "acts": {Act.RELU: [1]}}
     assert Net.load_from_checkpoint(path, net=Base(1)).hparams.net == Base(1)
 
@@ -145,7 +168,9 @@ def test_what_no_annotation_names_stays_plain_and_is_said(tmp_path: Path) -> Non
             self.save_hyperparameters()
 
     path = saved(Plain(Act.RELU, {"a": Path("b")}), tmp_path)
-    with pytest.warns(UserWarning, match=r"Plain\.load_from_checkpoint: 'act' held Act .*act=\.\.\.\)"):
+    with pytest.warns(
+        UserWarning, match=r"Plain\.load_from_checkpoint: 'act' was saved with objects of Act, .*act=\.\.\.\)"
+    ):
         assert Plain.load_from_checkpoint(path).hparams == {"act": "relu", "more": {"a": Path("b")}}
 
 
@@ -163,9 +188,22 @@ def test_an_attribute_computed_of_computed_values_is_refused(tmp_path: Path) -> 
 
     Halved.__init__.__annotations__["cfg"] = More
     path = saved(Halved(More(0.1, 512)), tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"cfg: More\.__post_init__ computes 'lr'.*'half'.*cfg=\.\.\."):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"'cfg' cannot be rebuilt.*More\.__post_init__ changes the field 'lr'.*'half'.*cfg=\.\.\.",
+    ):
         Halved.load_from_checkpoint(path)
     assert Halved.load_from_checkpoint(saved(Halved(More(0.1, 256)), tmp_path)).hparams.cfg.half == 0.05
+
+
+def test_a_dataclass_that_has_changed_is_named(tmp_path: Path) -> None:
+    path = saved(of_the_run(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["lockstep"]
+    checkpoint["hyper_parameters"]["net"]["depth"] = 2
+    torch.save(checkpoint, path)
+    with pytest.raises(MisconfigurationException, match=r"'net' cannot be rebuilt.*'depth'.*net=\.\.\."):
+        Net.load_from_checkpoint(path)
 
 
 def test_one_argument_that_took_all(tmp_path: Path) -> None:
@@ -199,3 +237,16 @@ def test_the_file_that_a_logger_wrote(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("left", "right"))
     edited = Logged.load_from_checkpoint(path, hparams_file=file).hparams
     assert (edited.act, edited.net) == ("right", net.hparams.net)
+
+
+def test_a_container_of_omegaconfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, since lockstep does not need the package."""
+    package = ModuleType("omegaconf")
+
+    class DictConfig(dict[str, Any]):
+        __module__ = "omegaconf.dictconfig"
+
+    package.OmegaConf = type("OmegaConf", (), {"create": staticmethod(DictConfig)})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "omegaconf", package)
+    found = instantiate(DictConfig, {"a": 1})
+    assert (found, type(found)) == ({"a": 1}, DictConfig)

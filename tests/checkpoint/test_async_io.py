@@ -126,7 +126,7 @@ def test_what_could_not_be_written_is_raised_once(ask: str, tmp_path: Path) -> N
     with pytest.raises(OSError, match="no room for x") as raised:
         getattr(io, ask)(*arguments.get(ask, ()))
     if sys.version_info >= (3, 11):
-        assert "AsyncCheckpointIO was writing" in raised.value.__notes__[0]
+        assert "AsyncCheckpointIO failed to write" in raised.value.__notes__[0]
         assert str(tmp_path / "x") in raised.value.__notes__[0]
     io.teardown()
     assert os.listdir(tmp_path) == ["old"]  # what was to be removed in favour of x is kept

@@ -11,23 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import export
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from tests.accelerator.left_out import strategies
-from tests.checkpoint.adapted import Adapted, needs_peft
+from tests.checkpoint.adapted import Adapted
 from tests.checkpoint.tuned import CLASSES, Tuned, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peft")
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
-
-
-@pytest.fixture
-def peft() -> None:
-    needs_peft()
 
 
 class TwoAdapters(Adapted):
@@ -97,16 +91,6 @@ def test_several_adapters_and_layers_to_save(ranks: RankPool, tmp_path: Path) ->
     assert differing(read_back(folder, tmp_path / "fsdp", ("default", "more")), wanted) == []
 
 
-def test_beside_checkpoints(tmp_path: Path) -> None:
-    folder, into = base(tmp_path / "base"), tmp_path / "kept"
-    keep = ModelCheckpoint(into, "last", save_pretrained=True, save_trainable_only=True)
-    trainer = quiet(max_epochs=1, callbacks=[keep], enable_checkpointing=True)
-    module = Adapted(folder)
-    trainer.fit(module, texts())
-    assert {path.name for path in into.iterdir()} == {"last.ckpt", "last-pretrained"}
-    assert differing(read_back(folder, into / "last-pretrained"), dict(module.named_parameters())) == []
-
-
 def test_a_compiled_model_of_adapters_is_written(tmp_path: Path) -> None:
     """The folder had no adapter in it, and nobody said so."""
     from peft import LoraConfig, get_peft_model
@@ -134,11 +118,11 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     folder = base(tmp_path / "base")
     trainer: Any = quiet(max_epochs=1)
     trainer.fit(ByTransformers(folder, "llama"), texts())
-    with pytest.raises(MisconfigurationException, match=r"wrap it by peft\.get_peft_model"):
+    with pytest.raises(MisconfigurationException, match=r"Use peft\.get_peft_model"):
         trainer.save_pretrained(tmp_path / "x")
     trainer.fit(Adapted(folder), texts())
     trainer.save_checkpoint(tmp_path / "a.ckpt", trainable_only=True)
     words = ["checkpoint", "convert", "--to", "huggingface", "--config", folder, str(tmp_path / "a.ckpt")]
     assert main([*words, str(tmp_path / "x")]) != 0
-    assert f"without the frozen weights of {folder!r}" in capsys.readouterr().err
+    assert f"lacks the frozen weights of {folder!r}" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

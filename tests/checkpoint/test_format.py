@@ -8,8 +8,9 @@ import io
 import os
 import pickle
 import random
+import resource
 import zipfile
-from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,6 @@ from lockstep.checkpoint import format as checkpoint_format
 from lockstep.checkpoint.format import load, readable, save
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
-from tests.checkpoint.test_storage import no_room
-
-__all__ = ["no_room"]  # a fixture
 
 
 def a_checkpoint() -> dict[str, Any]:
@@ -72,13 +70,6 @@ class TestRoundTrip:
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
 
-    def test_storages_that_are_shared_stay_shared(self, tmp_path: Path) -> None:
-        weight = torch.arange(6.0)
-        save({"a": weight, "b": weight[2:]}, tmp_path / "x")
-        back = load(tmp_path / "x")
-        back["a"][2] = 9
-        assert back["b"][0] == 9
-
 
 class TestDamage:
     def test_every_one_of_200_flipped_bits_is_refused(self, path: Path) -> None:
@@ -91,7 +82,7 @@ class TestDamage:
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
-            with pytest.raises(CorruptCheckpoint, match=r"run\.ckpt' .*: (resume from an earlier|check the path)"):
+            with pytest.raises(CorruptCheckpoint, match=r"run\.ckpt' .*(Resume from an earlier|Check the path)"):
                 load(path)
         path.write_bytes(whole)
         load(path)
@@ -121,7 +112,7 @@ class TestDamage:
             for name, data in members.items():
                 archive.writestr(name, evil if name.endswith("data.pkl") else data)
             archive.comment = comment
-        with pytest.raises(CorruptCheckpoint, match="do not match the hash"):
+        with pytest.raises(CorruptCheckpoint, match="do not match its hash"):
             load(path, weights_only=False)
         assert not ran.exists()
 
@@ -145,7 +136,7 @@ class TestForeignFiles:
     )
     def test_no_zip(self, tmp_path: Path, content: bytes, says: str) -> None:
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(CorruptCheckpoint, match=rf"x' {says}.*check the path"):
+        with pytest.raises(CorruptCheckpoint, match=rf"x' {says}.*Check the path"):
             load(tmp_path / "x", weights_only=False)
 
     def test_none_and_a_folder(self, tmp_path: Path) -> None:
@@ -185,11 +176,14 @@ class TestLightning:
         assert back == {"model": {"lr": 0.1, "sub": {"n": 2}}}
         assert type(back["model"]) is dict
 
-    def test_others_say_that_they_need_weights_only_false(self, tmp_path: Path) -> None:
-        torch.save({"hyper_parameters": {"args": Namespace(a=1), "path": Path("p")}}, tmp_path / "x")
-        with pytest.raises(MisconfigurationException, match=r"x' holds.*argparse\.Namespace.*weights_only=False"):
-            load(tmp_path / "x")
-        assert load(tmp_path / "x", weights_only=False)["hyper_parameters"]["args"].a == 1
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """No file may grow past 64 KiB: the kernel refuses the write in the middle, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class TestSaveRefuses:
@@ -203,7 +197,7 @@ class TestSaveRefuses:
     @pytest.mark.parametrize("numbers", [16_300, 40_000, 1_000_000])
     def test_no_room_in_the_middle_or_at_the_end(self, path: Path, no_room: None, numbers: int) -> None:
         before = path.read_bytes()
-        with pytest.raises(OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is intact"):
+        with pytest.raises(OSError, match=r"run\.ckpt': the disk is full .*MiB are free; the earlier file is intact"):
             save({"a": torch.randn(numbers)}, path)
         assert path.read_bytes() == before
         assert os.listdir(path.parent) == [path.name]
@@ -305,7 +299,9 @@ class TestRefused:
     )
     def test_by_key(self, value: Any, what: str) -> None:
         place = r'checkpoint\["callbacks"\]\["C"\]\[0\](\[1\])?'
-        with pytest.raises(MisconfigurationException, match=f"^{place} is {what}, .*Keep tensors.*add_safe_globals"):
+        with pytest.raises(
+            MisconfigurationException, match=f"^{place} is {what}, .*Save only tensors.*add_safe_globals"
+        ):
             readable({"callbacks": {"C": [value]}})
 
     def test_attributes_of_tensors_and_of_ordered_dicts_too(self) -> None:
@@ -330,7 +326,7 @@ def test_torchs_variable_counts_only_where_weights_only_is_not_given(
         load(path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     assert load(path)["enum"] is Colour.RED
-    with pytest.raises(MisconfigurationException, match=r"more than tensors and plain values: .*Colour"):
+    with pytest.raises(MisconfigurationException, match=r"not tensors or plain values: .*Colour"):
         load(path, weights_only=True)
 
 

@@ -69,13 +69,6 @@ def test_weights_and_hyperparameters_of_every_plain_kind(tmp_path: Path) -> None
     assert Ours.load_from_checkpoint(path, lr=0.1).hparams.lr == 0.1
 
 
-def test_attribute_dicts_inside_come_back_as_dicts(tmp_path: Path) -> None:
-    from lightning.pytorch.utilities.parsing import AttributeDict as TheirDict
-
-    _, path = written(tmp_path, lr=0.5, model=TheirDict(depth=3))
-    assert Ours.load_from_checkpoint(path).hparams.model == {"depth": 3}
-
-
 def test_objects_in_them_need_weights_only_false(tmp_path: Path) -> None:
     _, path = written(tmp_path, lr=0.5, model=Namespace(depth=3), root=Path("data"))
     with pytest.raises(MisconfigurationException, match=r"argparse\.Namespace.*weights_only=False"):

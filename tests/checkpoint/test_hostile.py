@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import random
 import shutil
@@ -233,62 +232,6 @@ def test_yaml_that_cannot_be_what_it_says_is_refused_early(tmp_path: Path, text:
         LightningModule.load_from_checkpoint(saved, hparams_file=path)
 
 
-# -- plans
-
-
-PLAN = {
-    "model": "Net",
-    "key": "k",
-    "strategy": "ddp",
-    "stage": 0,
-    "offload": False,
-    "recomputed": False,
-    "bucket_mb": 25.0,
-    "precision": "32-true",
-    "devices": 2,
-    "nodes": 1,
-    "device": "cpu",
-    "available": 1e9,
-    "memory": 1e6,
-    "seconds": 0.1,
-    "samples": 10.0,
-    "reason": "it is the fastest",
-}
-
-
-def plan_of(values: dict[str, Any]) -> bytes:
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()).encode()
-
-
-@pytest.mark.extension("balancing")
-def test_a_plan_that_is_damaged_in_any_way_is_one_kind_of_error(tmp_path: Path) -> None:
-    """One that was not UTF-8 was a UnicodeDecodeError; a text in the place of a number failed later."""
-    from lockstep.extensions.balancing.planner.plan import SavedPlan
-
-    path = tmp_path / "plan.yaml"
-    path.write_bytes(plan_of(PLAN))
-    assert SavedPlan.read(path).devices == 2
-    broken = [b"", b"\xff\xfe", b"\x80" * 50, os.urandom(500), b"a: [" + b"[" * 100_000 + b"\n"]
-    for name, known in PLAN.items():
-        others = [value for value in VALUES if type(value) is not type(known)] + [float("nan"), float("-inf")]
-        fits = (int, float) if isinstance(known, float) else (type(known),)
-        broken += [
-            plan_of({**PLAN, name: value})
-            for value in others
-            if type(value) not in fits or (isinstance(value, float | int) and not 0 <= value < 1e300)
-        ]
-    for text in broken:
-        path.write_bytes(text)
-        with pytest.raises(MisconfigurationException, match=r"plan\.yaml"):
-            SavedPlan.read(path)
-    path.unlink()
-    for make in (path.mkdir, lambda: path.symlink_to(path)):
-        make()
-        with pytest.raises(MisconfigurationException, match=r"plan\.yaml"):
-            SavedPlan.read(path)
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
 # -- a full disk
 
 
@@ -307,7 +250,7 @@ def test_a_full_disk_under_parts_is_told_as_one(folder: Path, monkeypatch: pytes
     """It was torch's "unexpected pos 704 vs 598", a position in its own source."""
     monkeypatch.setattr(storage, "create", lambda path: NoRoom(path, "w"))
     parts = sharded.split(load(folder))
-    with pytest.raises(OSError, match="there is no room"):
+    with pytest.raises(OSError, match="the disk is full"):
         sharded.write(parts, sharded.plan(parts, 0), folder.with_name("other"))
 
 
@@ -323,8 +266,8 @@ class Called:
 
 def test_members_of_enums_that_older_releases_of_python_3_11_pickle_by_getattr_could_not_be_read() -> None:
     known = Called(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
-    read = dcp._Plain(io.BytesIO(pickle.dumps(known))).load()
+    read = dcp._MetadataUnpickler(io.BytesIO(pickle.dumps(known))).load()
     assert read is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     for kind, name in ((_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "count")):
         with pytest.raises(pickle.UnpicklingError, match="it reads the attribute"):
-            dcp._Plain(io.BytesIO(pickle.dumps(Called(kind, name)))).load()
+            dcp._MetadataUnpickler(io.BytesIO(pickle.dumps(Called(kind, name)))).load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +25,24 @@ def needs_transformers() -> None:
             pytest.skip(f"needs {package}")
 
 
-def llama(**others: Any) -> Any:
-    from transformers import LlamaConfig
+def config_of(name: str, **sizes: Any) -> Callable[..., Any]:
+    """Makes a config of a class of transformers, of a small model."""
 
-    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaConfig(**{"vocab_size": WORDS, **sizes, "num_key_value_heads": 2, **others})
+    def made(**others: Any) -> Any:
+        return class_of(name)(**{"vocab_size": WORDS, **sizes, **others})
 
-
-def deep_llama() -> Any:
-    """With a layer for each of four stages."""
-    return llama(num_hidden_layers=4)
+    return made
 
 
-def bert() -> Any:
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-
-
-def gpt2() -> Any:
-    """With tied weights."""
-    from transformers import GPT2Config
-
-    return GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-
-
-def mixtral() -> Any:
-    """Experts lie apart in the folder, and are one tensor in the model."""
-    from transformers import MixtralConfig
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return MixtralConfig(vocab_size=WORDS, **sizes, num_key_value_heads=2, num_local_experts=4)
-
-
+SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+llama = config_of("LlamaConfig", **SIZES, num_attention_heads=4, num_key_value_heads=2)
+EXPERTS = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": llama,
-    "deep llama": deep_llama,
-    "bert": bert,
-    "gpt2": gpt2,
-    "mixtral": mixtral,
+    "deep llama": partial(llama, num_hidden_layers=4),  # a layer for each of four stages
+    "bert": config_of("BertConfig", **SIZES, num_attention_heads=2, max_position_embeddings=32),
+    "gpt2": config_of("GPT2Config", n_embd=16, n_layer=2, n_head=2, n_positions=32),  # with tied weights
+    "mixtral": config_of("MixtralConfig", **{**SIZES, **EXPERTS}),  # experts are one tensor, and several in the folder
 }
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -89,11 +62,14 @@ def class_of(name: str) -> Any:
 def write_folder(folder: Path, kind: str, seed: int = 1, max_shard_size: str = "12KB", **others: Any) -> Path:
     """A folder as `save_pretrained` writes it, in parts."""
     torch.manual_seed(seed)
-    model = class_of(CLASSES[kind])(CONFIGS[kind]())
+    return write_model(class_of(CLASSES[kind])(CONFIGS[kind]()), folder, max_shard_size, **others)
+
+
+def write_model(model: Any, folder: Path, max_shard_size: str = "12KB", dtype: torch.dtype = torch.float32) -> Path:
     with torch.no_grad():  # norms and biases begin alike, which would hide a mistake
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(others.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
@@ -111,8 +87,11 @@ class Tuned(LightningModule):
             return
         torch.manual_seed(7)
         with torch.device("meta"):
-            self.model = class_of(self.class_name)(CONFIGS[self.kind]())
+            self.model = self.built()
         lockstep.load_pretrained(self.model, self.folder)
+
+    def built(self) -> Any:
+        return class_of(self.class_name)(CONFIGS[self.kind]())
 
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy

@@ -47,7 +47,7 @@ def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
     assert re.search(r"^  cpu +\d+ core\(s\)", text, re.MULTILINE)
     assert "cluster: torchelastic\n  torchrun started this process" in text
-    assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  the ranks meet at node1, port 29400\n" in text
+    assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  rendezvous of the ranks: node1, port 29400\n" in text
     assert "\n  OMP_NUM_THREADS=3\n" in text
     assert main(["env", "--json", "--full"]) == 0
     found = json.loads(capsys.readouterr().out)

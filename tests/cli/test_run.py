@@ -24,7 +24,7 @@ from lockstep.launch.environment import free_port
 from tests.cli.restarted import train
 from tests.launch.sessions import kill
 from tests.tools.crash import Kill
-from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.fresh import PYTHONPATH
 from tests.tools.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,18 +82,24 @@ def test_the_same_command_has_the_same_name_and_another_one_another() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "no script is given: lockstep run train.py"),
+        ("", "no script is given. Example: lockstep run train.py"),
         ("trian.py", r"trian.py does not exist \(working directory: .*\)"),
-        ("-m no_such_module", "-m no_such_module: there is no such module"),
-        ("--devices 0 train.py", "--devices 0: give the number of ranks on this node, from 1, or auto"),
-        ("--device 2 train.py", "--device is not an option: `lockstep run --help` lists them"),
-        ("--max-restarts x train.py", "argument --max-restarts: 'x': give a number from 0"),
-        ("--nodes 3:2 train.py", "--nodes 3:2: give a number from 1, or MIN:MAX"),
-        ("--nodes 2 train.py", "--nodes 2 without --master-addr: give an address of node 0"),
-        ("--nodes 2 --rdzv-endpoint a:b train.py", "--rdzv-endpoint a:b: give HOST:PORT"),
-        ("--nodes 2 --node-rank 2 --master-addr a train.py", "--node-rank 2 of --nodes 2: give 0 to 1"),
-        ("--node-rank 1 --master-addr a train.py", "--node-rank 1, --master-addr a, but --nodes 1: give the number"),
-        ("--nodes 2 --master-addr a --master-port 99999 train.py", "--master-port 99999: give a number from 1 to"),
+        ("-m no_such_module", "-m no_such_module: the module does not exist"),
+        ("--devices 0 train.py", "--devices 0 is not a number of ranks. Give a number of at least 1, or auto"),
+        ("--device 2 train.py", "--device is not an option. `lockstep run --help` lists the options"),
+        ("--max-restarts x train.py", "argument --max-restarts: 'x' is not a whole number of at least 0"),
+        ("--nodes 3:2 train.py", "--nodes 3:2 is not a number of nodes. Give a number of at least 1, or MIN:MAX"),
+        ("--nodes 2 train.py", "--nodes 2 needs --master-addr. Give an address of node 0"),
+        ("--nodes 2 --rdzv-endpoint a:b train.py", "--rdzv-endpoint a:b is not of the form HOST:PORT"),
+        (
+            "--nodes 2 --node-rank 2 --master-addr a train.py",
+            "--node-rank 2 is out of range for --nodes 2. Give 0 to 1",
+        ),
+        ("--node-rank 1 --master-addr a train.py", "--node-rank 1, --master-addr a is only for several nodes"),
+        (
+            "--nodes 2 --master-addr a --master-port 99999 train.py",
+            "--master-port 99999 is not a port. Give a number from 1 to",
+        ),
         ("--devices 2 train.py --devices 3", "--devices is given both before and after train.py"),
     ],
 )
@@ -370,12 +376,17 @@ EARLY = {
     "an exception": ("import math\n\nmath.sqrt(-1)\n", 3, "ValueError: math domain error"),
     "a module that is missing": ("import no_such_module\n", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
     "no Python": ("x = 1\nfor\n", 2, "SyntaxError: invalid syntax"),
+    "before the Trainer": (
+        "import lockstep\n\nraise OSError('labels.csv is not here')\n",
+        3,
+        "OSError: labels.csv is not",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", EARLY)
-def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path, what: str) -> None:
+def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path, what: str) -> None:
     """It was "ended with exit code 1"."""
     text, line, reason = EARLY[what]
     (tmp_path / "early.py").write_text(text)
@@ -384,17 +395,3 @@ def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path,
     assert process.returncode == 1
     last = said.rstrip("\n").split("\n")[-1]
     assert re.match(rf"lockstep: rank [01] failed first, at \S*early\.py:{line}: {re.escape(reason)}", last), said
-
-
-@pytest.mark.slow
-def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path) -> None:
-    """It was "ended with exit code 1": no supervisor was there yet that could tell."""
-    script = tmp_path / "early.py"
-    script.write_text("import lockstep\n\nraise FileNotFoundError('labels.csv is not here')\n")
-    done = python("-m", "lockstep", "run", "--devices", "2", script)
-    assert done.returncode == 1
-    last = done.stderr.rstrip("\n").split("\n")[-1]
-    assert re.fullmatch(
-        rf"lockstep: rank [01] failed first, at {re.escape(str(script))}:3: FileNotFoundError: labels.csv is not here",
-        last,
-    )

@@ -440,7 +440,7 @@ ROWS = [
         PAGE,
         replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
         lambda program, d, theirs, ours: (
-            refused(ours, "no such metric was logged")
+            refused(ours, "no metric with this name was logged")
             and (
                 validates_nothing(program)
                 or any(part.keys() & {"train_time_interval", "every_n_train_steps"} for _, part in program.callbacks)

@@ -96,7 +96,7 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
 
 def ranked_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What is kept of saves by steps or time where a validation of other weights has given the value."""
-    told = any("are ranked by" in text for _, text in ours.warned)
+    told = any("is ranked by the value of" in text for _, text in ours.warned)
     kept = d.name == "ModelCheckpoint" or d.where == "names" or "on_save_checkpoint" in str([d.theirs, d.ours])
     return warned(d, "earlier weights") or (told and (kept or d.call.endswith("best")))
 

@@ -22,10 +22,10 @@ from tests.differential.record import Record
 
 TOPICS = {
     "no effect": (
-        r"no (epoch|step) is saved|saves nothing: leave|overfit_batches overrides|"
+        r"no (epoch|step) is saved|saves nothing( with|\. Remove|: leave)|the former sets the latter|overfit_batches overrides|"
         r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
-        r"has nowhere to write: the Trainer|logs nothing, because the Trainer has no logger|"
-        r"(and there is no logger|but the Trainer has no logger): (set|give)"
+        r"needs a logger, but the Trainer has none|logs nothing, because the Trainer has no logger|"
+        r"has nowhere to write: the Trainer|(and there is no logger|but the Trainer has no logger): (set|give)"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
@@ -33,10 +33,10 @@ TOPICS = {
     "a batch that is None": r"yielded None|returned None for a batch",
     "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
     "monitor of a manual scheduler": r"scheduler dict contains the key.*monitor",
-    "earlier weights": r"the weights of step \d+ are ranked by",
+    "earlier weights": r"the checkpoint of step \d+ is ranked by",
     "no optimizer": r"configure_optimizers.*None|`?None`?.*configure_optimizers|no optimizer",
     "early stopping without its metric": r"[Ee]arly ?stopping conditioned|EarlyStopping.*(not available|is not logged)",
-    "checkpoint without its metric": r"could not find the monitored key|no such metric was logged",
+    "checkpoint without its metric": r"could not find the monitored key|no metric with this name was logged",
     "order of schedulers and optimizers": r"lr_scheduler.step\(\)` before",
     "detached": r"does not require grad",
     "max_epochs": r"max_epochs` was not set",
@@ -47,7 +47,7 @@ TOPICS = {
     "overfit and shuffled": r"requested to overfit but enabled|overfit_batches=\.\.\.\).*shuffles",
     "best of several": r"multiple `ModelCheckpoint`|ModelCheckpoint callbacks; the best",
     "no last checkpoint": r"there is no last checkpoint available|there is no checkpoint yet",
-    "already in the optimizer": r"already exist within another group|are already in another group of",
+    "already in the optimizer": r"already exist within another group|are in another group of",
     "SWA that begins late": r"SWA is initializing after|after its first epoch",
     "no batch indices": r"infer the batch indices|`batch_indices` is empty, because|does not tell which samples",
     "average begins anew": r"was not created with WeightAveraging|written without the callback[;,]",

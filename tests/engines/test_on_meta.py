@@ -76,6 +76,6 @@ def test_a_layer_that_nothing_gives_values_to_is_named() -> None:
             self.bare = nn.Parameter(torch.empty(3, device="meta"))
 
     with pytest.raises(
-        MisconfigurationException, match="The module has 'bare' on the meta device, and nothing initializes it"
+        MisconfigurationException, match="The module has 'bare' on the meta device, and no method initializes it"
     ):
         quiet(max_steps=1).fit(Bare(), DataLoader(torch.ones(8, 4), 4))  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ def rank_1_clips_by_its_own_norm() -> AbstractContextManager[Any]:
 def test_clipping_by_another_norm_on_each_rank(ranks: RankPool) -> None:
     report = report_with(ranks, rank_1_clips_by_its_own_norm, **CLIP)
     assert (report.first[0].step, report.first[0].what, report.first[0].ranks) == (0, "clipped gradient", (1,))
-    assert report.cause.startswith("clipping by a different norm on each rank")
+    assert report.cause.startswith("clipping with a different norm on each rank")
 
 
 def every_rank_clips_by_value() -> AbstractContextManager[Any]:
@@ -271,7 +271,7 @@ def rank_1_leaves_a_step_out() -> AbstractContextManager[Any]:
 def test_an_update_that_is_left_out(ranks: RankPool) -> None:
     report = report_with(ranks, rank_1_leaves_a_step_out)
     assert (report.first[0].step, report.first[0].what, report.first[0].ranks) == (2, "parameter", (1,))
-    assert report.cause.startswith("the update itself")
+    assert report.cause.startswith("the optimizer step")
 
 
 def zeros_for_none() -> AbstractContextManager[Any]:

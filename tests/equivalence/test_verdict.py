@@ -50,7 +50,7 @@ def test_many_differences_are_counted() -> None:
 
 def test_another_course_of_steps_comes_before_all_that_follows() -> None:
     report = judge("ddp", 5, [strays((1, STEPS, "", math.inf), (1, GRADIENT, "w", 1.0))])
-    assert "step 1: another course of steps on rank 0" in str(report)
+    assert "step 1: a different course of steps on rank 0" in str(report)
     assert report.cause.startswith("the runs make different steps")
 
 
@@ -114,5 +114,5 @@ def test_the_caller_keeps_its_random_state() -> None:
 
 def test_a_run_without_a_step_is_no_pass() -> None:
     """It was called equal, with the steps that were asked for."""
-    with pytest.raises(MisconfigurationException, match="makes no optimizer step"):
+    with pytest.raises(MisconfigurationException, match="too small for an optimizer step"):
         check_equivalence(Plain, rows(23), strategy="auto", devices=1, limit_train_batches=0)

@@ -179,16 +179,3 @@ STRATEGIES = strategies("ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"
 def test_every_strategy_tunes_as_one_process(ranks: RankPool, tmp_path: Path, alone: Alone, words: list[str]) -> None:
     for strategy in STRATEGIES:
         check_same(alone(*MEDIUM, *words), done(ranks, tmp_path / strategy, strategy, *MEDIUM, *words))
-
-
-def test_a_piece_of_bert_has_as_many_targets_as_the_others() -> None:
-    from examples.finetune import Pieces, byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    tokens = torch.tensor(tokenizer("import os, sys\n" * 8)["input_ids"])
-    pieces = Pieces(tokens, 20, tokenizer.mask_token_id)
-    for piece in (pieces[number] for number in range(len(pieces))):
-        targets = piece["labels"] != -100
-        assert int(targets.sum()) == 3
-        assert torch.equal(piece["input_ids"] == tokenizer.mask_token_id, targets)
-    assert tokenizer.decode(tokens) == "import os, sys\n" * 8

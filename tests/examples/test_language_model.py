@@ -17,23 +17,9 @@ from tests.tools.pool import RankPool
 if not is_there("balancing"):
     pytest.skip("needs the extension balancing", allow_module_level=True)
 
-from examples.language_model import ByteCorpus, build_gpt
+from examples.language_model import build_gpt
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
-
-
-def test_a_sample_is_a_piece_of_text_and_the_same_shifted_by_one() -> None:
-    corpus = ByteCorpus(b"abcdefghij", block=4)
-    assert len(corpus) == 2
-    bytes_in, bytes_out = corpus[1]
-    assert bytes(bytes_in.tolist()) == b"efgh"
-    assert bytes(bytes_out.tolist()) == b"fghi"
-
-
-def test_the_corpus_is_the_same_each_time() -> None:
-    text = ByteCorpus.standard_library(megabytes=0.5)
-    assert len(text) == 500_000
-    assert text == ByteCorpus.standard_library(megabytes=0.5)
 
 
 def test_no_byte_is_predicted_from_a_later_one() -> None:

@@ -108,7 +108,7 @@ class TestEveryFolderLogger:
     def test_a_folder_that_cannot_be_written_is_named(self, cls: type[FolderLogger], tmp_path: Path) -> None:
         """It was a bare NotADirectoryError or PermissionError, that named no logger."""
         (tmp_path / "file").write_text("in the way")
-        says = rf"{cls.__name__}\(save_dir='.*file'\): nothing can be written there .*; choose another folder"
+        says = rf"{cls.__name__}\(save_dir='.*file'\): the folder is not writable .* Pass a different folder"
         for version in (None, 3):
             logger = cls(tmp_path / "file", version=version)
             with pytest.raises(MisconfigurationException, match=says):

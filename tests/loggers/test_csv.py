@@ -8,25 +8,12 @@ import pickle
 import warnings
 from pathlib import Path
 
-import torch
-
 from lockstep.loggers.csv import CSVLogger
 
 
 def rows(logger: CSVLogger, name: str = "metrics.csv") -> list[dict[str, str]]:
     with open(Path(logger.log_dir, name), newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_row_for_each_call(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, prefix="run")
-    logger.log_metrics({"loss": torch.tensor(0.5), "n": 3}, step=7)
-    logger.log_metrics({"loss": 0.25})
-    logger.save()
-    assert rows(logger) == [
-        {"run-loss": "0.5", "run-n": "3", "step": "7"},
-        {"run-loss": "0.25", "run-n": "", "step": "1"},
-    ]
 
 
 def test_columns_may_come_later(tmp_path: Path) -> None:

@@ -37,15 +37,6 @@ def test_scalars(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
-def test_the_same_version_again_adds_to_it(tmp_path: Path) -> None:
-    for step in range(2):
-        logger = TensorBoardLogger(tmp_path, version=0)
-        logger.log_metrics({"a": step}, step)
-        logger.finalize("success")
-    # the reader takes the files of a folder by their names, which begin with the second of writing
-    assert len(list(Path(logger.log_dir).glob("events*"))) == 2
-
-
 @pytest.mark.parametrize(
     ("default", "metrics", "expected"),
     [

@@ -125,7 +125,7 @@ def test_media_tables_and_text(tmp_path: Path) -> None:
     logger.log_image("images", [image, image], step=3, caption=["one", "two"])
     logger.log_table("table", columns=["a", "b"], data=[[1, "x"]])
     logger.log_text("text", columns=["a"], data=[["y"]], step=5)
-    with pytest.raises(TypeError, match=r"log_image\('images'\): `images` is a ndarray; pass a list"):
+    with pytest.raises(TypeError, match=r"log_image\('images'\): `images` is a ndarray, not a list"):
         logger.log_image("images", image)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="caption has 1 items for 2 images"):
         logger.log_image("images", [image, image], caption=["one"])

@@ -58,7 +58,7 @@ class NoOptimizer(LightningModule):
         (lambda t: t.validate(), r"trainer.validate\(model\): pass an instance of lockstep's `LightningModule`"),
         (
             lambda t: t.fit(Slope(), numbers(0)),
-            r"train_dataloader has no batches, because its data set is empty \(length 0\)",
+            r"has no batches, because its data set is empty \(length 0\)",
         ),
         (lambda t: t.fit(Slope(), numbers(3, 4, drop_last=True)), r"drop_last=True drops .* 3 samples.*batch_size=4"),
         (lambda t: t.fit(Slope(), []), r"train_dataloader.*no loader"),

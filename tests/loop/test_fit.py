@@ -296,7 +296,7 @@ def test_an_argument_that_init_does_not_take_is_left_out_with_a_word(tmp_path: P
     trainer = quiet(max_epochs=1)
     trainer.fit(Sized(2), numbers(2))
     trainer.save_checkpoint(tmp_path / "sized.ckpt")
-    with pytest.warns(UserWarning, match=r"load_from_checkpoint\(widht=\.\.\.\).*it is ignored"):
+    with pytest.warns(UserWarning, match=r"load_from_checkpoint\(widht=\.\.\.\).*the value is ignored"):
         assert Sized.load_from_checkpoint(tmp_path / "sized.ckpt", widht=3).hparams.width == 2
 
 

@@ -173,7 +173,7 @@ def test_two_progress_bars_are_refused() -> None:
 
 SAID: list[tuple[str, dict[str, Any], str]] = [
     ("flags", {"overfit_batches": 1, "limit_train_batches": 2}, r"overfit_batches=1, limit_train_batches=2"),
-    ("checkpoint", {"every_n_epochs": 5}, r"every_n_epochs=5\).*no epoch is saved"),
+    ("checkpoint", {"every_n_epochs": 5}, r"every_n_epochs=5\) saves nothing with"),
     ("checkpoint", {"every_n_epochs": 0}, r"every_n_epochs=0\) saves nothing"),
     ("checkpoint", {"save_top_k": 0}, r"save_top_k=0\) saves nothing"),
 ]

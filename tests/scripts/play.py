@@ -13,10 +13,12 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tests.callbacks.side_by_side import recorder
 from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS, WORKING_HOOKS
 
 FOLDER = Path(__file__).parent
@@ -53,7 +55,7 @@ def play(package: str, script: str, folder: Path) -> dict[str, Any]:
                 setattr(value, name, _noted(value.__dict__[name], "module", hooks))
     noting = {name: _noted(getattr(library.Callback, name), "callback", hooks) for name in CALLBACK_HOOKS}
     callback = type("Notes", (library.Callback,), noting)()
-    logger = _memory(library)
+    logger = recorder(SimpleNamespace(Logger=importlib.import_module(f"{package}.loggers").Logger))
     flags: dict[str, Any] = {"logger": logger, "callbacks": [callback], "enable_checkpointing": False}
     flags |= {"enable_progress_bar": False, "enable_model_summary": False}
     if package == "lockstep":
@@ -66,7 +68,10 @@ def play(package: str, script: str, folder: Path) -> dict[str, Any]:
             returned = names["main"](folder, **flags)
     finally:
         torch.set_default_dtype(default)
-    return {"hooks": hooks, "metrics": logger.metrics, "returned": returned}
+    metrics = [
+        {**{name: float(value) for name, value in sent.items()}, "logged at": step or 0} for step, sent in logger.sent
+    ]
+    return {"hooks": hooks, "metrics": metrics, "returned": returned}
 
 
 def _noted(original: Callable[..., Any], owner: str, lines: list[str]) -> Callable[..., Any]:
@@ -81,26 +86,6 @@ def _noted(original: Callable[..., Any], owner: str, lines: list[str]) -> Callab
     call.__name__ = original.__name__
     call.__signature__ = signature  # type: ignore[attr-defined]  # a trainer may look at what a hook takes
     return call
-
-
-def _memory(library: Any) -> Any:
-    base = importlib.import_module(f"{library.__name__}.loggers").Logger
-
-    class Memory(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.metrics: list[dict[str, float]] = []
-
-        name = "memory"
-        version = 0
-
-        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            self.metrics.append({**{name: float(value) for name, value in metrics.items()}, "logged at": step or 0})
-
-    return Memory()
 
 
 def main() -> None:

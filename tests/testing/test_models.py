@@ -9,12 +9,7 @@ from torch.utils.data import DataLoader
 from lockstep.testing import (
     BoringDataModule,
     BoringDataModuleNoLen,
-    BoringModel,
-    ManualOptimBoringModel,
     RandomDataset,
-    RandomDictDataset,
-    RandomIterableDataset,
-    RandomIterableDatasetWithLen,
 )
 from tests.tools.pool import RankPool
 
@@ -27,30 +22,6 @@ def test_every_rank_holds_the_same_rows(ranks: RankPool) -> None:
     first, second = ranks(2).run(rows)
     assert torch.equal(first, second)
     assert not torch.equal(RandomDataset(3, 5, seed=1).data, RandomDataset(3, 5).data)
-
-
-def test_data_sets_agree_with_one_another() -> None:
-    rows = RandomDataset(3, 5).data
-    assert torch.equal(torch.stack(list(RandomIterableDataset(3, 5))), rows)
-    assert len(RandomIterableDatasetWithLen(3, 5)) == 5
-    assert torch.equal(RandomDictDataset(3, 5)[2]["b"], rows[2] + 2)
-
-
-def test_boring_model_learns_by_hand() -> None:
-    model = BoringModel()
-    (optimizer,), (scheduler,) = model.configure_optimizers()
-    batch = next(iter(model.train_dataloader()))
-    first = model.training_step(batch, 0)["loss"]
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = model.training_step(batch, 0)["loss"]
-        loss.backward()
-        optimizer.step()
-    assert loss < first
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] < 0.01
-    assert model.validation_step(batch, 0)["x"].shape == model.test_step(batch, 0)["y"].shape == ()
-    assert not ManualOptimBoringModel().automatic_optimization
 
 
 def test_data_modules_give_each_stage_its_own_quarter() -> None:

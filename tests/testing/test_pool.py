@@ -110,44 +110,6 @@ def test_results_come_back_by_rank(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(lambda: dist.get_rank()) == list(range(world))
 
 
-def test_ranks_may_leave_at_once(ranks: RankPool) -> None:
-    """A rank that returned while another was still connecting to it broke that one's group, under load."""
-
-    def leave_early() -> int:
-        rank = dist.get_rank()
-        if rank == 0:
-            time.sleep(0.01)
-        return rank
-
-    for _ in range(10):
-        assert ranks(3).run(leave_early) == [0, 1, 2]
-        assert ranks(3).run(int) == [0, 0, 0]
-
-
-def test_calls_find_a_launchers_environment(ranks: RankPool) -> None:
-    def environment() -> dict[str, str]:
-        return dict(os.environ)
-
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-    seen = ranks(2).run(environment, group=False)
-    assert [[one[name] for name in names] for one in seen] == [
-        ["0", "2", "0", "2", "0", "127.0.0.1"],
-        ["1", "2", "1", "2", "0", "127.0.0.1"],
-    ]
-    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
-    assert seen[0]["OMP_NUM_THREADS"] == "1"
-
-
-def test_a_call_may_make_its_own_group(ranks: RankPool) -> None:
-    def make() -> int:
-        assert not dist.is_initialized()
-        dist.init_process_group("gloo")
-        return dist.get_world_size()
-
-    assert ranks(2).run(make, group=False) == [2, 2]
-    assert ranks(2).run(dist.is_initialized, group=False) == [False, False]
-
-
 def test_a_call_sees_nothing_of_the_one_before(ranks: RankPool) -> None:
     before = ranks(2).run(condition)
     ranks(2).run(spoil)

@@ -5,17 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.tools.pool import RankFailure, RankPool, RankTimeout, run_threads
-
-
-def sums(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    value = torch.randn(999, generator=generator)
-    dist.all_reduce(value)
-    return value
+from tests.tools.pool import RankFailure, RankTimeout, run_threads
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -27,33 +19,6 @@ def test_every_thread_is_a_rank(world: int) -> None:
 
     assert run_threads(world, gather) == [[rank * 10 for rank in range(world)]] * world
     assert not dist.is_initialized()
-
-
-def test_subgroups_are_each_threads_own() -> None:
-    def pairs() -> float:
-        rank = dist.get_rank()
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        value = torch.tensor([rank + 1.0])
-        dist.all_reduce(value, group=groups[rank // 2])
-        return value.item()
-
-    assert run_threads(4, pairs) == [3.0, 3.0, 7.0, 7.0]
-
-
-def test_sums_have_the_bits_that_processes_get(ranks: RankPool) -> None:
-    for mine, theirs in zip(run_threads(3, sums, 7), ranks(3).run(sums, 7), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_backward_hooks_run_on_their_ranks_thread() -> None:
-    def gradient() -> float:
-        weight = torch.ones(1, requires_grad=True)
-        weight.register_post_accumulate_grad_hook(lambda w: dist.all_reduce(w.grad))
-        (weight * (dist.get_rank() + 1)).backward()
-        assert weight.grad is not None
-        return weight.grad.item()
-
-    assert run_threads(3, gradient) == [6.0] * 3
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

@@ -1,4 +1,4 @@
-"""Base class of callbacks, with a hook for every point of a run at which code outside the model may run."""
+"""Base class of callbacks, with hooks that the Trainer calls at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENT = ("log", "log_dict")
 
 
 class Callback:
-    """Code that runs at points of a fit, validation, test or prediction, separate from the model.
+    """Base class for code that runs at fixed points of a fit, validation, test or prediction, outside the model.
 
     Override the hooks you need and pass the object to ``Trainer(callbacks=[...])``. Only overridden hooks are
     called: other hooks cost nothing in a step. Hooks run on every rank, in the order of the
@@ -42,9 +42,9 @@ class Callback:
     log_dict: Callable[..., None]
 
     averages_weights: ClassVar[bool] = False
-    """True for a callback that leaves an average of the weights in the module; a run accepts one of them."""
+    """True for a callback that replaces the module's weights by an average; a run accepts only one such callback."""
     replaces_parameters: ClassVar[bool] = False
-    """True for a callback that replaces parameters of a module."""
+    """True for a callback that replaces a module's parameters with new objects."""
 
     # It decides by logged values: its `on_train_epoch_end` is called last, after all others have logged.
     _decides = False
@@ -58,17 +58,17 @@ class Callback:
     _searches = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle: all attributes except the module's ``log``, which is lent for a call."""
+        """Return the attributes to copy or pickle, without the module's ``log`` methods."""
         own = vars(self).items()
         return {n: v for n, v in own if not (n in LENT and isinstance(getattr(v, "__self__", None), nn.Module))}
 
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Run before all other hooks; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Clean up, as the last hook of a call; ``stage`` is that of :meth:`setup`."""
+        """Run after all other hooks, to clean up; ``stage`` is as in :meth:`setup`."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run when the fit starts, before the sanity check of validation."""
@@ -83,7 +83,7 @@ class Callback:
         """Run after the few validation batches that are run before training."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Run when an exception (including Ctrl-C) ends the run; it is raised again afterwards."""
+        """Run when an exception (including Ctrl-C) ends the run; the exception is raised again afterwards."""
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -100,21 +100,21 @@ class Callback:
         """Run when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Run before each ``training_step``; the batch is on its device."""
+        """Run before each ``training_step``, after the batch was moved to the device."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Run after each ``training_step`` and the update, if one was due; ``outputs`` is what it returned."""
+        """Run after each ``training_step`` and the optimizer step, if one was due; ``outputs`` is the step's result."""
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """Run at the start of a micro-batch without samples, in place of :meth:`on_train_batch_start`."""
+        """Run in place of :meth:`on_train_batch_start` on a rank that has no samples in this micro-batch."""
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """Run at the end of a micro-batch without samples, in place of :meth:`on_train_batch_end`."""
+        """Run in place of :meth:`on_train_batch_end` on a rank that has no samples in this micro-batch."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
-        """Run every few windows, on all ranks, with each rank's typical window times since the last call."""
+        """Run regularly on all ranks, with each rank's typical times of an accumulation window since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Run before ``loss.backward()``."""
@@ -123,7 +123,7 @@ class Callback:
         """Run after ``loss.backward()``, before gradients are clipped."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Run before ``optimizer.step()`` with the gradients of the whole window, not yet clipped."""
+        """Run before ``optimizer.step()``, when gradients are accumulated but not yet clipped."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Run before ``optimizer.zero_grad()``."""
@@ -156,7 +156,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run after each ``validation_step``; ``outputs`` is what it returned."""
+        """Run after each ``validation_step``; ``outputs`` is the step's result."""
 
     # -- test ----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run after each ``test_step``; ``outputs`` is what it returned."""
+        """Run after each ``test_step``; ``outputs`` is the step's result."""
 
     # -- prediction ----------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Key of its state in a checkpoint; two callbacks of one class need different keys to keep two states."""
+        """Key of the callback's state in a checkpoint; two callbacks of one class need different keys."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: object) -> str:
@@ -237,7 +237,7 @@ class Callback:
         """Load the state that :meth:`state_dict` returned when the checkpoint was written."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Run with the whole checkpoint before it is written; it may be changed in place."""
+        """Run before a checkpoint is written, to change its dict in place."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Run with the whole checkpoint after it was read and before it is used."""
+        """Run after a checkpoint was read and before it is used."""

@@ -1,4 +1,4 @@
-"""The folder of a ModelCheckpoint: file names, other runs that save there, and leftovers of a killed run."""
+"""Support for a ModelCheckpoint's folder: file names, detection of other runs, and cleanup after a kill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
 
 
 def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """Return a pattern for all names that `template` can produce, with or without a version at the end."""
+    """Return a regular expression for all file names that `template` can produce, also with a version like ``-v1``."""
     literal = re.split(r"\{[^{}]*\}", template)
     return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
 
@@ -48,25 +48,27 @@ def name_pattern(template: str, extension: str) -> re.Pattern[str]:
 
 
 SHARED = (
-    "ModelCheckpoint: another process is saving its run in {folder} now: both would keep their checkpoints there, and "
-    "none resumes from its own by name. Give each run a `dirpath` of its own, or end one of them."
+    "ModelCheckpoint: another process is saving checkpoints in {folder} at the same time, so that neither run can "
+    "find its "
+    "own last checkpoint. Pass a different `dirpath` for each run, or end one of the runs."
 )
 
 OTHERS = (
-    "ModelCheckpoint: {folder} has checkpoints of another run ({name}). They stay, this run saves next to them, and "
-    '`ckpt_path="last"` finds the latest of both. Give each run a `dirpath` of its own to keep them apart.'
+    "ModelCheckpoint: {folder} contains checkpoints from another run ({name}), which are not deleted. "
+    '`ckpt_path="last"` finds the newest checkpoint of either run. Pass a different `dirpath` for each run to '
+    "avoid this."
 )
 
 
 class FolderClaim:
-    """The mark by which other processes detect that a fit saves in a folder."""
+    """A lock by which other processes detect that a fit saves in a folder."""
 
     def __init__(self) -> None:
         self._claimed: str | None = None
         self._is_shared = False
 
     def claim(self, folder: str) -> None:
-        """Mark a folder, once it exists; warn if another process uses it now."""
+        """Lock a folder if it exists; warn if another process has locked it."""
         if self._claimed is None:
             mark = claims.claim(folder)
             self._claimed, self._is_shared = folder if mark else None, mark is False
@@ -80,20 +82,20 @@ class FolderClaim:
             warn_once(OTHERS.format(folder=folder, name=others[0]))
 
     def release(self) -> None:
-        """Remove the mark."""
+        """Unlock the folder."""
         if self._claimed is not None:
             claims.release(self._claimed)
             self._claimed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_claimed": None, "_is_shared": False}  # a mark belongs to one process
+        return {"_claimed": None, "_is_shared": False}  # a lock belongs to one process
 
 
 # -- after a kill --------------------------------------------------------------------------------------------
 
 
-def written_since(path: str, folder: str, extension: str) -> Iterator[str]:
-    """Yield the checkpoints of a local folder that were written after `path`."""
+def checkpoints_since(path: str, folder: str, extension: str) -> Iterator[str]:
+    """Yield the paths of checkpoints in a local folder that were written after the file `path`."""
     since, own = storage.modified(path), storage.absolute(path)
     for name in storage.names(folder):
         found = os.path.join(folder, name)

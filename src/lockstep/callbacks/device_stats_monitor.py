@@ -47,11 +47,11 @@ class DeviceStatsMonitor(Callback):
         self._evaluated = 0  # batches of the current evaluation, of all its loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that there is a logger, and import psutil if it is needed."""
+        """Raise if the Trainer has no logger; import psutil if CPU statistics are logged."""
         device = trainer.strategy.root_device.type
         if stage == "fit" and not trainer.loggers:
             raise MisconfigurationException(
-                "DeviceStatsMonitor has nowhere to write: the Trainer has no logger. Drop the callback or the "
+                "DeviceStatsMonitor needs a logger, but the Trainer has none. Remove the callback, or remove "
                 "`logger=False`."
             )
         reads_cpu = self._cpu_stats is not False if device == "cpu" else bool(self._cpu_stats)

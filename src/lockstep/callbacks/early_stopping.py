@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
-            raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'.")
+            raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): the mode is unknown. Pass 'min' or 'max'.")
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
@@ -106,28 +106,28 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """``torch.lt`` or ``torch.gt``, by ``mode``: compares a value with the best one."""
+        """Function that returns True if its first argument is the better value: ``torch.lt`` or ``torch.gt``."""
         compare: Callable[..., Tensor] = self.mode_dict[self.mode]
         return compare
 
     @property
     def state_key(self) -> str:
-        """Key of the state: one state for each pair of ``monitor`` and ``mode``."""
+        """Key of the state in checkpoints, different for each pair of ``monitor`` and ``mode``."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Decide when to check, unless the user did."""
+        """Choose between a check after validation and after training epochs, unless the user has chosen."""
         if self._user_choice is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the reason for stopping an earlier fit; the wait count is kept."""
+        """Reset the reason why an earlier fit was stopped; keep the wait count."""
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check here if validation runs once an epoch or never, or if the user chose so.
+        """Check the metric, unless this is done in :meth:`on_validation_end`.
 
         An interrupted epoch is checked after the resume.
         """
@@ -138,12 +138,12 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check here in all other cases."""
+        """Check the metric, unless this is done in :meth:`on_train_epoch_end`."""
         if not self._check_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._check(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the keys of Lightning 2.6."""
+        """Return the wait count, best value and reason to stop, with the keys of Lightning 2.6."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -154,12 +154,12 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; those of Lightning before 2.6, without reasons, are accepted."""
+        """Load a saved state; states without a reason, from Lightning before 2.6, are accepted."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()
         if self.best_score.ndim:
-            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is not a number")
+            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, but must be a single number")
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
@@ -184,13 +184,13 @@ class EarlyStopping(Callback):
 
     def _report_missing(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         message = (
-            f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
-            f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or monitor one of those."
+            f"EarlyStopping(monitor={self.monitor!r}): no metric with this name was logged. Logged so far: "
+            f"{', '.join(map(repr, metrics)) or 'none'}. Log the metric with `self.log({self.monitor!r}, value)`, "
+            "or monitor one of the logged metrics."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is not None:
-            rank_zero_warn(f"{message} {why}: it is not checked.")
+            rank_zero_warn(f"{message} {why}, so the metric is not checked.")
         elif self.strict:
             raise MisconfigurationException(message)
         elif self.verbose:
@@ -200,7 +200,7 @@ class EarlyStopping(Callback):
         return bool(value < than) if self.mode == "min" else bool(value > than)
 
     def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Return the reason to stop and a message, if any; update the wait count and the best value."""
+        """Compare a value with the best one and with the thresholds; return a reason to stop and a message."""
         shown = f"{self.monitor} = {current.item():.6g}"
         if self.check_finite and not torch.isfinite(current):
             best = f"the best value was {self.best_score.item():.6g}"

@@ -1,4 +1,4 @@
-"""BaseFinetuning, BackboneFinetuning: parts of a model that are frozen at first and trained from some epoch on."""
+"""BaseFinetuning and BackboneFinetuning, which freeze layers at first and unfreeze them in a later epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2.0: the default ``BackboneFinetuning(lambda_func=)`` doubles the learning rate each epoch."""
+    """Return 2.0, so that ``BackboneFinetuning`` doubles the backbone's learning rate each epoch by default."""
     return 2.0
 
 
@@ -59,22 +59,24 @@ class BaseFinetuning(Callback):
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze parameters that are not trained from the start; called in ``setup``, on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} has no freeze_before_training: define it to freeze layers.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define freeze_before_training, which freezes layers."
+        )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is due; called at the start of an epoch, once for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} has no finetune_function: define it to unfreeze layers.")
+        """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} does not define finetune_function, which unfreezes layers.")
 
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze; discard the parameter groups of an earlier fit."""
+        """Call :meth:`freeze_before_training`, and discard records from an earlier fit."""
         if stage == "fit":
             self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the optimizers' parameter groups in a resumed fit; their values are restored after this."""
+        """Restore in a resumed fit which parameters each optimizer group has, and which are frozen."""
         if not self._restarting:
             return
         self._restarting = False
@@ -97,7 +99,7 @@ class BaseFinetuning(Callback):
             self._loaded = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Unfreeze what is due, and record the parameter groups that were added."""
+        """Call :meth:`finetune_function`, and record the parameter groups that it adds."""
         for number, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -106,11 +108,11 @@ class BaseFinetuning(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameter groups of each optimizer, by parameter names."""
+        """Return each optimizer's parameter groups, with parameter names in place of parameters."""
         return {"internal_optimizer_metadata": self._internal_optimizer_metadata}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the parameter groups for :meth:`on_fit_start`, when the optimizers exist."""
+        """Store the parameter groups until :meth:`on_fit_start`, because the optimizers do not exist yet."""
         self._restarting = True
         stored = state_dict.get("internal_optimizer_metadata", {})
         self._internal_optimizer_metadata = {number: list(groups) for number, groups in stored.items()}
@@ -119,7 +121,7 @@ class BaseFinetuning(Callback):
         """Add the names of frozen parameters to this callback's state."""
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if own is not None:
-            own.update(_frozen(pl_module))
+            own.update(_frozen_names(pl_module))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         own = checkpoint.get("callbacks", {}).get(self.state_key, {})
@@ -144,7 +146,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all inner modules that have their own parameters or no children, each once.
+        """Return, once each, all submodules with their own parameters or without children.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -176,12 +178,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of this module, but not of its children; a BatchNorm stops updating its statistics."""
+        """Freeze a module's own parameters, but not its children's; a BatchNorm stops updating its statistics."""
         _set_trainable(module, False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of modules.
+        """Freeze all parameters in the given modules.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -192,14 +194,14 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of ``params`` that the optimizer does not have yet; warn if there are others."""
+        """Return the parameters that the optimizer does not have yet; warn about the others."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         given = list(params)
         fresh = [parameter for parameter in given if id(parameter) not in known]
         if len(fresh) < len(given):
             rank_zero_warn(
-                f"{len(given) - len(fresh)} parameters of the new group are already in another group of "
-                f"{type(optimizer).__name__}, and stay there. Pass only trainable parameters to the optimizer in "
+                f"{len(given) - len(fresh)} parameters of the new group are omitted, because they are in "
+                f"another group of {type(optimizer).__name__}. Pass only trainable parameters to the optimizer in "
                 "`configure_optimizers`: `filter(lambda p: p.requires_grad, self.parameters())`."
             )
         return fresh
@@ -230,7 +232,7 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains a module's ``backbone`` from some epoch on, with a growing learning rate.
+    """Callback that freezes ``pl_module.backbone``, and trains it from a later epoch with a growing learning rate.
 
     The learning rate grows to that of the other parameters.
 
@@ -282,7 +284,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze the backbone."""
+        """Freeze the backbone, and discard the learning rate from an earlier fit."""
         if stage == "fit":
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
@@ -296,7 +298,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(_backbone(pl_module))
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone at its epoch; raise its learning rate in later ones."""
+        """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``; increase its learning rate in later epochs."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         rate = optimizer.param_groups[0]["lr"]
@@ -322,7 +324,7 @@ class BackboneFinetuning(BaseFinetuning):
             rank_zero_info("Epoch %d: learning rate %s, backbone learning rate %s", epoch, *shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameter groups, and the backbone's learning rate."""
+        """Return each optimizer's parameter groups, and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -334,7 +336,7 @@ def _backbone(pl_module: LightningModule) -> nn.Module:
     backbone = getattr(pl_module, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise MisconfigurationException(
-            f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {backbone!r:.80}, not an nn.Module: assign "
+            f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {backbone!r:.80}, not an nn.Module. Assign "
             "the layers to unfreeze to `self.backbone`, or derive from BaseFinetuning."
         )
     return backbone
@@ -355,8 +357,8 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
         parameter.requires_grad = trainable
 
 
-def _frozen(module: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the frozen parameters, and of the BatchNorm layers that do not update their statistics."""
+def _frozen_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of frozen parameters and of BatchNorm layers without statistics updates."""
     return {
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "untracked": [

@@ -42,68 +42,70 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict with at least one entry, from "
-                "an epoch to the micro-batches of a step, such as {4: 2}."
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): the schedule is not a dict, or is "
+                "empty. Pass a dict with at least one entry, from an epoch to the number of micro-batches per "
+                "step, such as "
+                "{4: 2}."
             )
         for what, values, least in (
-            ("epoch", scheduling.keys(), 0),
-            ("number of micro-batches", scheduling.values(), 1),
+            ("an epoch", scheduling.keys(), 0),
+            ("a number of micro-batches", scheduling.values(), 1),
         ):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise MisconfigurationException(
-                        f"GradientAccumulationScheduler(scheduling={scheduling!r}): {value!r} is no {what}; give an "
+                        f"GradientAccumulationScheduler(scheduling={scheduling!r}): {value!r} is not {what}. Pass an "
                         f"int of at least {least}."
                     )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
-        self._in_charge_of: Trainer | None = None
+        self._scheduled_trainer: Trainer | None = None
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return True if a step has several micro-batches in any epoch."""
+        """Return True if an optimizer step uses several micro-batches in any epoch."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the number of micro-batches of a step in ``epoch``, counted from 0."""
+        """Return the number of micro-batches per optimizer step in ``epoch``, counted from 0."""
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Pass the schedule to the Trainer, before anything counts steps by it."""
+        """Check the Trainer's flags, and pass the schedule to the Trainer before steps are counted."""
         if stage != "fit":
             return
-        self._let_go(trainer)  # from a fit that did not reach its teardown
+        self._restore_flag(trainer)  # from a fit that did not reach its teardown
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "GradientAccumulationScheduler works only under automatic optimization: remove the callback, and step "
+                "GradientAccumulationScheduler works only with automatic optimization. Remove the callback, and step "
                 "the optimizer at every k-th batch in `training_step`."
             )
         given = trainer.accumulate_grad_batches
         if given != 1:
             raise MisconfigurationException(
                 f"Trainer(accumulate_grad_batches={given!r}) and GradientAccumulationScheduler({self.scheduling}) "
-                "both set the number of micro-batches of a step: remove one of them."
+                "both set the number of micro-batches per step. Remove one of them."
             )
         _set_flag(trainer, dict(self.scheduling))
-        self._in_charge_of = trainer
+        self._scheduled_trainer = trainer
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply a subclass's own number of micro-batches, if it differs from ``scheduling``."""
+        """Apply the result of :meth:`get_accumulate_grad_batches`, which a subclass may override."""
         epoch = trainer.current_epoch
         wanted = self.get_accumulate_grad_batches(epoch)
         if wanted != trainer.config.accumulation(epoch):
             _set_flag(trainer, wanted)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the flag."""
-        self._let_go(trainer)
+        """Restore the Trainer's own ``accumulate_grad_batches``."""
+        self._restore_flag(trainer)
 
-    def _let_go(self, trainer: Trainer) -> None:
-        if self._in_charge_of is trainer:
+    def _restore_flag(self, trainer: Trainer) -> None:
+        if self._scheduled_trainer is trainer:
             _set_flag(trainer, 1)
-        self._in_charge_of = None
+        self._scheduled_trainer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_in_charge_of": None}
+        return {**super().__getstate__(), "_scheduled_trainer": None}
 
 
 def _set_flag(trainer: Trainer, value: int | dict[int, int]) -> None:

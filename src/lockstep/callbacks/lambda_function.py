@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback made from plain functions."""
+"""LambdaCallback: a callback whose hooks are plain functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or n
 
 
 class LambdaCallback(Callback):
-    """A callback made from functions, each passed under the name of its hook.
+    """A callback whose hooks are functions, passed as keyword arguments with the names of the hooks.
 
     Args:
         **hooks: hook names of :class:`~lockstep.callbacks.base.Callback` with functions that take the hook's
@@ -31,7 +31,8 @@ class LambdaCallback(Callback):
         for name, function in hooks.items():
             if name not in HOOKS:
                 raise WrongType(
-                    f"LambdaCallback({name}=...): there is no such hook; the hooks are {', '.join(sorted(HOOKS))}."
+                    f"LambdaCallback({name}=...): a callback has no such hook. The hooks are "
+                    f"{', '.join(sorted(HOOKS))}."
                 )
             if function is not None:
                 setattr(self, name, function)

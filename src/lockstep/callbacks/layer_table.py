@@ -1,4 +1,4 @@
-"""The table of a model's layers: names, types, parameters, sizes."""
+"""The table of a model's layers, with their names, types, parameters and sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_APPLICABLE = "n/a"
 
 
 class LayerSummary:
-    """A row of the table for one module; the sizes are recorded in the first forward after its construction.
+    """A row of the table for one layer; a forward hook records the input and output sizes once.
 
     Args:
         module: the layer.
@@ -52,7 +52,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Stop recording."""
+        """Remove the forward hook that records sizes."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -67,7 +67,7 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all inner parameters; lazy ones without a shape count 0."""
+        """Number of elements of the layer's parameters, including submodules; lazy parameters count 0."""
         return _count(self._module.parameters())
 
     @property
@@ -77,12 +77,12 @@ class LayerSummary:
 
     @property
     def in_size(self) -> Any:
-        """Shape of its input as a list (nested if there are several); ``"?"`` if it did not run."""
+        """Shape of the layer's input as a list (nested for several inputs); ``"?"`` before its first forward."""
         return self._in_size or UNKNOWN_SIZE
 
     @property
     def out_size(self) -> Any:
-        """Shape of its output, in the same form."""
+        """Shape of the layer's output, in the form of :attr:`in_size`."""
         return self._out_size or UNKNOWN_SIZE
 
 
@@ -118,8 +118,9 @@ class ModelSummary:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise MisconfigurationException(
-                f"ModelSummary(max_depth={max_depth!r}): it must be -1 (all levels), 0 (totals only) or "
-                "a number of levels."
+                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for "
+                "totals only, or a "
+                "number of levels."
             )
         self._model = model
         self._max_depth = max_depth
@@ -127,7 +128,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Return new rows by name; run the example input, if there is one."""
+        """Create the rows by layer name, and run the model's example input to record sizes and count operations."""
         rows = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self.has_sizes:
@@ -139,19 +140,19 @@ class ModelSummary:
 
     @property
     def has_sizes(self) -> bool:
-        """True if the model has an example input, and the rows therefore have sizes."""
+        """True if the model has an ``example_input_array``, with which sizes are recorded."""
         return getattr(self._model, "example_input_array", None) is not None
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """Names and modules of the rows."""
+        """Name and module for each row."""
         depth = self._max_depth
         found = self._model.named_modules()
         return [(name, module) for name, module in found if name and (depth == -1 or name.count(".") < depth)]
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the rows."""
+        """Names of the layers, one for each row."""
         return list(self._layer_summary)
 
     @property
@@ -161,7 +162,7 @@ class ModelSummary:
 
     @property
     def param_nums(self) -> list[int]:
-        """Parameters of the rows."""
+        """Number of parameter elements in each row."""
         return [layer.num_parameters for layer in self._layer_summary.values()]
 
     @property
@@ -171,27 +172,27 @@ class ModelSummary:
 
     @property
     def in_sizes(self) -> list[Any]:
-        """Input shapes of the rows."""
+        """Input shape of the layer in each row."""
         return [layer.in_size for layer in self._layer_summary.values()]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """Output shapes of the rows."""
+        """Output shape of the layer in each row."""
         return [layer.out_size for layer in self._layer_summary.values()]
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations of one forward of the example, by row and operator; empty without one."""
+        """Floating point operations in a forward of the example input, by layer name and operator."""
         return {name: self._flops.get(name, {}) for name in self.layer_names}
 
     @property
     def total_flops(self) -> int:
-        """Floating point operations of one forward of the example; 0 without one."""
+        """Floating point operations in a forward of the example input; 0 without an example."""
         return sum(self._flops.get("", {}).values())
 
     @property
     def total_parameters(self) -> int:
-        """Elements of all parameters; shared ones count once."""
+        """Number of elements of all parameters; shared parameters count once."""
         return _count(self._model.parameters())
 
     @property
@@ -216,12 +217,12 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """Number of modules in each mode, without the model itself."""
+        """Number of submodules in ``"train"`` and in ``"eval"`` mode."""
         modes = [module.training for module in self._model.modules()][1:]
         return {"train": sum(modes), "eval": len(modes) - sum(modes)}
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
-        """Return the columns (head, cells), which are passed to ``ModelSummary.summarize`` of the callback."""
+        """Return (head, cells) for each column, as the callback ``ModelSummary.summarize`` receives them."""
         columns = [
             (" ", list(map(str, range(len(self.layer_names))))),
             ("Name", self.layer_names),
@@ -252,20 +253,20 @@ class ModelSummary:
 
 
 def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[str, str]]) -> str:
-    """Return the table and its totals as text.
+    """Format the table and the lines with totals as text.
 
     Args:
         columns: head and cells of each column.
         totals: the result of :func:`totals_of`.
     """
-    columns = meaningful(columns)
+    columns = without_empty_flops(columns)
     rows = list(zip(*(cells for _, cells in columns), strict=True))
     table = _table([head.strip() for head, _ in columns], [[c.strip() for c in row] for row in rows]) if rows else []
     return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
 
 
-def meaningful(columns: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
-    """Return the columns, without FLOPs if none were counted: there was no example input."""
+def without_empty_flops(columns: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Remove the FLOPs column if all its counts are 0."""
     return [(head, cells) for head, cells in columns if head != "FLOPs" or not {*cells} <= {"0", NOT_APPLICABLE}]
 
 
@@ -276,7 +277,7 @@ def totals_of(
     total_training_modes: Mapping[str, int],
     total_flops: int,
 ) -> list[tuple[str, str]]:
-    """Return the lines below the table: (number, description); with FLOPs if an example input was run."""
+    """Return (number, description) for each line below the table; FLOPs only if they were counted."""
     lines = [
         (readable_count(trainable_parameters), "Trainable params"),
         (readable_count(total_parameters - trainable_parameters), "Non-trainable params"),
@@ -294,7 +295,7 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
 
 
 def readable_count(number: int) -> str:
-    """Return a count as a text of a few characters.
+    """Format a count with a unit, in a few characters.
 
     >>> [readable_count(n) for n in (0, 999, 1234, 61_706, 132_600, 2_000_000, 3 * 10**15)]
     ['0', '999', '1.2 K', '61.7 K', '132 K', '2.0 M', '3,000 T']
@@ -309,7 +310,7 @@ def readable_count(number: int) -> str:
 
 
 def readable_size(megabytes: float) -> str:
-    """Return a model's size with three digits after the decimal point.
+    """Format a model's size in MB with three decimals.
 
     >>> readable_size(1234.5678)
     '1,234.568'
@@ -335,7 +336,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _size(parameter: Tensor) -> int:
     if isinstance(parameter, UninitializedParameter):
         warn_once(
-            "The model summary counts lazy parameters as 0: they get their shapes in the first forward.",
+            "The model summary counts lazy parameters as 0, because they have no shape before the first forward.",
             key="summary of lazy parameters",
         )
         return 0
@@ -347,10 +348,10 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
-    """Run one forward of the example; return its floating point operations by module and operator, "" for all."""
+    """Run the example input once; return floating point operations by layer name (``""`` for the sum) and operator."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    example = _prepared(model, model.example_input_array)
+    example = _prepare_example(model, model.example_input_array)
     modes = {module: module.training for module in model.modules()}
     counter = FlopCounterMode(display=False)
     try:
@@ -370,8 +371,8 @@ def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
     return {**found, "": found.get("Global", {})}
 
 
-def _prepared(model: nn.Module, example: object) -> Any:
-    """Return the example on the model's device, with floats cast to the model's dtype."""
+def _prepare_example(model: nn.Module, example: object) -> Any:
+    """Move the example input to the model's device, and cast floating point tensors to its dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         return example

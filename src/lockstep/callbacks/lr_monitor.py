@@ -49,7 +49,8 @@ class LearningRateMonitor(Callback):
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             raise MisconfigurationException(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): 'step', 'epoch' or None."
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): the interval is unknown. Pass "
+                "'step', 'epoch' or None."
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
@@ -60,17 +61,17 @@ class LearningRateMonitor(Callback):
         self._last_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check names and loggers before the first step."""
+        """Raise if the Trainer has no logger, or if two parameter groups have the same name."""
         if not trainer.loggers:
             raise MisconfigurationException(
-                "LearningRateMonitor has nowhere to write: the Trainer has no logger. Drop the callback "
-                "or the `logger=False`."
+                "LearningRateMonitor needs a logger, but the Trainer has none. Remove the callback, or remove "
+                "`logger=False`."
             )
         self._last_step = -1
-        self.lrs = {name: [] for _, names, _ in _named(trainer) for name in names}
+        self.lrs = {name: [] for _, names, _ in _named_groups(trainer) for name in names}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Log step-wise values, once for each step that logs."""
+        """Log learning rates before an optimizer step, unless they are logged by epochs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -85,13 +86,13 @@ class LearningRateMonitor(Callback):
         self._write(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log epoch-wise values."""
+        """Log learning rates at the start of an epoch, unless they are logged by steps."""
         if self.logging_interval != "step":
             self._write(trainer, "epoch")
 
     def _write(self, trainer: Trainer, interval: str) -> None:
         stats: dict[str, float] = {}
-        for optimizer, names, own_interval in _named(trainer):
+        for optimizer, names, own_interval in _named_groups(trainer):
             # an optimizer without a scheduler has no interval of its own
             if self.logging_interval is None and own_interval not in (None, interval):
                 continue
@@ -116,8 +117,8 @@ class LearningRateMonitor(Callback):
         return stats
 
 
-def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]]:
-    """Yield optimizers, the names of their parameter groups, and their scheduler's interval (None without one)."""
+def _named_groups(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]]:
+    """Yield (optimizer, names of its parameter groups, interval of its scheduler or None)."""
     seen: list[Optimizer] = []
     of_class: Counter[type[Optimizer]] = Counter()
     for config in trainer.lr_scheduler_configs:
@@ -145,6 +146,6 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     if twice:
         raise MisconfigurationException(
             f"LearningRateMonitor: parameter groups of {name.removeprefix('lr-')} share the name "
-            f'{", ".join(map(repr, twice))}; give each group a "name" of its own, or none.'
+            f'{", ".join(map(repr, twice))}. Give each group a different "name", or none.'
         )
     return [f"{name}/{part}" for part in parts]

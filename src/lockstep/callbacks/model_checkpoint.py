@@ -1,4 +1,4 @@
-"""ModelCheckpoint: saves a run at chosen times, names its checkpoints, and decides which of them are kept."""
+"""ModelCheckpoint: saves a run at chosen times, names the checkpoints, and deletes those that are no longer needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.checkpoint_folder import FolderClaim, fill, name_pattern, written_since
+from lockstep.callbacks.checkpoint_folder import FolderClaim, checkpoints_since, fill, name_pattern
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
@@ -46,9 +46,10 @@ class Checkpoint(Callback):
 
 
 EARLIER = (
-    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, because it was not measured "
-    "on them. Checkpoints with their own value rank before these, whose steps are in `values_of_earlier_steps`. Save "
-    "(every_n_train_steps, every_n_epochs) at the steps of validations (val_check_interval) or at epoch ends."
+    "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the "
+    "last one "
+    "measured. It ranks after checkpoints with a value for their own weights, and is listed in "
+    "`values_of_earlier_steps`. To avoid this, save at steps with a validation (val_check_interval) or at epoch ends."
 )
 
 
@@ -56,7 +57,7 @@ RANKING = (
     *("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "current_score"),
     *("last_model_path", "values_of_earlier_steps"),
 )
-"""Attributes that a save changes before it writes, because they are part of the checkpoint."""
+"""Attributes that are updated before the file is written, because the file contains them."""
 
 
 class ModelCheckpoint(Checkpoint):
@@ -81,7 +82,7 @@ class ModelCheckpoint(Checkpoint):
             ``"link"`` makes it a link to the file saved last.
         save_top_k: number of checkpoints to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
         save_on_exception: save when an exception ends the run. One process only.
-        save_weights_only: leave out what only a resume needs.
+        save_weights_only: omit optimizer states and everything else that only a resume needs.
         mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
         auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
         every_n_train_steps: optimizer steps between saves.
@@ -185,23 +186,28 @@ class ModelCheckpoint(Checkpoint):
             raise MisconfigurationException(f"ModelCheckpoint({arguments}): {rule}.")
 
         if self.mode not in ("min", "max"):
-            refuse(f"mode={self.mode!r}", 'choose "min" or "max"')
+            refuse(f"mode={self.mode!r}", 'the mode is unknown. Choose "min" or "max"')
         if self.save_last not in (None, True, False, "link"):
-            refuse(f"save_last={self.save_last!r}", 'choose True, False or "link"')
+            refuse(f"save_last={self.save_last!r}", 'the value is unknown. Choose True, False or "link"')
         if self.save_top_k < -1:
-            refuse(f"save_top_k={self.save_top_k}", "choose a number from 0, or -1 to keep all")
+            refuse(f"save_top_k={self.save_top_k}", "the number is not valid. Choose at least 0, or -1 to keep all")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            refuse(f"save_top_k={self.save_top_k}, monitor=None", "give a monitor to rank by, or choose -1, 0, 1")
+            refuse(
+                f"save_top_k={self.save_top_k}, monitor=None",
+                "several checkpoints need a metric to rank by. Pass `monitor`, or choose -1, 0 or 1",
+            )
         for name in ("every_n_train_steps", "every_n_epochs"):
             if getattr(self, f"_{name}") < 0:
-                refuse(f"{name}={getattr(self, f'_{name}')}", "choose a number from 0")
+                refuse(f"{name}={getattr(self, f'_{name}')}", "the number is negative. Choose at least 0")
         names = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
         given = [f"{n}={getattr(self, f'_{n}')}" for n in names if getattr(self, f"_{n}") not in (0, None)]
         if len(given) > 1:
-            refuse(", ".join(given), "give only one of them, or use several ModelCheckpoint callbacks")
+            refuse(
+                ", ".join(given), "these cannot be combined. Pass only one, or use several ModelCheckpoint callbacks"
+            )
 
     def saves_nothing(self, max_epochs: int, max_steps: int) -> str:
-        """Return the reason why it saves nothing in a fit; "" if it does save.
+        """Return the reason why a fit with these limits would save nothing; ``""`` if it would save.
 
         Args:
             max_epochs: limit of the fit; -1: no limit.
@@ -213,16 +219,25 @@ class ModelCheckpoint(Checkpoint):
         if not epochs and not steps and self._train_time_interval is None:
             argument = f"every_n_epochs={epochs}"
         if argument:
-            return f"{name}({argument}) saves nothing: leave it out, or choose what to save (save_last=True)."
+            return (
+                f"{name}({argument}) saves nothing. Remove the callback, or choose what to save, for example with "
+                "save_last=True."
+            )
         if epochs > max_epochs > 0:
-            return f"{name}(every_n_epochs={epochs}) with Trainer(max_epochs={max_epochs}): no epoch is saved."
+            return (
+                f"{name}(every_n_epochs={epochs}) saves nothing with Trainer(max_epochs={max_epochs}). Reduce "
+                "every_n_epochs."
+            )
         if steps > max_steps > 0:
-            return f"{name}(every_n_train_steps={steps}) with Trainer(max_steps={max_steps}): no step is saved."
+            return (
+                f"{name}(every_n_train_steps={steps}) saves nothing with Trainer(max_steps={max_steps}). Reduce "
+                "every_n_train_steps."
+            )
         return ""
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between saves; 0: none at epoch ends."""
+        """Number of epochs between saves; 0 disables saves at epoch ends."""
         return self._every_n_epochs
 
     @property
@@ -256,19 +271,19 @@ class ModelCheckpoint(Checkpoint):
             raise problem
         if self.save_pretrained and storage.is_remote(str(self.dirpath)):
             raise MisconfigurationException(
-                f"ModelCheckpoint(save_pretrained=True): {self.dirpath!r} is not a local folder: choose one by "
-                "dirpath=, or upload what trainer.save_pretrained(folder) writes."
+                f"ModelCheckpoint(save_pretrained=True): {self.dirpath!r} is not a local folder. Choose one with "
+                "dirpath=, or upload the folder that trainer.save_pretrained(folder) writes."
             )
         if self.save_last == "link" and storage.is_remote(str(self.dirpath)):
             raise MisconfigurationException(
-                f'ModelCheckpoint(save_last="link"): there are no links in {self.dirpath!r}; choose True.'
+                f'ModelCheckpoint(save_last="link"): links are not possible in {self.dirpath!r}. Use save_last=True.'
             )
         if self._train_time_interval is not None and stage == "fit":
             self._time_bit = trainer.agreement.register(f"save-by-time {self.state_key}")
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
-                "ModelCheckpoint(save_on_exception=True) is ignored on several processes: a save needs all of them, "
-                "and one has failed."
+                "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs "
+                "all of them, and one has failed. Use OnExceptionCheckpoint instead."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -285,7 +300,7 @@ class ModelCheckpoint(Checkpoint):
         self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
-        """Return True if a save after this step is due by time or number of steps; a due time restarts the clock."""
+        """Return True if ``train_time_interval`` or ``every_n_train_steps`` asks for a save after this step."""
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
         # On a single process the loop settles no requests: the answer is known at once.
@@ -318,11 +333,11 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, metrics)
 
     def _step_of_value(self, trainer: Trainer) -> int:
-        """Return the optimizer step of the weights on which the monitored metric was measured."""
+        """Return the optimizer step at which the monitored metric was last measured."""
         return trainer.published.measured.get(str(self.monitor), trainer.global_step)
 
     def _value_follows(self, trainer: Trainer, metrics: dict[str, Tensor]) -> bool:
-        """Return True if the monitored metric has no value for these weights yet, but may get one at this step."""
+        """Return True if a save should wait, because the monitored metric may still be measured at this step."""
         if self.monitor is None:
             return False
         is_missing = self.monitor not in metrics
@@ -366,11 +381,11 @@ class ModelCheckpoint(Checkpoint):
             try:
                 self._write(trainer, path)
             except NonFiniteError:  # the exception that ended the run must be raised
-                rank_zero_info(f"{kind} ended the run; it was not saved, because the weights are not finite.")
+                rank_zero_info(f"{kind} ended the run. No checkpoint was saved, because the weights are not finite.")
                 return
             self._save_last(trainer)
             self._delete(trainer, outdated_last, self.last_model_path)
-            rank_zero_info(f"{kind} ended the run: saved it to {path!r}.")
+            rank_zero_info(f"{kind} ended the run. Saved a checkpoint to {path!r}.")
         finally:
             self._folder.release()
 
@@ -394,7 +409,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def _saves_when_training_ends(self, trainer: Trainer) -> bool:
-        """Return True if epochs are saved in ``on_train_epoch_end``, not in ``on_validation_end``."""
+        """Return True if epoch-end saves happen in ``on_train_epoch_end``, False for ``on_validation_end``."""
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
         if not trainer.fit_loop.expects_validation:
@@ -404,7 +419,7 @@ class ModelCheckpoint(Checkpoint):
     # -- what is saved -------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
-        """Save the ranked checkpoint, then the last one, then delete what they displaced."""
+        """Save the ranked checkpoint, then ``last.ckpt``, then delete checkpoints that these replace."""
         self._is_waiting_for_metric = False
         ranking = {name: copy(getattr(self, name)) for name in RANKING}
         self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
@@ -424,7 +439,7 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, outdated_last, self.last_model_path)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Save if this is among the best; return the path of the displaced checkpoint, or ``""``."""
+        """Save a checkpoint if its score is among the best; return the path of the one that it replaces, or ``""``."""
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
@@ -468,9 +483,9 @@ class ModelCheckpoint(Checkpoint):
         else:
             self.values_of_earlier_steps[path] = earlier
         if self.save_top_k in (-1, len(self.best_k_models)):
-            self.kth_best_model_path = max(self.best_k_models, key=self._place)
+            self.kth_best_model_path = max(self.best_k_models, key=self._sort_key)
             self.kth_value = self.best_k_models[self.kth_best_model_path]
-        self.best_model_path = min(self.best_k_models, key=self._place)
+        self.best_model_path = min(self.best_k_models, key=self._sort_key)
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
             value = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
@@ -479,7 +494,7 @@ class ModelCheckpoint(Checkpoint):
         return displaced
 
     def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Choose the path of ``last.ckpt``; return its previous path, or ``""``."""
+        """Assign the path of ``last.ckpt`` for this save; return the previous path, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
@@ -489,7 +504,7 @@ class ModelCheckpoint(Checkpoint):
         return previous
 
     def _save_last(self, trainer: Trainer) -> None:
-        """Write or link ``last.ckpt``."""
+        """Write ``last.ckpt``, or link it to the latest checkpoint."""
         if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
             if trainer.is_global_zero and self._latest_path != self.last_model_path:
                 # after the file exists: a broken link would hide the earlier checkpoints
@@ -502,7 +517,7 @@ class ModelCheckpoint(Checkpoint):
         options = {"trainable_only": True} if self.save_trainable_only else {}
         trainer.save_checkpoint(path, self.save_weights_only, **options)
         if self.save_pretrained:
-            trainer.save_pretrained(self._pretrained_beside(path))
+            trainer.save_pretrained(self._pretrained_path(path))
         self._step_of_last_save = trainer.global_step
         self._latest_path, self._newest_save = path, self._saves[1]
         if trainer.is_global_zero:
@@ -516,12 +531,12 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Delete a checkpoint of this run, unless it is the `latest`, or the one that the user resumes from."""
+        """Delete a checkpoint from this run, except `latest` and the checkpoint from which the user resumes."""
         if path == latest or not self._may_delete(trainer, path):
             return
         trainer.strategy.remove_checkpoint(path)
         if self.save_pretrained:
-            shutil.rmtree(self._pretrained_beside(path), ignore_errors=True)
+            shutil.rmtree(self._pretrained_path(path), ignore_errors=True)
 
     def _may_delete(self, trainer: Trainer, path: str) -> bool:
         if not path or not trainer.is_global_zero or not self._is_ours(path):
@@ -533,12 +548,12 @@ class ModelCheckpoint(Checkpoint):
     # -- after a kill --------------------------------------------------------------------------------------
 
     def _record_displaced(self, trainer: Trainer, path: str) -> None:
-        """Record in the checkpoint a file that is deleted after the write, in case the run is killed in between."""
+        """Record that `path` will be deleted after this save, so that a resumed run can delete it after a kill."""
         if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
             self._displaced[path] = storage.modified(path)
 
     def _end_interrupted_save(self, trainer: Trainer) -> None:
-        """Complete, before a resumed fit trains, the save during which the run was killed. Collective."""
+        """Complete the save that a kill has interrupted, before a resumed fit trains. Collective."""
         path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
         if path:
             self.load_state_dict(state)
@@ -551,19 +566,19 @@ class ModelCheckpoint(Checkpoint):
                 self._delete(trainer, leftover, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
-        """On rank 0: return the ranked checkpoint that was saved when a kill prevented ``last.ckpt``, and its state."""
+        """On rank 0, find a ranked checkpoint that is newer than ``last.ckpt`` after a kill; return path and state."""
         last = self.last_model_path
         if not trainer.is_global_zero or not last or storage.is_remote(last) or not storage.exists(last):
             return "", {}
         if self._saves_in(last)[1] != self._newest_save:  # the run resumes from another save than that of `last`
             return "", {}
-        for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
+        for path in checkpoints_since(last, str(self.dirpath), self.FILE_EXTENSION):
             if path not in self.best_k_models and self._saves_in(path)[0] == self._newest_save:
                 return path, self._glance(path)
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
-        """Return the unique names of the save before a checkpoint's, and of its own."""
+        """Return the ids of the previous save and of the save that wrote `path`."""
         found: Sequence[str] = self._glance(path).get("saves", ("", ""))
         return found
 
@@ -574,11 +589,11 @@ class ModelCheckpoint(Checkpoint):
         state: dict[str, Any] = glance(path).get("callbacks", {}).get(self.state_key, {})
         return state
 
-    def _pretrained_beside(self, path: str) -> str:
+    def _pretrained_path(self, path: str) -> str:
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
 
     def _is_ours(self, path: str) -> bool:
-        """Return True if this callback may have written a path: it is in its folder and has its extension.
+        """Return True if `path` is in this callback's folder and has its extension.
 
         Paths also come from checkpoints, which may be from an untrusted source.
         """
@@ -599,13 +614,13 @@ class ModelCheckpoint(Checkpoint):
         worst = self.best_k_models[self.kth_best_model_path]
         return bool(score < worst) if self.mode == "min" else bool(score > worst)
 
-    def _place(self, path: str) -> tuple[bool, float]:
-        """Return the sort key of a ranked checkpoint: those with values of earlier weights are last."""
+    def _sort_key(self, path: str) -> tuple[bool, float]:
+        """Return the sort key of a ranked checkpoint, best first; values from earlier steps come last."""
         score = float(self.best_k_models[path])
         return path in self.values_of_earlier_steps, score if self.mode == "min" else -score
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the metrics of all ranks by name, with ``epoch`` and ``step`` as integers. Collective."""
+        """Return the reduced metrics by name, with ``epoch`` and ``step`` as integers. Collective."""
         metrics = deepcopy(trainer.reduced_metrics())
         for name, value in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = metrics.get(name)
@@ -615,17 +630,18 @@ class ModelCheckpoint(Checkpoint):
     def _report_missing_monitor(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
-            f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
-            f"Log it by self.log({self.monitor!r}, value), or monitor another."
+            f"ModelCheckpoint(monitor={self.monitor!r}): no metric with this name was logged; available are "
+            f"{available}. "
+            f"Log it with self.log({self.monitor!r}, value), or monitor another metric."
         )
         # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics
         if lacks is not None:
-            why = f"{lacks}: it is not ranked, and so not saved."
+            why = f"{lacks}, so no checkpoint is ranked or saved."
         elif self._awaits_validation(trainer):
-            why = "No validation has run yet, and nothing is ranked until one has."
+            why = "No checkpoint is ranked before the first validation."
         elif trainer.limit_val_batches == 0:
-            why = "limit_val_batches=0 disables the validation that may log it: nothing is ranked or saved."
+            why = "limit_val_batches=0 disables the validation that may log the metric, so nothing is ranked or saved."
         else:
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} {why}")
@@ -648,7 +664,7 @@ class ModelCheckpoint(Checkpoint):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """Return the path for `metrics` by the template `filename` (default: the callback's)."""
+        """Return the checkpoint path for `metrics`, from the template `filename` (default: the callback's)."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         version = None if ver is None else f"v{ver}"
@@ -657,7 +673,7 @@ class ModelCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
     def _free_path(self, trainer: Trainer, metrics: dict[str, Tensor], own: str, filename: str | None = None) -> str:
-        """Return a path that no file has, except `own`, which may be overwritten."""
+        """Return an unused path, with a version like ``-v1`` if needed; the file `own` may be overwritten."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path not in (own, self._interrupted) and self.file_exists(path, trainer):
@@ -666,12 +682,12 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Return True if rank 0 has such a file; the answer is the same on all ranks. Collective."""
+        """Return True on all ranks if the file exists on rank 0. Collective."""
         found = trainer.strategy.checkpoints.has(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the newest file in the folder with a name like ``last.ckpt``; without one, all checkpoints there."""
+        """Return the newest of ``last.ckpt``, ``last-v1.ckpt`` etc.; if none exists, all checkpoints in the folder."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
@@ -681,7 +697,7 @@ class ModelCheckpoint(Checkpoint):
         return self._offered
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write :attr:`best_k_models` (path: score) as YAML, by default to the folder of the checkpoints."""
+        """Write :attr:`best_k_models` (path: score) as YAML, by default to ``best_k_models.yaml`` in the folder."""
         if filepath is None:
             assert self.dirpath is not None, "the folder is chosen when a fit starts"
             filepath = os.path.join(self.dirpath, "best_k_models.yaml")
@@ -711,8 +727,8 @@ class ModelCheckpoint(Checkpoint):
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             rank_zero_warn(
-                f"The checkpoint was saved in {folder!r}, and this run saves in {self.dirpath!r}: a new ranking "
-                "starts, and only best_model_path is kept."
+                f"The checkpoint was saved in {folder!r}, but this run saves in {self.dirpath!r}. Therefore a new "
+                "ranking starts, and only best_model_path is restored."
             )
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))
@@ -724,8 +740,8 @@ class ModelCheckpoint(Checkpoint):
         foreign = [path for path in named if path and not self._is_ours(path)]
         if foreign:
             rank_zero_warn(
-                f"The checkpoint lists {foreign[0]!r} among those of this ModelCheckpoint, but it is not a "
-                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
+                f"The checkpoint lists {foreign[0]!r} as saved by this ModelCheckpoint, but the path is not a "
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}. The file is neither ranked nor deleted."
             )
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]
@@ -740,14 +756,14 @@ class ModelCheckpoint(Checkpoint):
         self._leftovers = {path: float(time) for path, time in state_dict.get("displaced", {}).items()}
         has_surplus = 0 < self.save_top_k < len(self.best_k_models)
         if has_surplus:  # an earlier run kept more; their files stay
-            kept = sorted(self.best_k_models, key=self._place)[: self.save_top_k]
+            kept = sorted(self.best_k_models, key=self._sort_key)[: self.save_top_k]
             self.best_k_models = {path: self.best_k_models[path] for path in kept}
         ranked = self.best_k_models
         is_full = 0 < self.save_top_k <= len(ranked)
         is_stale = (is_full or bool(self.kth_best_model_path)) and self.kth_best_model_path not in ranked
         if has_surplus or foreign or is_stale:
-            self.kth_best_model_path = max(ranked, key=self._place) if ranked else ""
-            self.best_model_path = min(ranked, key=self._place) if ranked else ""
+            self.kth_best_model_path = max(ranked, key=self._sort_key) if ranked else ""
+            self.best_model_path = min(ranked, key=self._sort_key) if ranked else ""
             self.best_model_score = ranked.get(self.best_model_path)
             if ranked:
                 self.kth_value = ranked[self.kth_best_model_path]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.layer_table import ModelSummary as LayerTable
-from lockstep.callbacks.layer_table import format_table, meaningful, totals_of
+from lockstep.callbacks.layer_table import format_table, totals_of, without_empty_flops
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info
 
@@ -136,14 +136,14 @@ class RichModelSummary(ModelSummary):
 
         console = get_console()
         table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-        for head, _ in meaningful(summary_data):
+        for head, _ in without_empty_flops(summary_data):
             table.add_column(
                 head,
                 justify="right" if head in NUMBERS else "left",
                 no_wrap=head == "Name",
                 style="dim" if head == " " else None,
             )
-        for row in zip(*(cells for _, cells in meaningful(summary_data)), strict=True):
+        for row in zip(*(cells for _, cells in without_empty_flops(summary_data)), strict=True):
             table.add_row(*map(Text, row))  # plain text: "[1, 3]" is not markup
         console.print(table)
         totals = Table.grid(padding=(0, 2))

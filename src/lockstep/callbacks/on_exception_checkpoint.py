@@ -49,11 +49,13 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
-            raise ValueError(f"OnExceptionCheckpoint(filename={filename!r}): the file needs a name, without `.ckpt`.")
+            raise ValueError(
+                f"OnExceptionCheckpoint(filename={filename!r}): the name is empty. Pass a name without `.ckpt`."
+            )
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self._training = False
-        self._before: float | None = None
+        self._time_before: float | None = None
 
     @property
     def ckpt_path(self) -> str:
@@ -62,15 +64,15 @@ class OnExceptionCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the state: one state for each path."""
+        """Key of the state in checkpoints, different for each path."""
         return self._generate_state_key(dirpath=self.dirpath, filename=self.filename)
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the path of the checkpoint, if it exists."""
+        """Return the checkpoint's path if the file exists, else an empty set."""
         return {self.ckpt_path} if storage.exists(self.ckpt_path) else set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that the folder can be written; before training starts there is nothing to save."""
+        """Raise if the folder is not writable; disable saving until training starts."""
         self._training = False
         if stage == "fit":
             storage.check_writable(self.dirpath)
@@ -78,12 +80,12 @@ class OnExceptionCheckpoint(Checkpoint):
                 storage.remove(self._claim)  # left by a rank that was killed while it wrote
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Allow saving from now on."""
+        """Enable saving, now that training starts."""
         self._training = True
-        self._before = self._written()
+        self._time_before = self._time_written()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save, unless another rank has saved or is saving; a failed save never hides the exception."""
+        """Save a checkpoint, on one rank if the ranks cannot cooperate; a failed save is only logged."""
         if not self._training:
             return
         self._training = False
@@ -104,7 +106,7 @@ class OnExceptionCheckpoint(Checkpoint):
                 storage.remove(self._claim)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the checkpoint after a successful fit."""
+        """Delete the checkpoint after a successful fit."""
         if stage == "fit" and trainer.is_global_zero:
             trainer.strategy.remove_checkpoint(self.ckpt_path)
 
@@ -114,16 +116,16 @@ class OnExceptionCheckpoint(Checkpoint):
     def _claim(self) -> str:
         return os.path.join(self.dirpath, f".{self.filename}.claim")
 
-    def _written(self) -> float | None:
+    def _time_written(self) -> float | None:
         return storage.modified(self.ckpt_path) if storage.exists(self.ckpt_path) else None
 
     def _is_first(self, trainer: Trainer) -> bool:
-        """Return True if no other rank has written this fit's checkpoint or is writing it. Not a collective."""
+        """Return True if this rank should write, because no other rank has started to. Not a collective."""
         if trainer.world_size == 1:
             return True
         if storage.is_remote(self.dirpath):
             return trainer.is_global_zero
-        if self._written() != self._before:
+        if self._time_written() != self._time_before:
             return False
         with contextlib.suppress(OSError):
             os.makedirs(self.dirpath, exist_ok=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """The times at which predictions are written."""
+    """Choice of when predictions are written: after each batch, at the end, or both."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -65,7 +65,8 @@ class BasePredictionWriter(Callback):
         known = [interval.value for interval in WriteInterval]
         if write_interval not in known:
             raise MisconfigurationException(
-                f"{type(self).__name__}(write_interval={write_interval!r}): it must be one of {known}."
+                f"{type(self).__name__}(write_interval={write_interval!r}): the interval is unknown. Pass one of "
+                f"{known}."
             )
         self.interval = WriteInterval(write_interval)
 
@@ -91,7 +92,9 @@ class BasePredictionWriter(Callback):
             batch_idx: index of the batch among those of this rank and loader.
             dataloader_idx: index of the loader.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end: define it to store a batch.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define write_on_batch_end, which stores a batch's prediction."
+        )
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -106,7 +109,9 @@ class BasePredictionWriter(Callback):
             batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
                 :meth:`write_on_batch_end`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no write_on_epoch_end: define it to store predictions.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define write_on_epoch_end, which stores all predictions."
+        )
 
     def on_predict_batch_end(
         self,
@@ -121,7 +126,7 @@ class BasePredictionWriter(Callback):
             indices = trainer.predict_loop.current_batch_indices
             if not indices:
                 warn_once(
-                    "BasePredictionWriter: `batch_indices` is empty, because the loader has no indices of samples (its "
+                    "BasePredictionWriter: `batch_indices` is empty, because the loader has no sample indices (its "
                     "data set is iterable, or it is not a DataLoader)."
                 )
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)

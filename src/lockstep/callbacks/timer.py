@@ -1,4 +1,4 @@
-"""Timer: measures the time of a run's stages, and ends training when its time is up."""
+"""Timer: measures the duration of training, validation, test and prediction, and can limit that of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 class Timer(Callback):
-    """Callback that measures training, validation, test and prediction, and stops training after a given time.
+    """Callback that measures the duration of each stage, and stops training after a given time.
 
     Training that resumes from a checkpoint includes the time of its earlier attempts. On
     several ranks the clock of rank 0 decides, and all ranks stop together at the next step (some steps later
@@ -53,7 +53,9 @@ class Timer(Callback):
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise MisconfigurationException(f'Timer(interval={interval!r}): choose "step" or "epoch".')
+            raise MisconfigurationException(
+                f'Timer(interval={interval!r}): the interval is unknown. Pass "step" or "epoch".'
+            )
         self._duration = None if duration is None else _seconds(duration)
         self._interval = str(interval)
         self._verbose = verbose
@@ -92,7 +94,7 @@ class Timer(Callback):
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the clock before anything is trained: the checkpoint's time may already exceed the limit."""
+        """Check the limit before training, because a resumed run may have used up its time already."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._reset_training()
@@ -139,11 +141,11 @@ class Timer(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds that each stage has taken, with the keys of Lightning."""
+        """Return the elapsed seconds of each stage, with Lightning's keys."""
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the training time of earlier attempts."""
+        """Load the training time from before the checkpoint."""
         self._reset_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 
@@ -169,7 +171,7 @@ class Timer(Callback):
             self.stopping_reason_message = f"duration={self._duration:g} s reached after {elapsed:.1f} s"
             if self._verbose:
                 spent = timedelta(seconds=int(elapsed))
-                rank_zero_info(f"Timer: training has taken {spent} and is stopped, as its time is used up.")
+                rank_zero_info(f"Timer: training is stopped after {spent}, because its time limit is reached.")
 
 
 def _seconds(duration: str | timedelta | dict[str, int]) -> float:
@@ -186,7 +188,8 @@ def _seconds(duration: str | timedelta | dict[str, int]) -> float:
             length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     except (TypeError, ValueError, AttributeError):
         raise MisconfigurationException(
-            f'Timer(duration={duration!r}): give "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a dict such '
+            f'Timer(duration={duration!r}): the duration is not valid. Pass "DD:HH:MM:SS", a datetime.timedelta, '
+            "or its arguments as a dict such "
             'as {"hours": 2}.'
         ) from None
     return length.total_seconds()

@@ -1,1 +1,1 @@
-"""Checkpoint files: atomic, hashed, free of code."""
+"""Checkpoint files, which are written atomically, carry a hash, and contain no code."""

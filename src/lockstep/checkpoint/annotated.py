@@ -19,11 +19,11 @@ from lockstep.ground.hyperparameters import is_same
 from lockstep.ground.tree import is_rebuildable
 
 _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
-"""Packages with classes that hold values and no code, so that they need no annotation."""
+"""Packages whose classes contain only values, and may be instantiated without an annotation."""
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
-    """Return the annotations of the arguments of ``cls.__init__`` and of those that it passes to base classes."""
+    """Return the annotation of each ``__init__`` argument in a class and its base classes."""
     found: dict[str, Any] = {}
     for kind in cls.__mro__:  # a subclass's annotation of an argument wins over that of its base
         init: Any = inspect.unwrap(vars(kind).get("__init__", object.__init__))
@@ -31,52 +31,57 @@ def annotations_of(cls: type) -> dict[str, Any]:
     return found
 
 
-def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], kept: set[str]) -> Any:
+def rebuild(
+    value: Any, at: tuple[Any, ...], recorded: Mapping[Any, Any], allowed: list[type], refused: set[str]
+) -> Any:
     """Rebuild an object from its plain form, nested objects first.
 
     Args:
-        value: the plain form, as `lockstep.ground.tree.plain` made it.
+        value: the plain form, as `lockstep.ground.tree.plain` returns it.
         at: the path to it, as in `lockstep.ground.tree.classes_in`.
-        noted: the classes that the checkpoint records, by path.
+        recorded: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.
-        kept: receives the names of recorded classes that are not allowed; their objects stay plain.
+        refused: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
         Exception: the object cannot be rebuilt; the user's code may run, so of any class.
     """
     if isinstance(value, dict):
         value = type(value)(
-            (rebuilt(key, (None, *at, key), noted, allowed, kept), rebuilt(item, (*at, key), noted, allowed, kept))
+            (
+                rebuild(key, (None, *at, key), recorded, allowed, refused),
+                rebuild(item, (*at, key), recorded, allowed, refused),
+            )
             for key, item in value.items()
         )
     elif type(value) in (list, tuple):
-        value = type(value)(rebuilt(item, (*at, place), noted, allowed, kept) for place, item in enumerate(value))
+        value = type(value)(rebuild(item, (*at, place), recorded, allowed, refused) for place, item in enumerate(value))
     elif isinstance(value, set):
-        value = {rebuilt(item, (*at, item), noted, allowed, kept) for item in value}
-    if at not in noted:
+        value = {rebuild(item, (*at, item), recorded, allowed, refused) for item in value}
+    if at not in recorded:
         return value
-    kind = _class(str(noted[at]), allowed)
+    kind = _find_class(str(recorded[at]), allowed)
     if kind is None:
-        kept.add(str(noted[at]).partition(":")[2])
+        refused.add(str(recorded[at]).partition(":")[2])
         return value
-    return made(kind, value)
+    return instantiate(kind, value)
 
 
-def made(kind: Any, value: Any) -> Any:
-    """Return an object of a class, made from its plain form."""
+def instantiate(kind: Any, value: Any) -> Any:
+    """Instantiate a class from the plain form of an object."""
     if kind.__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.create(value)
     if kind is Namespace:
         return Namespace(**value)
     if dataclasses.is_dataclass(kind):
-        return _of_fields(kind, value)
+        return _rebuild_dataclass(kind, value)
     if issubclass(kind, tuple):
         return kind(*value)
     return pathlib.Path(value) if kind in (pathlib.PosixPath, pathlib.WindowsPath) else kind(value)
 
 
-def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
-    """Make a dataclass and restore its fields, which ``__post_init__`` may have computed again."""
+def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
+    """Instantiate a dataclass, and undo changes that ``__post_init__`` makes to fields with saved values."""
     others = {field.name for field in dataclasses.fields(kind) if not field.init}
     # copies, because `__post_init__` may change them in place, and they are compared below
     built = kind(**copy.deepcopy({name: value for name, value in values.items() if name not in others}))
@@ -84,8 +89,8 @@ def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
     own = set(getattr(built, "__dict__", {})) - set(values)
     if changed and own:
         raise TypeError(
-            f"{kind.__name__}.__post_init__ computes {changed[0]!r} from its own earlier result, so that its "
-            f"attribute {min(own)!r}, which is not a field, may be wrong"
+            f"{kind.__name__}.__post_init__ changes the field {changed[0]!r} again when the object is "
+            f"rebuilt, so its attribute {min(own)!r}, which is not a field, may be wrong"
         )
     for name in changed:
         object.__setattr__(built, name, values[name])  # a frozen dataclass refuses setattr
@@ -96,7 +101,7 @@ def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _hints(owner: Any, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the evaluated annotations of a function or class, without those that cannot be resolved."""
+    """Return the evaluated annotations of a function or class; omit annotations that cannot be resolved."""
     found: dict[str, Any] = {}
     for name, annotation in inspect.get_annotations(owner).items():
         with suppress(Exception):  # a user's expression, which may fail in any way
@@ -105,22 +110,25 @@ def _hints(owner: Any, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_by(annotation: object) -> list[type]:
-    """Return the classes that an annotation names, those of their fields, and the imported subclasses of all these."""
-    found = dict.fromkeys(named(annotation))
+    """Return the classes that may be instantiated for an argument with this annotation.
+
+    They are the classes named in the annotation, the classes of their fields, and all imported subclasses of both.
+    """
+    found = dict.fromkeys(classes_in(annotation))
     waiting = list(found)
     for kind in waiting:
         # not `kind.__subclasses__()`, which needs an argument if `kind` is a metaclass
         inner: list[type] = type.__subclasses__(kind)
         for base in kind.__mro__ if is_rebuildable(kind) else ():
             names = {**vars(sys.modules.get(base.__module__, types)), base.__name__: base}
-            inner += [each for hint in _hints(base, names).values() for each in named(hint)]
+            inner += [each for hint in _hints(base, names).values() for each in classes_in(hint)]
         waiting += [each for each in dict.fromkeys(inner) if each not in found]
         found |= dict.fromkeys(inner)
     return [kind for kind in found if is_rebuildable(kind)]
 
 
-def named(annotation: object) -> Iterator[type]:
-    """Yield the classes that an annotation names, at any depth."""
+def classes_in(annotation: object) -> Iterator[type]:
+    """Yield every class that is named in an annotation, including nested type arguments."""
     origin = typing.get_origin(annotation)
     kind = annotation if origin is None else origin
     if isinstance(annotation, Enum):  # in a Literal
@@ -128,15 +136,16 @@ def named(annotation: object) -> Iterator[type]:
     elif isinstance(kind, type) and kind not in (object, type) and kind.__module__ not in ("typing", "types"):
         yield kind
     for inner in typing.get_args(annotation):
-        yield from named(inner)
+        yield from classes_in(inner)
 
 
-def _class(noted: str, allowed: list[type]) -> type | None:
-    """Return the class of a recorded name.
+def _find_class(recorded: str, allowed: list[type]) -> type | None:
+    """Return the class recorded as ``module:name``, or None if no allowed class matches.
 
-    A class of another module is accepted if there is only one: what ran as ``__main__`` may be imported now.
+    A class from a different module is accepted if only one has the name, because a script that ran as ``__main__`` may
+    be imported now.
     """
-    module, _, name = noted.partition(":")
+    module, _, name = recorded.partition(":")
     package = module.partition(".")[0]
     if package in _HOLD_VALUES:
         known = getattr(sys.modules.get(package), name, None)

@@ -1,4 +1,4 @@
-"""Arguments for ``__init__``, from the hyperparameters in a checkpoint."""
+"""Arguments for ``__init__`` that `load_from_checkpoint` takes from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import update_wrapper
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.checkpoint.annotated import allowed_by, annotations_of, made, named, rebuilt
+from lockstep.checkpoint.annotated import allowed_by, annotations_of, classes_in, instantiate, rebuild
 from lockstep.ground import plain_yaml
 from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -32,14 +32,14 @@ class HasHyperparameters(Protocol):
 
 MODULES_KEY = "hyper_parameters"
 PAST_KEYS = ("hparams", "module_arguments")
-"""Keys under which Lightning kept the hyperparameters of modules in 2019 and 2020."""
+"""Keys under which Lightning saved the hyperparameters of modules in 2019 and 2020."""
 
 CLI_KEYS = ("_class_path", "_instantiator")
 """Keys that the command line adds to the hyperparameters: the chosen class, and the function that instantiated it."""
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as arguments of ``cls``: unchanged, or with objects in place of their descriptions.
+    """Remove LightningCLI's keys from saved hyperparameters, and instantiate the inner classes that it has described.
 
     A checkpoint may name only classes that the program has imported, and each must match the annotation of its
     argument: loading imports nothing.
@@ -58,7 +58,7 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
     kind = _imported(str(saved.get("_class_path", "")))
     if kind is not None and kind is not cls and issubclass(kind, cls):
         raise MisconfigurationException(
-            f"{cls.__name__}.load_from_checkpoint: the checkpoint was made of a subclass; call "
+            f"{cls.__name__}.load_from_checkpoint: the checkpoint is from a subclass. Call "
             f"{kind.__name__}.load_from_checkpoint."
         )
     saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}
@@ -68,7 +68,7 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
         if key in given:
             continue
         # The command line saves plain forms of tuples, sets and dataclasses, which jsonargparse turns back into them.
-        kinds = set(named(annotations.get(key)))
+        kinds = set(classes_in(annotations.get(key)))
         values = {kind for kind in kinds if kind in (tuple, set) or is_rebuildable(kind)}
         others = all(kind.__module__ in ("builtins", "collections.abc") for kind in kinds - values)
         if any(_paths(value)) or (values and others and not kinds & {type, Callable}):
@@ -79,13 +79,13 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
 
 
 def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
-    """Return objects in place of their descriptions, as jsonargparse makes them for the arguments of ``cls``."""
+    """Instantiate with jsonargparse the arguments of ``cls`` that are given as class paths and ``init_args``."""
     # jsonargparse would import any module that a description names, whose code would run
     for path in _paths(described):
         if _imported(path) is None:
             raise MisconfigurationException(
-                f"{cls.__name__}.load_from_checkpoint: the checkpoint asks for an object of the class {path!r}, which "
-                "this program has not imported; import it first if you trust the checkpoint."
+                f"{cls.__name__}.load_from_checkpoint: the checkpoint names the class {path!r}, which this program has "
+                "not imported. Import the class before loading if you trust the checkpoint."
             )
     try:
         from jsonargparse import ArgumentParser
@@ -109,7 +109,7 @@ def _parameters(cls: type) -> Iterator[str]:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield the class paths in a value, at any depth."""
+    """Yield every ``class_path`` in nested dicts and lists."""
     if isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
             yield value["class_path"]
@@ -127,56 +127,57 @@ def _imported(path: str) -> type | None:
 
 
 CONTAINERS = ("Namespace", "DictConfig")
-"""Classes of an argument that takes all hyperparameters at once."""
+"""Names of classes that an argument for all hyperparameters may have."""
 
 # -- objects from plain forms --------------------------------------------------------------------------------
 
 
-def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collection[str]) -> dict[str, Any]:
-    """Return saved hyperparameters as the original objects; warn about those that stay plain.
+def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: Collection[str]) -> dict[str, Any]:
+    """Rebuild the original objects from saved hyperparameters; warn about values that stay in their plain form.
 
     Args:
         cls: the class; the annotations of its ``__init__`` name the classes that may be instantiated.
         saved: the hyperparameters in their plain forms.
-        noted: their classes, as the checkpoint records them.
-        given: names of arguments that the caller gives.
+        recorded: the classes that the checkpoint records for the hyperparameters.
+        given: names of arguments that the caller passes.
 
     Raises:
         MisconfigurationException: an object cannot be rebuilt.
     """
-    if not isinstance(noted, dict):  # Lightning's checkpoints record no classes
+    if not isinstance(recorded, dict):  # Lightning's checkpoints record no classes
         return saved
     found, annotations = dict(saved), annotations_of(cls)
     # paths of keys of a dict start with None
-    names = {next((step for step in at if step is not None), None) for at in noted if isinstance(at, tuple)}
+    names = {next((step for step in at if step is not None), None) for at in recorded if isinstance(at, tuple)}
     for name in [name for name in saved if name in names and name not in given]:
-        kept: set[str] = set()
+        refused: set[str] = set()
         allowed = allowed_by(annotations.get(name))
         try:
-            found[name] = rebuilt(saved[name], (name,), noted, allowed, kept)
+            found[name] = rebuild(saved[name], (name,), recorded, allowed, refused)
         except Exception as error:  # a user's class, for example, may fail in any way
             raise MisconfigurationException(
-                f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
-                f"the object cannot be made from it ({name}: {error}). Pass it: {cls.__name__}.load_from_checkpoint("
-                f"path, {name}=...)."
+                f"{cls.__name__}.load_from_checkpoint: the hyperparameter {name!r} cannot be rebuilt from its saved "
+                f"values ({error}). Pass the object: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
             ) from error
-        if kept:
+        if refused:
             rank_zero_warn(
-                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(kept))} and stays in its "
-                "plain form, because no annotation names an imported class of that name, or a base of it. Annotate "
-                f"the argument of {cls.__name__}.__init__ with it, or pass it: {cls.__name__}.load_from_checkpoint("
-                f"path, {name}=...)."
+                f"{cls.__name__}.load_from_checkpoint: {name!r} was saved with objects of "
+                f"{' and '.join(sorted(refused))}, "
+                "and is loaded as plain values, because the argument's annotation names no imported class of that "
+                "name. "
+                f"Annotate the argument of {cls.__name__}.__init__ with the class, or pass the object: "
+                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     return found
 
 
-def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a file; those equal to what a logger writes are taken from the checkpoint.
+def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """Read hyperparameters from a file; use the checkpoint's object for each entry that was not edited in the file.
 
     Args:
         path: path of the file.
         saved: the checkpoint's hyperparameters as objects.
-        plain: the same in their plain forms.
+        plain: the checkpoint's hyperparameters in their plain forms.
     """
     from lockstep.loggers.base import as_yaml
 
@@ -195,10 +196,10 @@ def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, 
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-def _taken(
+def _select_arguments(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the saved and given hyperparameters that ``__init__`` takes, in the form in which it takes them.
+    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown ones.
 
     Args:
         cls: the class.
@@ -214,16 +215,16 @@ def _taken(
         return {**saved, **given}
     for name in [key for key in given if key not in parameters]:  # a warning and not an error, as in Lightning
         rank_zero_warn(
-            f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
-            "and it is ignored."
+            f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ has no argument {name!r}; the "
+            "value is ignored."
         )
     return {key: value for key, value in {**saved, **given}.items() if key in parameters}
 
 
 def _container(cls: type, name: str, values: dict[str, Any]) -> Any:
-    """Return all hyperparameters as one argument: a Namespace or DictConfig if its annotation names that class."""
+    """Return all hyperparameters as one object of the class that the argument's annotation names, or a dict."""
     kinds = [kind for kind in allowed_by(annotations_of(cls).get(name)) if kind.__name__ in CONTAINERS]
-    return made(kinds[0], values) if kinds else AttributeDict(values)
+    return instantiate(kinds[0], values) if kinds else AttributeDict(values)
 
 
 def init_arguments(
@@ -232,7 +233,7 @@ def init_arguments(
     hparams_file: str | PathLike[str] | None,
     given: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the keyword arguments to instantiate ``cls`` with.
+    """Return the keyword arguments with which `load_from_checkpoint` instantiates ``cls``.
 
     Args:
         cls: the class; its CHECKPOINT_HYPER_PARAMS_KEY and CHECKPOINT_HYPER_PARAMS_NAME are the keys of its
@@ -242,18 +243,18 @@ def init_arguments(
         given: arguments that take precedence over the saved ones, and complete them.
 
     Raises:
-        MisconfigurationException: ``__init__`` needs an argument that is in neither, or one cannot be rebuilt.
+        MisconfigurationException: a required argument of ``__init__`` is not available, or cannot be rebuilt.
     """
     key = cls.CHECKPOINT_HYPER_PARAMS_KEY
     if key == MODULES_KEY and key not in checkpoint:
         key = next((past for past in PAST_KEYS if isinstance(checkpoint.get(past), dict)), key)
     plain = dict(checkpoint.get(key) or {})
-    saved = _as_they_were(cls, plain, checkpoint.get(f"{key}_classes"), given)
+    saved = _rebuild_objects(cls, plain, checkpoint.get(f"{key}_classes"), given)
     if hparams_file is not None:
-        saved = _of_file(hparams_file, saved, plain)
+        saved = _read_hparams(hparams_file, saved, plain)
     saved = without_cli_keys(cls, saved, given)
     parameters = inspect.signature(cls.__init__).parameters
-    found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
+    found = _select_arguments(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
     # checked here, because the TypeError of the call would not show the way out
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     own = list(parameters.values())[1:]  # without self
@@ -261,9 +262,9 @@ def init_arguments(
     lacking = [name for name in needed if name not in found]
     if lacking:
         raise MisconfigurationException(
-            f"{cls.__name__}.__init__ needs {', '.join(map(repr, lacking))}, which the checkpoint does not hold "
-            f"(hyperparameters in it: {sorted(map(str, found))}). Pass it: {cls.__name__}.load_from_checkpoint(path, "
-            f"{lacking[0]}=...)."
+            f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint contains only the "
+            f"hyperparameters {sorted(map(str, found))}. Pass the missing argument: "
+            f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...)."
         )
     return found
 
@@ -272,11 +273,12 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
     kind = fspath(path).rpartition(".")[2].lower()
     if kind == "csv":
         with open(path, newline="", encoding="utf-8") as file:
-            return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
+            return {row[0]: _parse_cell(row[1]) for row in list(csv.reader(file))[1:] if row}
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
-            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown kind of file; give one whose name ends in "
-            ".yaml, .yml or .csv."
+            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown file type. Pass a file whose name ends "
+            "in .yaml, .yml "
+            "or .csv."
         )
     try:
         found = plain_yaml.read(path)
@@ -287,8 +289,8 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
     return dict(found or {})
 
 
-def _word(text: str) -> Any:
-    """Return the value of a CSV cell: a Python literal, else its text."""
+def _parse_cell(text: str) -> Any:
+    """Convert the text of a CSV cell to a Python literal, if it is one."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -296,7 +298,7 @@ def _word(text: str) -> Any:
 
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:
-    """Move tensors of a device type that this machine lacks to the CPU; a ``map_location`` for ``torch.load``."""
+    """Load tensors on the CPU if this machine lacks their device type; a ``map_location`` for ``torch.load``."""
     kind = location.partition(":")[0]
     return None if kind == "meta" or is_there(kind) else storage.cpu()
 
@@ -309,7 +311,7 @@ if TYPE_CHECKING:
 else:
 
     class restricted_classmethod:
-        """A ``classmethod`` that raises if it is called on an instance, because its result is a new object.
+        """A ``classmethod`` that returns a new object, and therefore raises if it is called on an instance.
 
         Example::
 
@@ -331,8 +333,8 @@ else:
             def refuse(*args: object, **kwargs: object) -> Any:
                 name = f"{kind.__name__}.{self.method.__name__}"
                 raise TypeError(
-                    f"{name} returns a new object and does not change the one that it is called on: call it on the "
-                    f"class, `object = {name}(...)`."
+                    f"{name} returns a new object and does not change the instance that it is called on. Call it on "
+                    f"the class: `object = {name}(...)`."
                 )
 
             return refuse

@@ -1,4 +1,4 @@
-"""Locks on folders in which a running fit saves; another process that would save or resume there detects them."""
+"""Locks on checkpoint folders, by which other processes detect that a running fit saves there."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class _Claim:
 
 
 _claims: dict[str, _Claim] = {}
-"""The claims of this process, by folder."""
+"""Folders that this process has locked, with a descriptor and a count of calls of `claim` for each."""
 
 
 def claim(folder: PathLike) -> bool | None:
-    """Mark a local folder as in use by this process, until it ends or calls :func:`release` as many times.
+    """Lock a local folder, as a sign that this process saves there; each call needs one :func:`release`.
 
-    Nothing is written: the mark is a lock on the folder itself.
+    Nothing is written, because the folder itself is locked. The lock ends with the process at the latest.
 
     Returns:
-        True if the mark is set; False if another process has set it; None if it cannot be set (a URL, a folder that
-        does not exist, a file system without locks).
+        True if the folder is locked; False if another process has locked it; None if it cannot be locked (a URL, a
+        folder that does not exist, a file system without locks).
     """
     name = storage.absolute(folder)
     if name in _claims:  # a second descriptor of this process would find the folder locked
         _claims[name].holders += 1
         return True
-    descriptor = _locked(name)
+    descriptor = _lock(name)
     if descriptor is None or descriptor < 0:
         return None if descriptor is None else False
     _claims[name] = _Claim(descriptor, 1)
@@ -43,7 +43,7 @@ def claim(folder: PathLike) -> bool | None:
 
 
 def release(folder: PathLike) -> None:
-    """Undo one :func:`claim`."""
+    """Undo one call of :func:`claim`; unlock the folder after the last one."""
     name = storage.absolute(folder)
     own = _claims.get(name)
     if own is None:
@@ -55,10 +55,10 @@ def release(folder: PathLike) -> None:
 
 
 def is_claimed_elsewhere(folder: PathLike, patience: float = 0.0) -> bool:
-    """Return True if another process has marked a folder, and keeps the mark for ``patience`` seconds."""
+    """Return True if another process has claimed a folder, and still claims it after ``patience`` seconds."""
     name, end = storage.absolute(folder), time.monotonic() + patience
     while name not in _claims:
-        descriptor = _locked(name)
+        descriptor = _lock(name)
         if descriptor is None or descriptor >= 0:
             if descriptor is not None:
                 _unlock(descriptor)
@@ -69,8 +69,8 @@ def is_claimed_elsewhere(folder: PathLike, patience: float = 0.0) -> bool:
     return False
 
 
-def _locked(name: str) -> int | None:
-    """Return a descriptor of the folder, now locked; -1 if another process has locked it; None if it cannot be."""
+def _lock(name: str) -> int | None:
+    """Lock a folder and return its descriptor; -1 if another process has locked it, None if locking is impossible."""
     if storage.is_remote(name):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Detection of damaged checkpoints before anything is unpacked; all kinds of damage raise one class of error."""
+"""Detection of damaged checkpoints; every kind of damage is reported as one class of error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import IO, Any
 
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 
-WAY_OUT = "resume from an earlier checkpoint, or fetch this one again"
+WAY_OUT = "Resume from an earlier checkpoint, or copy this one again."
 
 _OF_THE_FOLDER = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL)
-"""Errors of the operating system that mean that the folder has changed, for example a circular link."""
+"""Errors of the operating system that indicate a damaged folder, for example a circular link."""
 
 FEW = 64 * 2**20
-"""Bytes that a file may unpack to regardless of its size."""
+"""Number of bytes to which a file of any size may unpack."""
 
 TIMES = 20
-"""Beyond that, multiple of its own size to which a file may unpack; torch's own files are not compressed."""
+"""Maximum ratio of unpacked to packed bytes in larger files; files from ``torch.save`` are not compressed."""
 
 
 @contextlib.contextmanager
-def named(path: object) -> Iterator[None]:
-    """Convert errors of Python and torch while a damaged checkpoint is read into one class of error.
+def reported_as_damage(path: object) -> Iterator[None]:
+    """Raise `CorruptCheckpoint` in place of the many errors that Python and torch raise for damaged files.
 
     Args:
         path: path of the checkpoint.
@@ -42,17 +42,17 @@ def named(path: object) -> Iterator[None]:
         # a failing disk or missing rights do not mean that the checkpoint is damaged
         if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FOLDER:
             raise
-        raise CorruptCheckpoint(f"The checkpoint {str(path)!r} is damaged ({first_line(error)}): {WAY_OUT}.") from error
+        raise CorruptCheckpoint(f"The checkpoint {str(path)!r} is damaged ({first_line(error)}). {WAY_OUT}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message, if it has one."""
+    """Return an error's class and the first line of its message as text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def check_archive_size(file: IO[bytes], name: str) -> None:
-    """Refuse a zip file that would unpack to far more than its size; only its directory is read.
+    """Raise if a zip file would unpack to far more than its size; only the zip directory is read.
 
     Raises:
         CorruptCheckpoint: the file would unpack to too many bytes.
@@ -70,13 +70,13 @@ def check_archive_size(file: IO[bytes], name: str) -> None:
     # `packed > size`: members of a hostile file may share bytes
     if packed > size or unpacked > max(FEW, TIMES * size):
         raise CorruptCheckpoint(
-            f"The file {name!r} has {size} bytes and would unpack to {unpacked}. torch.save does not compress, so it "
-            f"is not a checkpoint, or a hostile one: {WAY_OUT}."
+            f"The file {name!r} has {size} bytes and would unpack to {unpacked} bytes. torch.save does not compress, "
+            f"so the file is not a checkpoint, or is malicious. {WAY_OUT}"
         )
 
 
 def check_index(content: Any) -> None:
-    """Check the form of an index's content.
+    """Raise if the parsed content of an ``index.json`` has wrong types, or names files outside its folder.
 
     Raises:
         ValueError: an entry has another type, or a file name leads out of the folder.

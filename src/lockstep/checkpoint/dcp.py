@@ -34,7 +34,7 @@ from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.parameters import is_sharded_twice, local_part, starts_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset of a part within the whole tensor, and its size, in each dimension."""
+"""Offset of a part within the full tensor, and the part's size, in each dimension."""
 
 PIECE = 1 << 22
 """Number of bytes that are hashed at a time while they are written."""
@@ -50,7 +50,7 @@ METADATA = ".metadata"
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
-    """Return this rank's parts of a tensor, as DCP describes them."""
+    """Convert this rank's parts of a tensor to DCP's chunk descriptions."""
     return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes in boxes]
 
 
@@ -59,9 +59,9 @@ def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) 
 
     Args:
         name: name of the tensor.
-        shape: shape of the whole tensor.
-        local: this rank's values; gives dtype and other properties.
-        boxes: the boxes that they fill.
+        shape: shape of the full tensor.
+        local: this rank's values, for dtype and other properties.
+        boxes: offsets and sizes of this rank's parts.
     """
     items, properties = [], TensorProperties.create_from_tensor(local)
     for chunk in chunks_of(boxes):
@@ -71,7 +71,7 @@ def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) 
 
 
 class _PlacedPart:
-    """A DTensor that computes the offsets of this rank's part itself: torch's are wrong for some; see `box_in`."""
+    """A wrapper with correct offsets for a DTensor that FSDP has split along a tensor-parallel dimension."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._part = tensor.shape, local_part(tensor.detach())
@@ -91,8 +91,8 @@ class _PlacedPart:
         return chunks_of(self._boxes)
 
 
-def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors with those that torch would place wrongly wrapped as `_PlacedPart`."""
+def _wrap_misplaced(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Wrap the DTensors for which torch computes wrong offsets in `_PlacedPart`."""
     return {name: _PlacedPart(each) if is_sharded_twice(each) else each for name, each in tensors.items()}
 
 
@@ -101,7 +101,7 @@ def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """Size and hash of a file, for later readers."""
+    """Size and SHA-256 of a file, with which a reader detects damage."""
 
     bytes: int
     sha256: str
@@ -181,12 +181,12 @@ class HashedFile(io.RawIOBase):
                 super().close()
 
     def digest(self) -> Digest:
-        """Return the digest of everything that was written."""
+        """Return the size and hash of all bytes written so far."""
         return Digest(self._length, self._hash.hexdigest())
 
 
 class _Files(FileSystem):
-    """Files on this machine or at URLs; keeps the digests of written files by name."""
+    """File access for DCP, on this machine or at URLs; records the digest of each written file."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -209,7 +209,7 @@ class _Files(FileSystem):
         except OSError as failed:
             error = failed
         if error is not None:
-            raise storage.explained(error, storage.local("" if storage.is_remote(path) else path)) from error
+            raise storage.explain(error, storage.local("" if storage.is_remote(path) else path)) from error
         self.digests[os.path.basename(path)] = file.digest()
 
     def concat_path(self, path: PathLike, suffix: str) -> str:
@@ -230,7 +230,7 @@ class _Files(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """A writer of DCP's files in a folder.
+    """A DCP storage writer whose files are hashed while they are written.
 
     Attributes:
         digests: digests of the files that this process has written, by name.
@@ -242,12 +242,12 @@ class Writer(FileSystemWriter):
         self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
-        """Return empty metadata: the folder is renamed when it is complete."""
+        """Return metadata without an id, because the folder is renamed after writing."""
         return StorageMeta()
 
 
 class Planner(DefaultSavePlanner):
-    """A planner of the parts that each rank writes; it also provides this rank's values.
+    """A DCP planner that decides which tensor parts each rank writes, and provides this rank's values.
 
     Args:
         state: dicts of tensors. Each rank writes its part of a DTensor, or of a tensor that describes its local part
@@ -262,7 +262,7 @@ class Planner(DefaultSavePlanner):
     def __init__(self, state: Mapping[str, Any], is_zero: bool) -> None:
         super().__init__()
         self.set_up_planner(dict(state), is_coordinator=is_zero)
-        self.state_dict = _placed(self.state_dict)
+        self.state_dict = _wrap_misplaced(self.state_dict)
         self.local: dict[str, Tensor] = {}
         self._box: dict[str, Callable[[torch.Size, Tensor], Tensor]] = {}
         for name, value in self.state_dict.items():
@@ -274,20 +274,20 @@ class Planner(DefaultSavePlanner):
                 self._box[name] = box
 
     def create_local_plan(self) -> SavePlan:
-        """Return the items that this rank could write; torch's planner would let all ranks write shared tensors."""
+        """Return this rank's write items; only rank 0 writes replicated tensors."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.type is WriteItemType.SHARD or self.is_coordinator]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's part of a tensor."""
+        """Return the values for a write item: this rank's part of a tensor, or one box of the part."""
         value, box = self.local[index.fqn], self._box.get(index.fqn)
         return value if box is None else _in_its_own_storage(box(cast("torch.Size", index.offset), value))
 
 
 def _in_its_own_storage(tensor: Tensor) -> Tensor:
-    """Return the same memory as a storage that ends where the tensor does.
+    """Return a tensor on the same memory, whose storage contains nothing else.
 
     torch copies a part of a larger storage, such as a shard with padding, and keeps all copies until the file is
     complete: that would need the memory of this rank's part once more.
@@ -302,7 +302,7 @@ def _in_its_own_storage(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Disable the CRC-32 in torch's files, which takes longer than the SHA-256 of the file."""
+    """Disable CRC-32 checksums in ``torch.save``; they take longer than the SHA-256 that replaces them."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -328,21 +328,21 @@ _METADATA_CLASSES = {
 }
 
 
-class _Plain(pickle.Unpickler):
-    """An unpickler that accepts the classes of DCP's metadata, and no others."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that accepts only the classes of DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of DCP's metadata")
+        raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed in DCP's metadata")
 
 
-def _member(kind: object, name: str) -> Enum:
-    """Return a member of an enum by name.
+def _enum_member(kind: object, name: str) -> Enum:
+    """Replace ``getattr`` in a pickle by access to the members of enums.
 
     Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, which would give access to anything.
 
@@ -356,26 +356,26 @@ def _member(kind: object, name: str) -> Enum:
 
 
 def read_metadata(folder: PathLike) -> Metadata:
-    """Return the metadata of a folder's files.
+    """Read the DCP metadata of a folder without running code.
 
     Raises:
-        pickle.UnpicklingError: the file holds something else; other errors are possible, too.
+        pickle.UnpicklingError: the file contains something else; other errors are possible, too.
     """
     with storage.opened(storage.inside(folder, METADATA)) as file:
-        found = _Plain(file).load()
+        found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        raise pickle.UnpicklingError(f"it contains a {type(found).__name__}")
     return found
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors that the files hold, by name; other entries would have to be unpickled."""
+    """Return the metadata of all tensors by name; other entries are omitted, because reading would unpickle them."""
     found = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
 
 
 def files_of(metadata: Metadata) -> dict[str, list[str]]:
-    """Return the names of the files that hold each tensor's parts."""
+    """Return, for each tensor name, the files that contain its parts."""
     found: dict[str, set[str]] = {}
     for index, place in metadata.storage_data.items():
         found.setdefault(index.fqn, set()).add(place.relative_path)
@@ -383,7 +383,7 @@ def files_of(metadata: Metadata) -> dict[str, list[str]]:
 
 
 def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> None:
-    """Read tensors, or this rank's parts of DTensors. Not a collective.
+    """Read from DCP files into the given tensors, or into this rank's parts of DTensors. Not a collective.
 
     Args:
         folder: the folder with DCP's files.
@@ -399,21 +399,21 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
 
 
 class _ReadPlanner(DefaultLoadPlanner):
-    """A planner of the parts of files that this rank reads, and of their destination tensors."""
+    """A DCP planner that reads into this rank's parts of DTensors."""
 
     def __init__(self, into: Mapping[str, Tensor], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.set_up_planner(dict(into), metadata, True)
-        self.state_dict = _placed(into)
+        self.state_dict = _wrap_misplaced(into)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of this rank's part of a tensor; torch does not accept a `_PlacedPart` as a tensor."""
+        """Return the local tensor of a `_PlacedPart`, which torch does not accept as a destination."""
         part = self.state_dict[index.fqn]
         return part.to_local() if isinstance(part, _PlacedPart) else super().lookup_tensor(index)
 
 
 class _Reader(FileSystemReader):
-    """A reader of DCP's files that unpickles nothing except tensors."""
+    """A DCP storage reader that unpickles only tensors."""
 
     def __init__(self, folder: PathLike) -> None:
         super().__init__("")

@@ -1,4 +1,4 @@
-"""Export of a model to a folder of safetensors for ``from_pretrained``: files of limited size, written by all ranks."""
+"""Export of a model to a folder of safetensors that ``from_pretrained`` can load; all ranks write files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.frozen import plain
 from lockstep.checkpoint.pretrained import (
     FOLDER,
     INDEX,
@@ -28,7 +29,6 @@ from lockstep.checkpoint.pretrained import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException, missing_extra, raise_on_all
-from lockstep.ground.parameters import plain_name
 
 CONFIGS = ("config.json", "generation_config.json")
 TOKENIZERS = (
@@ -40,38 +40,39 @@ TOKENIZERS = (
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-SIZE = "max_shard_size={given!r}: give bytes, or a size like '5GB' or '500MB'."
-NOT_A_FOLDER = "save_pretrained({folder!r}): this is a file: choose another name."
-WHICH = "save_pretrained: {module} has {count} models of transformers ({names}): choose one by model=."
-NONE = "save_pretrained: {module} has no model of transformers: choose one of its modules by model=."
+SIZE = "max_shard_size={given!r} is not a size. Pass a number of bytes, or text such as '5GB' or '500MB'."
+NOT_A_FOLDER = "save_pretrained({folder!r}): a file has this name, but a folder is needed. Choose another name."
+WHICH = "save_pretrained: {module} has {count} models of transformers ({names}). Choose the one to export with model=."
+NONE = "save_pretrained: {module} has no model of transformers. Choose the module to export with model=."
 NOT_OF_CONFIG = (
-    "--config {config!r}: this is the config of another model than the checkpoint has, or its names were changed: "
-    "{count} tensors of {model} are not in the checkpoint: "
+    "--config {config!r}: the config does not match the checkpoint, because its model is a different one or has other "
+    "parameter names. The checkpoint lacks {count} tensors of {model}: "
 )
 SEVERAL = (
-    "--config {config!r}: it fits {count} models in the checkpoint ({names}), whose weights differ. Load the "
-    "checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and call trainer.save_pretrained(folder, "
-    "model=...) with one of them."
+    "--config {config!r}: the config matches {count} models in the checkpoint ({names}), whose weights differ. "
+    "Load the "
+    "checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and choose one of the models with "
+    "trainer.save_pretrained(folder, model=...)."
 )
 OF_ADAPTER = (
-    "The checkpoint has trained weights only, without the frozen weights of {base}. Load it into a Trainer "
+    "The checkpoint has only trained weights, and lacks the frozen weights of {base}. Load it into a Trainer "
     "(trainer.validate(model, ckpt_path=...)), and call trainer.save_pretrained(folder), which writes peft's folder."
 )
 OTHER_SHAPES = (
-    "--config {config!r}: {count} tensors of {model} have other shapes in the checkpoint; give the config that the "
-    "model was made from: "
+    "--config {config!r}: {count} tensors of {model} have different shapes in the checkpoint. Pass the config with "
+    "which the model was trained. The tensors are: "
 )
 ADDED = (
-    "save_pretrained: {model} has adapters from `add_adapter`, and adapters are written only for a model of peft: wrap "
-    "it by peft.get_peft_model(model, LoraConfig(...)) instead."
+    "save_pretrained: {model} has adapters from `add_adapter`, but only adapters of a peft model can be written. Use "
+    "peft.get_peft_model(model, LoraConfig(...)) instead of `add_adapter`."
 )
-NOT_PART = "save_pretrained(model={kind}): this module is not part of {module}."
+NOT_PART = "save_pretrained(model={kind}): the model is not a submodule of {module}. Pass one of its submodules."
 
 Named = tuple[str, Tensor]
 
 
 def bytes_of(size: int | str) -> int:
-    """Return the number of bytes of a size in transformers' units.
+    """Convert a size such as ``"5GB"`` or a number to bytes.
 
     Example:
         >>> bytes_of("5GB"), bytes_of("1MiB"), bytes_of(100)
@@ -88,7 +89,7 @@ def bytes_of(size: int | str) -> int:
 
 
 def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Module]:
-    """Return the model to export, and the prefix of its names in the module.
+    """Return the prefix of the exported model's parameter names in the LightningModule, and the model.
 
     Args:
         module: the module of the run.
@@ -130,11 +131,11 @@ def _files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
 
 
 def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -> Iterator[Named]:
-    """Yield those of a module's tensors that a model's folder contains, by their names there; tied tensors once.
+    """Yield (name in the files, tensor) for each tensor to export; tied tensors once, temporary buffers never.
 
     Args:
-        model: the model with these parameters and saved buffers.
-        prefix: prefix of its names in the module.
+        model: the model to export.
+        prefix: prefix of the model's parameter names in the module.
         tensors: tensors of the module by name.
 
     Raises:
@@ -142,8 +143,8 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
     """
     if getattr(model, "peft_config", None):
         raise MisconfigurationException(ADDED.format(model=type(model).__name__))
-    prefix = _plain(prefix)
-    places = {_plain(name): place for name, place in places_of(model).items()}
+    prefix = plain(prefix)
+    places = {plain(name): place for name, place in places_of(model).items()}
     # safetensors has each tensor once, and `from_pretrained` looks for a tied one under the first of its names; names
     # that the model has untied since are written
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -155,7 +156,7 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
     names = names_in_files(model, list(places))
     done: set[str] = set()
     for name, tensor in tensors:
-        own = _plain(name)
+        own = plain(name)
         own = own.removeprefix(prefix) if own.startswith(prefix) else ""
         if own in places:
             own = sources.get(own, own)
@@ -164,13 +165,8 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
                 yield names.get(own, own), tensor
 
 
-def _plain(name: str) -> str:
-    """Return a name without the prefixes of wrappers."""
-    return plain_name(name).replace("_orig_mod.", "")
-
-
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the name in the folder of each parameter and buffer that transformers may have renamed.
+    """Return the names that transformers uses in files, by the names in the model.
 
     Renamings that transformers made when the model was loaded are reverted. Tensors that it joined or split keep the
     names that they have in the model, which it also reads.
@@ -202,20 +198,20 @@ def write_state(
     tokenizer: str | None,
     left_out: str | None = None,
 ) -> None:
-    """Write the model within a state dict.
+    """Write a model from a LightningModule's state dict to a folder of safetensors.
 
     Args:
-        folder: the folder to make.
+        folder: the folder to create.
         state: state dict of a LightningModule; the model is an attribute of it, or the module itself.
         config: a folder with the model's ``config.json``.
         max_shard_size: as in `write`.
         tokenizer: as in `write`.
-        left_out: name of the base weights that the state dict lacks, if it holds only an adapter.
+        left_out: name of the base weights that the state dict lacks, if it contains only an adapter.
 
     Raises:
         MisconfigurationException: the config does not fit, or fits several models in the state dict.
     """
-    tensors = {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
     model = _model_of(config)
     wanted = {name: tensor_at(*place) for name, place in places_of(model).items()}
     prefix = _prefix_of(tensors, wanted, config)
@@ -237,10 +233,10 @@ def write_state(
 
 
 def _model_of(config: str) -> Any:
-    """Return the model that a folder's config describes, on the meta device."""
+    """Build the model that a folder's ``config.json`` describes, on the meta device."""
     if not (Path(config) / CONFIGS[0]).is_file():
         raise MisconfigurationException(
-            f"--config {config!r}: there is no {CONFIGS[0]} in it: give the model's folder."
+            f"--config {config!r}: the folder has no {CONFIGS[0]}. Pass the model's own folder."
         )
     try:
         transformers = importlib.import_module("transformers")
@@ -253,7 +249,7 @@ def _model_of(config: str) -> Any:
 
 
 def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], config: str) -> str:
-    """Return the prefix of the model's names in a state dict: the one under which most of them exist.
+    """Return the prefix of the model's parameter names in a state dict: the prefix that matches most names.
 
     Raises:
         MisconfigurationException: all names exist under several prefixes, with different values.
@@ -281,11 +277,13 @@ def write(
     tokenizer: object,
     config: str | None = None,
 ) -> None:
-    """Write a folder. Collective: each rank buffers the files that it writes, one at a time.
+    """Write full tensors as safetensors files, with configs. Collective: the ranks write the files in turn.
+
+    Each rank buffers one file at a time.
 
     Args:
-        folder: the folder to make, or whose weights to replace.
-        tensors: (name, whole tensor) in the same order on all ranks.
+        folder: the folder to create, or whose weights to replace.
+        tensors: (name, full tensor) in the same order on all ranks.
         model: a model with a config to write; None: the config is copied.
         max_shard_size: maximum size of a file; a larger tensor has its own file.
         tokenizer: a tokenizer of transformers, or a folder with its files; None: the one in ``config``, if any.
@@ -302,29 +300,29 @@ def write(
         def finish() -> None:
             _write_index(temporary, parts.sizes)
             _write_about(temporary, model, tokenizer, config)
-            _take_place(temporary, target)
+            _move_into_place(temporary, target)
 
-        _on_rank_0(finish, target)
+        _run_on_rank_0(finish, target)
 
 
 def write_adapter(
     folder: str | os.PathLike[str], tensors: Iterable[Named], prefix: str, model: Any, tokenizer: object
 ) -> None:
-    """Write the folder of a peft model: the adapters and their configs. Collective; rank 0 writes.
+    """Write a peft model's adapters and their configs to a folder. Collective; rank 0 writes.
 
     Args:
-        folder: the folder to make, or whose files to replace.
-        tensors: (name in the module, whole tensor) in the same order on all ranks.
-        prefix: prefix of the model's names in the module.
+        folder: the folder to create, or whose files to replace.
+        tensors: (name in the module, full tensor) in the same order on all ranks.
+        prefix: prefix of the model's parameter names in the module.
         model: a model of peft.
         tokenizer: as in `write`.
     """
     target = Path(folder)
     with _temporary_folder(target) as temporary:
-        wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
+        wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            own = _plain(name).removeprefix(prefix)
+            own = plain(name).removeprefix(prefix)
             if keeps and own in wanted:
                 held[own] = tensor.detach().cpu().contiguous()
 
@@ -335,16 +333,16 @@ def write_adapter(
             temporary.mkdir()
             model.save_pretrained(temporary, state_dict=held)
             _copy_tokenizer(temporary, tokenizer, base)
-            _take_place(temporary, target)
+            _move_into_place(temporary, target)
 
-        _on_rank_0(finish, target)
+        _run_on_rank_0(finish, target)
 
 
 def _names_of_adapters(model: Any) -> set[str]:
-    """Return the names of the tensors that peft would write, found with tensors on the meta device."""
+    """Return the model's names of all tensors that peft saves for its adapters."""
     peft = importlib.import_module("peft")
     meta = torch.device("meta")
-    places = {_plain(name): tensor_at(*place) for name, place in places_of(model).items()}
+    places = {plain(name): tensor_at(*place) for name, place in places_of(model).items()}
     tensors = {name: torch.empty(each.shape, dtype=each.dtype, device=meta) for name, each in places.items()}
     found: set[int] = set()
     for name in model.peft_config:
@@ -356,7 +354,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to the target, with the same name on all ranks, and remove it. Collective."""
+    """Yield a path next to the target for a temporary folder, and delete the folder afterwards. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system
@@ -367,8 +365,8 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
-    """Run an action on rank 0; its error is raised on all ranks. Collective."""
+def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
+    """Run an action on rank 0, and raise an error of the action on all ranks. Collective."""
     error: Exception | None = None
     if comm.rank(None) == 0:
         try:
@@ -379,7 +377,7 @@ def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
 
 
 class _Parts:
-    """The files of a folder; this rank writes those at its turn. Errors are kept until all ranks have finished.
+    """The safetensors files of a folder, which the ranks write in turn; errors are stored until all have finished.
 
     Args:
         folder: destination folder.
@@ -399,7 +397,7 @@ class _Parts:
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the last file, or to a new one if that is full."""
+        """Add a tensor to the last file; start a new file if the last one would become too large."""
         size = tensor.numel() * tensor.element_size()
         if self.sizes[-1] and sum(self.sizes[-1].values()) + size > self._limit:
             self.end()
@@ -421,7 +419,7 @@ class _Parts:
 
 
 def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
-    """Rename the files to their final names, and write the index if there are several."""
+    """Rename the files to transformers' names, and write an index if there are several files."""
     # only now: names of transformers contain the number of files
     if len(parts) == 1:
         (folder / "part-0").rename(folder / ONE_FILE)
@@ -437,7 +435,7 @@ def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
 
 
 def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -> None:
-    """Write the configs of the model and of its text generation, and the tokenizer's files."""
+    """Write the model's config, its generation config, and tokenizer files."""
     source = config if config is not None else vars(model).get(FOLDER) if model is not None else None
     for path in _files(source, CONFIGS) if source is not None else []:
         shutil.copy(path, folder / path.name)
@@ -452,7 +450,7 @@ def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -
 
 
 def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
-    """Copy tokenizer files from the folder that the model was loaded from; add the given tokenizer."""
+    """Copy tokenizer files from the folder that the model was loaded from, and add the user's tokenizer."""
     given = tokenizer if isinstance(tokenizer, (str, os.PathLike)) else None
     for each in (source, given):
         for path in _files(each, TOKENIZERS) if each is not None else []:
@@ -461,8 +459,8 @@ def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _take_place(temporary: Path, target: Path) -> None:
-    """Move the files to the target folder; earlier weights there are removed, their index first."""
+def _move_into_place(temporary: Path, target: Path) -> None:
+    """Move the files to the target folder, after removing the index and weights of an earlier model there."""
     target.mkdir(parents=True, exist_ok=True)
     # A process that is killed here leaves a folder that is refused, and not one with weights of two models.
     (target / INDEX).unlink(missing_ok=True)

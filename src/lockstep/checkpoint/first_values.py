@@ -1,4 +1,4 @@
-"""First values for layers on the meta device, whose parameters have a shape but no memory.
+"""Initialization of layers on the meta device, whose parameters have a shape but no memory.
 
 They are read from the folder of `load_pretrained`, or initialized by the layers or by the model that contains them.
 """
@@ -22,18 +22,19 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import box_of, is_placeholder, local_part
 
 NO_RESET = (
-    "{layer} has {name!r} on the meta device, and nothing initializes it: add a method `reset_parameters` to {kind}, "
-    "or `_init_weights(layer)` or `init_weights()` to the model, or make the layer without torch.device('meta')."
+    "{layer} has {name!r} on the meta device, and no method initializes it. Add a method `reset_parameters` to {kind}, "
+    "or `_init_weights(layer)` or `init_weights()` to the model, or create the layer without torch.device('meta')."
 )
-UNSET = "{layer}: {maker} does not initialize {name!r}, which was made on the meta device."
+UNSET = "{layer}: {maker} does not initialize {name!r}, which is on the meta device. Assign values in this method."
 OF_ADAPTER = (
-    "{layer}: the first values of this adapter ({kind}) depend on the weights of its base layer, which are not loaded "
-    "yet. Use LoRA with init_lora_weights=True, False or 'gaussian', or load the weights before the adapter is added, "
-    "by from_pretrained in `__init__`."
+    "{layer}: the initial values of this adapter ({kind}) depend on its base layer, whose weights are not loaded "
+    "yet. Use "
+    "LoRA with init_lora_weights=True, False or 'gaussian', or load the weights with from_pretrained in `__init__`, "
+    "before the adapter is added."
 )
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
-"""Attribute of a tensor that transformers' init functions skip."""
+"""Attribute of tensors that transformers' init functions must not change."""
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     peft's adapters are initialized first, by their own method. If the model has a method ``_init_weights(layer)``, as
     those of transformers do, it is called as ``model.apply(model._init_weights)`` would. Tensors that are still without
     values are initialized by the layer's own ``reset_parameters``, or by ``init_weights()`` of the layer or of a model
-    around it. Each layer is whole only during its call.
+    around it. A layer's tensors are full, and not sharded, only during the call for this layer.
 
     Args:
         module: changed in place; tensors that are not on the meta device are unchanged.
@@ -62,7 +63,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     wanted = {id(_found(layer, name)) for layer in module.modules() for name in waiting.names_of(layer)}
     _give_memory(module, device, wanted)
     ties.restore()
-    waiting.leave_shared(ties)
+    waiting.drop_shared(ties)
     # first, since `_init_weights` of transformers would initialize an adapter's linear layers like any other
     _draw_adapters(module, waiting)
     with _flagged(module), _guarded():
@@ -81,15 +82,15 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device, parts: torch.device | None = None) -> None:
-    """Read this rank's parts of the tensors that a folder fills, each slice directly from its file.
+    """Load this rank's parts of the tensors for which `load_pretrained` was called.
 
     Args:
-        module: whole, or sharded (its parameters are DTensors); tensors on the meta device get memory.
+        module: unsharded, or sharded (its parameters are DTensors); tensors on the meta device are allocated.
         device: device of newly allocated memory.
         parts: device of newly allocated shards, if different.
 
     Raises:
-        MisconfigurationException: layers that were to be filled have been replaced, or have other shapes.
+        MisconfigurationException: layers with weights to load have been replaced, or have different shapes now.
     """
     wanted = pretrained.planned_ids(module)
     if not wanted:
@@ -106,9 +107,9 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
 
 
 def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
-    """Give values to tensors on the meta device of a module that is whole on this rank.
+    """Allocate, initialize and load all tensors of an unsharded module.
 
-    They are those of the folder named by `load_pretrained`, and otherwise those of `leave_meta`.
+    Values come from the folder named in `load_pretrained`, or else from `leave_meta`.
     """
     leave_meta(module, CPU)  # transformers also draws and computes tables there
     fill(module, device)
@@ -116,13 +117,13 @@ def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
 
 @torch.no_grad()
 def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
-    """Replace parameters that a folder will fill by stand-ins without memory, and read buffers.
+    """Replace parameters that will be loaded with placeholders without memory; load buffers now.
 
     Returns:
-        the sources, by a parameter's id.
+        the source of each parameter's values, by the parameter's id.
 
     Raises:
-        MisconfigurationException: a tensor has another shape than at the call of `load_pretrained`.
+        MisconfigurationException: a tensor's shape has changed since the call of `load_pretrained`.
     """
     pretrained.check_shapes(module)
     ties = _Ties(module)
@@ -144,7 +145,7 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
 
 def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
-    """Return the tensors that a folder will fill, with their sources; tied tensors once."""
+    """Return (tensor, source) for every tensor that is still to be loaded; tied tensors once."""
     planned = [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
     found = {id(tensor): (tensor, source) for tensor, source in reversed(planned)}
     return reversed(found.values())
@@ -165,8 +166,8 @@ class _Waiting:
     """Layers on the meta device that still need values.
 
     Attributes:
-        names: own names of a layer's tensors without values, by the layer's id; shrinks as they get values.
-        pending: the same as it was at the start, without layers that are complete.
+        names: names, within a layer, of the layer's tensors that still need values; by the layer's id.
+        pending: `names` as it was at the start, without layers that are complete.
         prefixes: names of all layers, by id.
         models: nearest enclosing model with ``_init_weights``, by a layer's id.
         makers: nearest enclosing module with ``init_weights()``, by a layer's id.
@@ -196,35 +197,35 @@ class _Waiting:
             self._look_around(child, model, maker)
 
     def names_of(self, layer: nn.Module) -> list[str]:
-        """Return the names of a layer's tensors that still need values."""
+        """Return the names of the layer's tensors that still need values."""
         return self.names.get(id(layer), [])
 
     def remaining(self) -> list[tuple[nn.Module, list[str]]]:
-        """Return the layers that need values, in order of registration."""
+        """Return (layer, tensor names) for every layer that still needs values, in order of registration."""
         return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
 
-    def has_got(self, layer: nn.Module, name: str) -> None:
-        """Record that a tensor has values."""
+    def mark_initialized(self, layer: nn.Module, name: str) -> None:
+        """Record that a tensor of a layer is initialized."""
         if name in self.names_of(layer):
             self.names[id(layer)].remove(name)
 
-    def have_all(self, layers: Iterable[nn.Module]) -> None:
-        """Record that these layers are complete: calls for other layers leave them unchanged."""
+    def mark_complete(self, layers: Iterable[nn.Module]) -> None:
+        """Protect these layers from initialization methods that are called for other layers."""
         for layer in layers:
             self.pending.pop(id(layer), None)
 
-    def leave_shared(self, ties: _Ties) -> None:
-        """Remove shared tensors from all layers but the first, which initializes them."""
+    def drop_shared(self, ties: _Ties) -> None:
+        """Assign each shared tensor to the first layer that has it, so that only this layer initializes it."""
         for layer, names in self.remaining():
             self.names[id(layer)] = [name for name in names if name in ties.names[id(layer)]]
         self.pending = {key: list(names) for key, names in self.names.items()}
 
     def pending_within(self, maker: nn.Module) -> Pending:
-        """Return the layers in a module that had no values at the start, with their names."""
+        """Return (layer, tensor names) for every layer within a module that needed values at the start."""
         return [(layer, self.pending[id(layer)]) for layer in maker.modules() if self.pending.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
-        """Return the name of the last method that was called to initialize a layer."""
+        """Return a description of the method that should initialize a layer, for error messages."""
         model, maker = self.models[id(layer)], self.makers[id(layer)]
         if maker is not None:
             return f"`init_weights` of {type(maker).__name__}"
@@ -233,7 +234,7 @@ class _Waiting:
         return f"`_init_weights` of {type(model).__name__}"
 
     def check(self) -> None:
-        """Raise if nothing can initialize a layer."""
+        """Raise if a layer on the meta device has no method that could initialize it."""
         for layer, names in self.remaining():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
@@ -254,13 +255,13 @@ def _required(method: object) -> int:
 # -- the calls -------------------------------------------------------------------------------------------------
 
 Pending = list[tuple[nn.Module, list[str]]]
-"""Layers, and the names of their tensors that a call is to initialize."""
+"""Pairs of a layer and the names of its tensors that an initialization method should fill."""
 
 
 def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
-    """Let peft's layers initialize their adapters again.
+    """Initialize peft adapters that moved to the meta device with their base layers.
 
-    Adapters had values when they were made, and peft then moved them to the meta device with their base layer.
+    peft initializes an adapter before it moves the adapter to the device of the base layer; these values are lost.
     """
     configs: dict[str, Any] = {}
     for layer in module.modules():
@@ -275,11 +276,11 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
             _call(reset, pending, waiting)
         if any(waiting.names_of(each) for each, _ in pending):
             raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__))
-        waiting.have_all(each for each, _ in pending)
+        waiting.mark_complete(each for each, _ in pending)
 
 
 def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
-    """Return the tensors of a peft layer that need values, without those of its base layer."""
+    """Return (layer, tensor names) for the parts of a peft layer that need values, without its base layer."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
     around = getattr(layer, "base_layer", None)  # may itself be an adapter of another parameter
@@ -289,7 +290,7 @@ def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
-    """Return a function that initializes LoRA by its config; None if the values depend on other weights."""
+    """Return a function that initializes a LoRA layer by its config; None if that requires base weights."""
     reset = getattr(layer, "reset_lora_parameters", None)
     parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
     ways: dict[str, bool | str] = {}
@@ -313,14 +314,14 @@ def _draw(reset: Callable[[str, bool | str], object], parts: list[Any], ways: di
 
 
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""Attributes of a LoRA layer that hold its small matrices, by the adapter's name."""
+"""Names of a LoRA layer's attributes with its low-rank matrices; each maps adapter names to matrices."""
 
 
 def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
-    """Call ``_init_weights`` as ``model.apply`` does, each layer by the nearest enclosing model.
+    """Call ``_init_weights`` of the nearest enclosing model for each layer, children first.
 
-    Such a call may write to a child's tensors, as with GPT-2's projections. Therefore the children's own tensors are
-    whole, too.
+    The method may write to a child's tensors, as GPT-2's does to projections. Therefore tensors of direct children are
+    unsharded during the call, too.
     """
     nearest = waiting.models[id(layer)]
     model = nearest if nearest is layer else model
@@ -334,16 +335,16 @@ def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
 
 
 def _call(method: Callable[[], object], pending: Pending, waiting: _Waiting) -> None:
-    """Call an init method with the listed tensors whole; then each rank keeps its part of their values."""
+    """Call an initialization method with full tensors in the layers, and copy this rank's parts of the results."""
     with ExitStack() as wholes:
-        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in pending]
+        made = [(layer, names, wholes.enter_context(_unsharded(layer, names))) for layer, names in pending]
         method()
         for layer, names, own in made:
             for name in names:
-                _take(layer, name, own[name], waiting)
+                _copy_part(layer, name, own[name], waiting)
 
 
-def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
+def _copy_part(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
     whole = _found(layer, name).detach()
     unset = _unset(whole)
     if bool(unset.all()) and unset.numel():  # the method has not touched it
@@ -353,14 +354,14 @@ def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
     if name in waiting.names_of(layer):
         part.copy_(new)
         if not bool(unset.any()):
-            waiting.has_got(layer, name)
+            waiting.mark_initialized(layer, name)
     else:  # a second call has changed some elements, perhaps not all
         part.copy_(torch.where(unset[box], part.to(new.device), new))
 
 
 @contextmanager
-def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Make the named tensors whole, on the CPU and without values; replace all others of the layer by copies."""
+def _unsharded(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Replace the named tensors of a layer with full ones on the CPU, and all others with copies, for one call."""
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
@@ -395,7 +396,7 @@ def _mark_unset(tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return a mask of elements that `_mark_unset` left; all False if the dtype has no value for that."""
+    """Return a mask of elements without a value since `_mark_unset`; all False for unsigned and boolean dtypes."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.isnan()
     if _is_signed(tensor):
@@ -409,7 +410,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Make transformers' init functions skip the tensors that a folder will fill, and draw no numbers for them."""
+    """Make transformers' init functions skip tensors that will be loaded from a folder."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)
@@ -421,7 +422,7 @@ def _flagged(module: nn.Module) -> Iterator[None]:
 
 
 def _guarded() -> AbstractContextManager[object]:
-    """Make torch's init functions skip what transformers' functions skip."""
+    """Make torch's init functions skip tensors with transformers' flag, too."""
     if "transformers" not in sys.modules:
         return nullcontext()
     with suppress(ImportError):  # an older version
@@ -441,10 +442,10 @@ def _on_meta(layer: nn.Module) -> Iterator[str]:
 
 
 class _Ties:
-    """The places that share a tensor, which ``Module._apply`` would separate.
+    """Layers with shared tensors on the meta device, to share them again after ``Module._apply``.
 
     Attributes:
-        names: names of the tensors that a layer is to initialize, by its id.
+        names: names of the tensors that a layer should initialize, by the layer's id.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -459,7 +460,7 @@ class _Ties:
                 self._places.setdefault(id(tensor), []).append((layer, name))
 
     def restore(self) -> None:
-        """Share the tensors again."""
+        """Share the tensors again, as before ``Module._apply``."""
         for (first, name), *others in self._places.values():
             for layer, other in others:
                 _put(layer, other, _found(first, name))

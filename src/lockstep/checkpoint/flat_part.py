@@ -1,4 +1,4 @@
-"""A tensor that holds this rank's range of the flattened elements, for torch's distributed checkpoint."""
+"""A tensor subclass with this rank's range of the flattened elements, for torch's distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.ground import comm
 
 
 def span(numel: int, rank: int, world: int) -> tuple[int, int]:
-    """Return the first element of a rank's part, and its number of elements without padding.
+    """Return the start and length of a rank's range if ``numel`` elements are split evenly over ``world`` ranks.
 
     Example:
         >>> [span(5, rank, 3) for rank in range(3)]
@@ -24,14 +24,14 @@ def span(numel: int, rank: int, world: int) -> tuple[int, int]:
 
 
 class FlatPart(Tensor):
-    """A stand-in for a whole tensor, with its shape and dtype; this rank has some of its elements.
+    """A tensor with the shape and dtype of the full tensor, but only this rank's range of elements in memory.
 
-    It does not support computation; `whole` returns a tensor that does.
+    It does not support computation; `whole` gathers an ordinary tensor.
 
     Args:
-        shape: shape of the whole tensor.
+        shape: shape of the full tensor.
         start: index of this rank's first element in the flattened tensor.
-        values: one-dimensional; may be empty.
+        values: this rank's elements, one-dimensional; may be empty.
         even: the elements are those of `span` on all ranks.
 
     Example:
@@ -56,7 +56,13 @@ class FlatPart(Tensor):
 
     @classmethod
     def of_span(cls, shape: torch.Size, dtype: torch.dtype, values: Tensor | None = None) -> FlatPart:
-        """Return this rank's even share of the elements; ``values`` may end with padding; None: not filled yet."""
+        """Return a tensor that is split evenly over the ranks, with this rank's elements.
+
+        Args:
+            shape: shape of the full tensor.
+            dtype: dtype of newly allocated elements.
+            values: this rank's elements, perhaps followed by padding; None: allocate without values.
+        """
         start, size = span(shape.numel(), comm.rank(), comm.world_size())
         return cls(shape, start, torch.empty(size, dtype=dtype) if values is None else values[:size], even=True)
 
@@ -65,18 +71,21 @@ class FlatPart(Tensor):
         return self._run
 
     def whole(self, device: torch.device) -> Tensor:
-        """Return the tensor with the elements of all ranks, on a device that supports collectives. Collective."""
+        """Gather the full tensor on a device that supports collectives. Collective."""
         # a sum with zeros, because the ranks' parts may have different lengths
         made = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device)
         made[self.start : self.start + self._run.numel()] = self._run.to(device)
         return comm.all_reduce(made, "sum").view(self.shape)
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Return offsets and sizes of the boxes that this rank's elements fill, and each box's start among them."""
+        """Return (offsets, sizes, start) for each rectangular box that this rank's elements fill.
+
+        ``start`` is the index of the box's first element among this rank's elements.
+        """
         return list(_boxes(tuple(self.shape), self.start, self.start + self._run.numel()))
 
     def box(self, offsets: torch.Size, values: Tensor) -> Tensor:
-        """Return the box at these offsets, from values that correspond to this rank's elements."""
+        """Return the box with these offsets as a view of ``values``, which correspond to this rank's elements."""
         for corner, sizes, place in self.boxes():
             if corner == tuple(offsets):
                 numel = torch.Size(sizes).numel()
@@ -107,8 +116,8 @@ class FlatPart(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(
-            f"{func}: this rank has {next(iter(args))!r}, which supports no operation: work with this rank's "
-            "elements, `to_local()`."
+            f"{func}: this rank has {next(iter(args))!r}, which supports no operations. Use this rank's "
+            "elements, `to_local()`, or the full tensor, `whole(device)`."
         )
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's has one of its own
@@ -119,7 +128,7 @@ class FlatPart(Tensor):
 def _boxes(
     shape: tuple[int, ...], start: int, stop: int, place: int = 0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Yield the boxes of a range of elements in order: the rest of a row, whole rows, the start of another."""
+    """Split a range of flattened elements into boxes: the end of one row, complete rows, the start of the last row."""
     if start >= stop:
         return
     if len(shape) < 2:

@@ -1,4 +1,4 @@
-"""The checkpoint file: torch's zip format, free of code, with a SHA-256 of itself at its end.
+"""The checkpoint file: torch's zip format without code, followed by a SHA-256 of all earlier bytes.
 
 Layout: the archive as ``torch.save`` writes it. Its comment (the last field of a zip file) is
 
@@ -45,11 +45,11 @@ _DIGEST_BYTES = 32
 _MARK = b"LOCKSTEP-SHA256\0"
 #: bytes before the digest: the length of the comment, and the mark
 _SEAL = struct.pack("<H", len(_MARK) + _DIGEST_BYTES) + _MARK
-_WAY_OUT = "resume from an earlier checkpoint, or fetch the file again"
+_WAY_OUT = "Resume from an earlier checkpoint, or copy the file again."
 
 
 def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
-    """Write `checkpoint` to `path`: completely or not at all, and only if :func:`load` can read it back.
+    """Write a checkpoint atomically, after checking that :func:`load` can read every value.
 
     Tensors, numbers, strings, and dicts, lists, tuples, sets of them are kept. A NumPy number becomes a
     Python number and an ``AttributeDict`` a dict. Classes registered by ``torch.serialization.add_safe_globals``
@@ -59,21 +59,21 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 
     Raises:
         MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
-            message names its key. No file has been touched.
+            message names its key. No file has been changed.
         OSError: the file could not be written; the earlier one is intact.
     """
-    content = marked(checkpoint)
+    content = with_version(checkpoint)
     with storage.replacing(path) as file:
         write(content, file)
 
 
-def marked(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return `checkpoint` with the version of the format, in a form that can be read back; see `readable`."""
+def with_version(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `checkpoint` with the format's version and plain values; see `readable`."""
     return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
 
 
 def write(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write the result of `marked` to an open file, with the hash at its end.
+    """Write the result of `with_version` to an open file, with the hash at its end.
 
     Raises:
         OSError: the file could not be written.
@@ -91,7 +91,7 @@ def write(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 class _HashingWriter:
-    """A writer that forwards to a file what ``torch.save`` writes (it never seeks), and hashes it on the way."""
+    """A file-like object for ``torch.save`` that hashes all bytes and writes them to another file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -119,10 +119,10 @@ class _HashingWriter:
             self.error = error
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed once it is complete."""
+        """Do nothing, because the file is flushed when it is complete."""
 
     def seal(self) -> None:
-        """End the file with the comment that holds the digest."""
+        """Append the digest as the zip archive's comment."""
         assert self._last == _NO_COMMENT, "torch.save ended its archive with a comment of its own"
         self._hash.update(_SEAL)
         self.file.write(_SEAL + self._hash.digest())
@@ -131,7 +131,7 @@ class _HashingWriter:
 def load(
     path: storage.PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is intact.
+    """Read a checkpoint file from lockstep or Lightning 2.x, after checking that the file is intact.
 
     Args:
         path: the file, local or a URL, or an open file.
@@ -142,7 +142,7 @@ def load(
 
     Raises:
         CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
-        MisconfigurationException: the file holds objects of other classes: it needs ``weights_only=False``.
+        MisconfigurationException: the file contains objects of other classes, which need ``weights_only=False``.
         FileNotFoundError: the file does not exist.
     """
     name = str(path)
@@ -156,7 +156,7 @@ def load(
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise CorruptCheckpoint(f"There is no checkpoint at {name!r}: {error.strerror}: {_WAY_OUT}.") from None
+        raise CorruptCheckpoint(f"There is no checkpoint at {name!r}: {error.strerror}. {_WAY_OUT}") from None
 
 
 def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
@@ -165,10 +165,10 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
     if not sealed:  # one of Lightning's, or damaged: the sums within the archive are all there is to check
         _check_archive(file, name)
     file.seek(0)
-    checkpoint = _unpickled(file, name, map_location, weights_only)
+    checkpoint = _unpickle(file, name, map_location, weights_only)
     if not isinstance(checkpoint, dict):
         raise CorruptCheckpoint(
-            f"The file {name!r} holds a {type(checkpoint).__name__}, but a checkpoint is a dict: check the path."
+            f"The file {name!r} contains a {type(checkpoint).__name__}, but a checkpoint is a dict. Check the path."
         )
     own = checkpoint.get(KEY)
     if isinstance(own, dict) and "format" in own and not sealed:
@@ -176,12 +176,12 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
         # of the zip directory's last record.
         file.seek(max(0, file.seek(0, 2) - 22))
         if file.read(4) != b"PK\x05\x06":
-            raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
+            raise CorruptCheckpoint(f"The checkpoint {name!r} lacks the hash at its end. {_WAY_OUT}")
     return checkpoint
 
 
-def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> Any:
-    """Return what torch reads from a file; None means torch's default, which an environment variable changes."""
+def _unpickle(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> Any:
+    """Read an open file with ``torch.load``, and convert its errors to messages about the checkpoint."""
     try:
         with torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(file, map_location=map_location, weights_only=weights_only)
@@ -192,23 +192,28 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         if foreign:
             raise MisconfigurationException(
-                f"The checkpoint {name!r} holds more than tensors and plain values: {', '.join(foreign)}. If "
-                "you trust its author, read it with weights_only=False (code in it may run), or allow these "
-                "classes by torch.serialization.add_safe_globals([...]). Where a package reads it: set the variable "
-                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+                f"The checkpoint {name!r} contains objects that are not tensors or plain values: "
+                f"{', '.join(foreign)}. If you trust its author, load it with weights_only=False (code in it may "
+                "run), or "
+                "allow these classes with torch.serialization.add_safe_globals([...]). If a package calls torch.load, "
+                "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
             ) from error
-        raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}): {_WAY_OUT}.") from error
+        raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}). {_WAY_OUT}") from error
     except Exception as error:  # torch raises errors of many classes for a damaged archive or pickle
         # a missing device (torch's message mentions map_location), a disk that fails, or code in the file
         if weights_only is False or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
             raise
         raise CorruptCheckpoint(
-            f"The file {name!r} is damaged or not a checkpoint ({first_line(error)}): {_WAY_OUT}."
+            f"The file {name!r} is damaged or not a checkpoint ({first_line(error)}). {_WAY_OUT}"
         ) from error
 
 
 def _check_seal(file: IO[bytes], name: str) -> bool:
-    """Return True if the file ends in a digest that matches; raise if it does not match."""
+    """Return True if the file ends with a matching digest, False if it has no digest.
+
+    Raises:
+        CorruptCheckpoint: the digest does not match the file's bytes.
+    """
     length = file.seek(0, 2)
     covered = length - _DIGEST_BYTES
     file.seek(max(0, covered - len(_SEAL)))
@@ -227,18 +232,18 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
             break
     if digest.digest() != end[-_DIGEST_BYTES:]:
         raise CorruptCheckpoint(
-            f"The checkpoint {name!r} is not as it was written (its bytes do not match the hash in it): {_WAY_OUT}."
+            f"The checkpoint {name!r} has changed since it was written (its bytes do not match its hash). {_WAY_OUT}"
         )
     return True
 
 
 def _check_archive(file: IO[bytes], name: str) -> None:
-    """Refuse what cannot be a file of ``torch.save``, before any of it is unpickled."""
+    """Raise if a file is not an intact zip archive from ``torch.save``; nothing is unpickled."""
     file.seek(0)
     start = file.read(4)
     if start != b"PK\x03\x04":
         what = "is empty" if not start else "was not written by torch.save (since torch 1.6)"
-        raise CorruptCheckpoint(f"The file {name!r} {what}, so it is not a checkpoint: check the path.")
+        raise CorruptCheckpoint(f"The file {name!r} {what}, so it is not a checkpoint. Check the path.")
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -252,10 +257,12 @@ def _check_archive(file: IO[bytes], name: str) -> None:
         if isinstance(error, OSError) and error.errno:
             raise
         raise CorruptCheckpoint(
-            f"The file {name!r} is truncated or damaged ({first_line(error)}): {_WAY_OUT}."
+            f"The file {name!r} is truncated or damaged ({first_line(error)}). {_WAY_OUT}"
         ) from error
     if not any(member.endswith("/data.pkl") for member in members):
-        raise CorruptCheckpoint(f"The zip file {name!r} is not a checkpoint: it has no data.pkl; check the path.")
+        raise CorruptCheckpoint(
+            f"The zip file {name!r} is not a checkpoint, because it contains no data.pkl. Check the path."
+        )
 
 
 #: Stand-ins for Lightning's classes of nested hyperparameters, which are unpickled as plain dicts. They have the names
@@ -282,13 +289,15 @@ Keys = tuple[Any, ...]
 
 
 def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return `checkpoint` itself, or a copy of its containers with plain equivalents in place of some values.
+    """Replace values that ``torch.load(weights_only=True)`` cannot read with plain equivalents, or raise.
+
+    The dict itself is returned if nothing changes, else a copy of its containers.
 
     A NumPy number becomes a Python number, an ``AttributeDict`` a dict. Tensors are neither copied nor inspected.
 
     Raises:
         MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
-            message contains its key, a description of it, and the way out.
+            message contains the value's key, a description, and what to do.
     """
     result = _readable(checkpoint, (), {})
     assert isinstance(result, dict)
@@ -296,7 +305,7 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return `value` in a form that can be read back.
+    """Return one value in a form that ``torch.load(weights_only=True)`` can read.
 
     `done` holds the containers visited so far and their forms, by id: a shared container stays shared, and one
     that contains itself does not recurse forever.
@@ -345,14 +354,14 @@ def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]
 
 
 def _readable_other(value: object, keys: Keys) -> Any:
-    """Return the form of a value of an uncommon type; if nothing is known about it, try to read it back."""
+    """Return the readable form of a value with an uncommon type; test unknown types by saving and loading the value."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         plain = value.item()
         if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equivalent
             return plain
     if hasattr(value, "full_tensor"):  # torch would read back only this rank's part of a DTensor, as if it were whole
-        raise _refused(value, keys)
+        raise _error_for(value, keys)
     if isinstance(value, torch.Tensor):  # a subclass; a trial would copy its data
         safe = torch.serialization.get_safe_globals()  # classes, or pairs of a class and its name
         if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
@@ -361,23 +370,22 @@ def _readable_other(value: object, keys: Keys) -> Any:
         return value
     if LIGHTNING.is_installed:  # the script was written for a trainer that pickles anything
         warn_once(
-            f"checkpoint{_place(keys)} is {described(value)}: the checkpoint holds more than tensors and plain values, "
-            "so that reading it needs weights_only=False.",
+            f"checkpoint{_place(keys)} is {described(value)}: the checkpoint contains objects that are not tensors or "
+            "plain values. To load it, pass weights_only=False.",
             key="a checkpoint that holds objects",
         )
         return value
-    raise _refused(value, keys)
+    raise _error_for(value, keys)
 
 
 def _place(keys: Keys) -> str:
     return "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
 
 
-def _refused(value: object, keys: Keys) -> MisconfigurationException:
-    """Return the error for `value`, which is at `keys` (or a key there)."""
+def _error_for(value: object, keys: Keys) -> MisconfigurationException:
+    """Return the error for a value that cannot be saved; `keys` is the path to the value."""
     return MisconfigurationException(
-        f"checkpoint{_place(keys)} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code "
-        "and are read with weights_only=True. Keep tensors, numbers, strings, and dicts, lists or tuples of them; "
-        "leave a hyperparameter out by save_hyperparameters(ignore=[...]), or allow a class by "
-        "torch.serialization.add_safe_globals([...])."
+        f"checkpoint{_place(keys)} is {described(value)}, which cannot be saved, because checkpoints contain no code. "
+        "Save only tensors, numbers, strings, and dicts, lists or tuples of them. Omit a hyperparameter with "
+        "save_hyperparameters(ignore=[...]), or allow a class with torch.serialization.add_safe_globals([...])."
     )

@@ -1,4 +1,4 @@
-"""Checkpoints without frozen weights: a hash identifies those weights, however they are sharded."""
+"""Checkpoints that omit frozen weights, and identify them by hashes that do not depend on sharding."""
 
 from __future__ import annotations
 
@@ -30,35 +30,37 @@ KEY = "base"
 PIECE = 2**20
 """Number of elements that are hashed at a time."""
 FACTORS = (-7046029254386353131, -4417276706812531889, -7723592293110705685)
-"""Odd numbers that mix bits, from splitmix64 and xxHash, as signed numbers."""
+"""Factors of the hash, from splitmix64 and xxHash, as signed 64-bit numbers."""
 
 OTHERS = (
-    "{call}: the checkpoint holds trained weights only, without {count} frozen tensors of {base} ({elements:,} "
-    "elements); this module has {here} tensors ({own:,} elements) that it lacks{first}. Make the module as it was, "
-    "with the same layers frozen, or save a whole checkpoint."
+    "{call}: the checkpoint has only trained weights, and lacks {count} frozen tensors of {base} ({elements:,} "
+    "elements). This module, however, has {here} tensors ({own:,} elements) that the checkpoint lacks{first}. "
+    "Build the "
+    "module as in the run that saved it, with the same layers frozen, or save a complete checkpoint."
 )
 ANOTHER = (
-    "{call}: the checkpoint is an adapter for another base: it was trained on {base}, and this is {own}; {count} of "
-    "{all} frozen tensors have other values: {names}. Load the weights that it was trained on first, for example by "
-    "lockstep.load_pretrained(model, FOLDER), or set `strict_loading = False` in the module to load it anyway."
+    "{call}: the adapter was trained on the base {base}, which differs from this module's base {own} in {count} of "
+    "{all} frozen tensors: {names}. First load the adapter's base, for example with "
+    "lockstep.load_pretrained(model, FOLDER), or set `strict_loading = False` in the module to load anyway."
 )
 OTHER_DTYPE = (
-    "{call}: the adapter was trained on frozen weights in {there}, and here they are in {here}: it cannot be checked "
-    "that the base is the same."
+    "{call}: the adapter was trained on frozen weights in {there}, and this module's are in {here}, so the bases "
+    "cannot "
+    "be compared. Load the base in {there} to have the bases compared."
 )
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
+    """Return a parameter name without the prefixes that wrappers such as DDP and ``torch.compile`` add."""
     return plain_name(name).replace("_orig_mod.", "")
 
 
 SOON_HASHED = 2**25
-"""Number of elements that a core hashes in a third of a second."""
+"""Number of elements that one CPU core hashes in about a third of a second."""
 
 
 class _Version:
-    """The version of a tensor at the time of construction."""
+    """A record of a tensor's version, to detect later writes to the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = ref(tensor)
@@ -66,17 +68,17 @@ class _Version:
         self._at_start = 0 if tensor.is_inference() else tensor._version
 
     def is_written(self) -> bool:
-        """Return True if the tensor exists and was written since, other than through its ``.data``."""
+        """Return True if the tensor exists and was written since construction; writes to ``.data`` are not detected."""
         tensor = self._tensor()
         return tensor is not None and not tensor.is_inference() and tensor._version != self._at_start
 
 
 class FrozenBase:
-    """The parameters that are frozen at the start of a call. A checkpoint can omit those still frozen and unchanged.
+    """The parameters that are frozen when a fit starts, and that checkpoints omit while they stay unchanged.
 
     Args:
-        module: the module at the start of the call.
-        absent: names that the checkpoint from which the call resumes omits; None: no checkpoint, or a whole one.
+        module: the module at the start of the fit.
+        absent: parameter names that the checkpoint to resume from omits; None: no checkpoint, or a complete one.
     """
 
     def __init__(self, module: nn.Module, absent: Iterable[str] | None = None) -> None:
@@ -87,29 +89,28 @@ class FrozenBase:
         # shards and blocks that move become new tensors without a change.
         self._at_start: dict[str, int | None] | None = None
         named = dict(module.named_parameters(remove_duplicate=False))
-        #: number of frozen elements on all ranks
+        #: number of elements of all frozen parameters, on all ranks together
         self.elements = _elements({name: each for name, each in named.items() if plain(name) in self._names})
         self._versions = {plain(name): _Version(tensor) for name, tensor in named.items() if plain(name) in self._names}
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return True if the call was started with this module."""
+        """Return True if this object was created for `module`."""
         return self._module is module
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Record the values that later ones are compared with. Collective.
+        """Record hashes of the frozen parameters, to detect changes later. Collective.
 
-        Without this call the first `record` does so, for tensors that have not been written since the start, as far as
-        that is detectable.
+        Without this call the first `record` stores the hashes, except for tensors whose version has changed by then.
         """
         self._at_start = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Omit frozen parameters from the module's state dicts, except those that the last `record` found changed."""
+        """Return a context in which the module's state dicts omit frozen, unchanged parameters."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 
     def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return a checkpoint's description of the weights that it omits. Collective.
+        """Return the description of omitted weights, to store in a checkpoint. Collective.
 
         A tensor that has changed since the start, such as a target network's, is no longer omitted.
 
@@ -127,7 +128,7 @@ class FrozenBase:
         named = self._module.named_parameters(remove_duplicate=False)
         self._names -= {plain(name) for name, parameter in named if id(parameter) in changed}
         left_out = {name: each for name, each in own.items() if id(each) not in changed}
-        return record_of(left_out, [now[name] for name in left_out], base_name(self._module)) if left_out else {}
+        return _describe(left_out, [now[name] for name in left_out], base_name(self._module)) if left_out else {}
 
     def _own(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {plain(name): each for name, each in parameters.items()}
@@ -143,7 +144,7 @@ def _frozen(module: nn.Module) -> Iterator[str]:
 
 
 def base_name(module: nn.Module) -> str:
-    """Return a name for the initial weights of a module: the folder they were loaded from, or the model's class."""
+    """Return a name for a module's initial weights: the folder from which they were loaded, or the module's class."""
     for layer in module.modules():
         folder = vars(layer).get(FOLDER)
         if folder is not None:
@@ -153,8 +154,8 @@ def base_name(module: nn.Module) -> str:
     return type(module).__name__ if named is None else repr(named)
 
 
-def record_of(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
-    """Return the hashes of parameters and other properties that distinguish them from those of another base."""
+def _describe(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
+    """Return hashes, names, shapes and dtypes of omitted parameters, with which `check` recognizes the base."""
     return {
         "of": base,
         "hashes": torch.tensor(hashes, dtype=torch.int64),
@@ -179,7 +180,7 @@ def _dtypes(parameters: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
-    """Allow a LightningModule to load a state dict without some of its parameters."""
+    """Disable strict loading of a LightningModule within a context, if any parameter is absent."""
     before = module._strict_loading
     if absent:
         module.strict_loading = False
@@ -190,14 +191,14 @@ def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
 
 
 def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
-    """Return a state dict without some parameters."""
+    """Return a state dict without the absent parameters."""
     left_out = set(absent)
     return {name: value for name, value in state.items() if plain(name) not in left_out}
 
 
 def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | None:
-    """Return the names of the module's frozen parameters that a checkpoint omits; None if it is whole."""
-    if _record(checkpoint) is None:
+    """Return the names of the module's parameters that a checkpoint omits; None for a complete checkpoint."""
+    if _description(checkpoint) is None:
         return None
     there = checkpoint["state_dict"]
     saved = {plain(name) for name in there}
@@ -206,19 +207,19 @@ def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | N
 
 
 def base_of(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return a checkpoint's name for the weights that it omits; None if it is whole."""
-    record = _record(checkpoint)
+    """Return the name of the base weights that a checkpoint omits; None for a complete checkpoint."""
+    record = _description(checkpoint)
     return None if record is None else str(record.get("of"))
 
 
-def _record(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+def _description(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     own = checkpoint.get("lockstep")
     found = own.get(KEY) if isinstance(own, Mapping) else None
     return found if isinstance(found, dict) else None
 
 
 def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[str, Tensor], call: str) -> None:
-    """Refuse weights that were trained on another base than the module's. Collective.
+    """Raise if a checkpoint's trained weights belong to a different base from the module's. Collective.
 
     Args:
         checkpoint: with or without frozen weights.
@@ -229,7 +230,7 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
     Raises:
         MisconfigurationException: the frozen weights have other names or values; raised on every rank.
     """
-    record, absent = _record(checkpoint), absent_of(checkpoint, module)
+    record, absent = _description(checkpoint), absent_of(checkpoint, module)
     if record is None or absent is None:
         return
     left_out = set(absent)
@@ -257,10 +258,10 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
 
 
 def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
-    """Return a 64-bit number for each parameter that depends on every bit and its position. Collective.
+    """Return a 64-bit hash of each parameter; equal for every sharding. Collective.
 
-    Each rank hashes its parts. A part that several ranks hold counts once, with the value of the first of them; the sum
-    does not depend on the sharding. None stands for a parameter that cannot be read (a lazy one, or a custom class).
+    Each rank hashes its own parts, and the results are added. A replicated part counts once, with the first rank's
+    value. The hash is None for a parameter that cannot be read (lazy, or of a custom class).
     """
     mine: dict[tuple[str, tuple[int, ...]], int | None] = {}
     for name, parameter in parameters.items():
@@ -283,7 +284,7 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
-    """Return this rank's part of a parameter, its offset, and the whole shape; for DeepSpeed's, all are flat."""
+    """Return this rank's part of a parameter, the part's offset, and the full shape; flattened for DeepSpeed."""
     if hasattr(parameter, "ds_tensor"):
         numel, rank = parameter.ds_shape.numel(), comm.rank(None)
         start = min(rank * parameter.ds_tensor.numel(), numel)
@@ -294,7 +295,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
 
 
 def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the sum over a part's elements of a hash of the element and its position in the whole."""
+    """Return the sum of hashes of a part's elements; each depends on the element's bits and position."""
     if not part.dim():
         part, begins, shape = part.reshape(1), [0], (1,)
     rows = max(1, PIECE // max(1, part[0].numel()))
@@ -306,7 +307,7 @@ def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _places(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the index of each element of a part in the whole, in row-major order."""
+    """Return each element's index in the flattened full tensor."""
     places, stride = torch.zeros((), dtype=torch.int64, device=part.device), 1
     for dim in reversed(range(part.dim())):
         own = torch.arange(begins[dim], begins[dim] + part.shape[dim], device=part.device) * stride

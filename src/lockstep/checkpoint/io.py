@@ -1,4 +1,4 @@
-"""The interface through which a Trainer writes, reads and removes checkpoints, synchronously or in the background.
+"""Classes with which a Trainer writes, reads and removes checkpoints, synchronously or in the background.
 
 On top of it, the writer of a run's checkpoints, which reports each checkpoint when it is complete.
 """
@@ -29,7 +29,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> dict[str, Any]:
-    """Copy a checkpoint, with its tensors on the CPU, into ``memory``; None: new memory.
+    """Copy a checkpoint to the CPU, so that the run can continue while the copy is written.
 
     Tensors that share memory in the checkpoint share it in the copy (tied weights, views), so that files do not grow.
     Tensors inside objects of other classes stay on their devices.
@@ -57,7 +57,7 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor is nothing but a view of bytes."""
+    """Return True if a tensor can be copied as bytes: strided, not quantized, without Python attributes."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -127,7 +127,7 @@ class CheckpointIO(ABC):
         Args:
             path: a path that :meth:`save_checkpoint` has written.
             map_location: device of its tensors, as in ``torch.load``; the Trainer passes the CPU.
-            weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not given it.
+            weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not set it.
         """
 
     @abstractmethod
@@ -135,18 +135,18 @@ class CheckpointIO(ABC):
         """Delete a checkpoint, or a link to one; do nothing if it does not exist."""
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Run an action when everything saved so far is complete: at once, unless files are written later."""
+        """Run an action once all earlier saves are complete; immediately, if this class does not write later."""
         action()
 
     def wait(self) -> None:  # noqa: B027, optional
-        """Wait until everything saved so far is complete."""
+        """Wait until all earlier saves are complete."""
 
     def teardown(self) -> None:  # noqa: B027, optional
-        """Finish what was started and release resources; :meth:`save_checkpoint` may be called again later."""
+        """Complete pending work and release resources; :meth:`save_checkpoint` may be called again later."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO for torch files, local or at a URL: hashed, free of code, atomic. See ``checkpoint/format.py``."""
+    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
@@ -164,18 +164,18 @@ class TorchCheckpointIO(CheckpointIO):
     def _check_options(self, storage_options: object) -> None:
         if storage_options is not None:
             raise TypeError(
-                f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} has no options; "
-                "leave them out, or give Trainer(plugins=...) your own CheckpointIO that supports them."
+                f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} has no "
+                "options. Omit them, or pass a CheckpointIO that supports them to Trainer(plugins=...)."
             )
 
     def load_checkpoint(
         self, path: storage.PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file of lockstep, or of Lightning 2.x, or a folder of parts, completely.
+        """Read a file from lockstep or Lightning 2.x, or a folder of parts, completely.
 
         Raises:
             CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-            MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
+            MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
             FileNotFoundError: the checkpoint does not exist.
         """
         from lockstep.checkpoint import sharded  # it reads files, too; a run that loads none does without
@@ -195,7 +195,7 @@ COPIES = 2
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """A CheckpointIO that writes with another one in a thread.
+    """A CheckpointIO that writes in a background thread, using another CheckpointIO.
 
     Training waits only while the run's state is copied to the CPU.
 
@@ -235,7 +235,7 @@ class AsyncCheckpointIO(CheckpointIO):
     # -- the interface that the Trainer calls --------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Copy a checkpoint, and schedule its writing.
+        """Copy a checkpoint to the CPU, and write the copy in the background.
 
         Raises:
             Exception: an earlier one could not be written; this one is not started.
@@ -253,7 +253,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 write()
             except BaseException as error:  # it is raised in a later call, which has nothing to do with this path
                 if hasattr(error, "add_note"):  # from Python 3.11 on
-                    error.add_note(f"{type(self).__name__} was writing {str(path)!r}, in the background.")
+                    error.add_note(f"{type(self).__name__} failed to write {str(path)!r} in the background.")
                 raise
 
         self._append(explained, is_save=True)
@@ -276,7 +276,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._append(partial(self.checkpoint_io.then, action), is_save=False)
 
     def wait(self) -> None:
-        """Wait until everything is written.
+        """Wait until all scheduled writes are complete.
 
         Raises:
             Exception: a write failed.
@@ -285,7 +285,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_error()
 
     def teardown(self) -> None:
-        """Wait until everything is written.
+        """Wait until all scheduled writes are complete, and release the memory of copies.
 
         Raises:
             Exception: a write failed.
@@ -361,13 +361,13 @@ Path = str | os.PathLike[str]
 
 
 class CheckpointWriter:
-    """The checkpoints of one run, written through a CheckpointIO.
+    """The Trainer's access to a CheckpointIO, with a record of the checkpoints of this run.
 
     Args:
-        default_io: the CheckpointIO to use if the user gives none.
+        default_io: the CheckpointIO to use if the user passes none.
 
     Attributes:
-        before_touching: raises if the run's checkpoints are no longer its own.
+        before_touching: called before a write or removal; raises if a newer attempt at the run exists.
         after_saving: called with the path of each complete checkpoint that a fit can resume from.
     """
 
@@ -391,7 +391,7 @@ class CheckpointWriter:
     def save(
         self, checkpoint: dict[str, Any], path: Path, storage_options: object = None, *, sharded: bool = False
     ) -> None:
-        """Write a checkpoint. Only the ranks that write call it: rank 0 alone, or all ranks with their parts.
+        """Write a checkpoint. Call this on rank 0 alone, or on all ranks if ``sharded``.
 
         Args:
             checkpoint: the run, or this rank's part of it.
@@ -400,15 +400,14 @@ class CheckpointWriter:
             sharded: all ranks write, each its part.
 
         Raises:
-            MisconfigurationException: the CheckpointIO writes whole checkpoints only.
+            MisconfigurationException: ``sharded``, but the CheckpointIO cannot write parts.
         """
         if sharded and not getattr(self.io, "writes_shards", False):
             raise MisconfigurationException(
-                f"{type(self.io).__name__} writes whole checkpoints, but each rank has a part of the model: leave it "
-                "out (async_save=True of the strategy writes in the background), gather one file "
-                '(FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full")), or give '
-                "Trainer(plugins=[...]) a CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on "
-                "every rank."
+                f"{type(self.io).__name__} writes complete checkpoints, but each rank has only a part of the model. "
+                "Remove it (async_save=True of the strategy writes in the background), or save one file "
+                '(FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full")), or pass a '
+                "CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on every rank."
             )
         self._is_open = True
         if self.before_touching is not None:
@@ -436,11 +435,11 @@ class CheckpointWriter:
         self.io.remove_checkpoint(path)
 
     def has(self, path: Path) -> bool:
-        """Return True if a file or folder has this name, or a checkpoint is being written to it."""
+        """Return True if `path` exists, or this run has saved a checkpoint there that may still be being written."""
         return str(path) in self._saved or storage.exists(path)
 
     def close(self) -> None:
-        """Let the CheckpointIO finish its work; do nothing if it was not used."""
+        """Call the CheckpointIO's ``teardown``, if it was used."""
         if self._is_open:
             self._is_open = False
             self.io.teardown()

@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors, as transformers writes it: maps its tensors to a module, and reads parts."""
+"""Loading of weights from a folder of safetensors, such as transformers writes, into unsharded or sharded modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.ground.parameters import box_of, keep_dtype, local_part
 from lockstep.ground.rank import rank_zero_warn
 
 PLAN = "_lockstep_pretrained"
-"""Attribute of a layer with the sources of its parameters' and buffers' values, by their own names."""
+"""Attribute of a layer that maps parameter and buffer names to the sources of their values."""
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SHOWN = 10
@@ -30,49 +30,54 @@ Box = Sequence[slice]
 """A slice for each dimension."""
 
 NO_FOLDER = (
-    "load_pretrained({folder!r}): there is no such folder. Give the path of a folder on this machine; download one "
-    "from the Hub by `hf download NAME --local-dir FOLDER`."
+    "load_pretrained({folder!r}): the folder does not exist. Pass a folder on this machine; to download one from the "
+    "Hub, run `hf download NAME --local-dir FOLDER`."
 )
 PICKLED = (
-    "load_pretrained({folder!r}): its weights are pickled ({name}), which cannot be read in parts, and may run code. "
+    "load_pretrained({folder!r}): the weights are pickled ({name}), cannot be read in parts, and may run code. "
     "If you trust their author, convert them to safetensors once: AutoModel.from_pretrained({folder!r})."
     "save_pretrained(NEW_FOLDER)."
 )
 NO_WEIGHTS = (
-    "load_pretrained({folder!r}): there is neither {index} nor {one} in it. Give the folder that `save_pretrained` "
-    "has written."
+    "load_pretrained({folder!r}): the folder contains neither {index} nor {one}. Pass a folder from `save_pretrained`."
 )
-BAD_INDEX = "load_pretrained({folder!r}): {index} is not an index of weights ({error}): copy the folder again."
-DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}): copy it again."
+BAD_INDEX = "load_pretrained({folder!r}): {index} is damaged ({error}). Copy the folder again."
+DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}). Copy the file again."
 ANOTHER = (
-    "load_pretrained({folder!r}): these are weights of another model: none of its {count} tensors fits {model}. The "
-    "folder has {there}; the model has {here}. Give the model's own folder, or make the model from the folder's "
-    "config: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))."
+    "load_pretrained({folder!r}): none of the folder's {count} tensors belongs to a {model}. The folder has "
+    "{there}; the "
+    "model has {here}. Pass the model's own folder, or build the model from the folder's config: "
+    "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))."
 )
 SHAPES = (
-    "load_pretrained({folder!r}): {count} tensors have other shapes than in {model}: {shown}. Make the model from the "
-    "folder's config, AutoConfig.from_pretrained(folder), or let the model initialize them, by "
-    "ignore_mismatched_sizes=True. For a larger vocabulary write a new folder once: from_pretrained, "
-    "resize_token_embeddings, save_pretrained."
+    "load_pretrained({folder!r}): {count} tensors have different shapes in the folder and in {model}: {shown}. "
+    "Build the "
+    "model from AutoConfig.from_pretrained(folder), or pass ignore_mismatched_sizes=True to have these tensors "
+    "initialized. For a larger vocabulary write a new folder once: from_pretrained, resize_token_embeddings, "
+    "save_pretrained."
 )
 RESIZED = (
-    "load_pretrained({folder!r}): the shape of {name!r} was {was} at that call, and is {now} now, before its values "
-    "are read. Write a folder with the new shapes once, and load that: AutoModel.from_pretrained({folder!r}), "
+    "load_pretrained({folder!r}): the shape of {name!r} has changed from {was} to {now} since this call, before "
+    "the values "
+    "were loaded. Write a folder with the new shapes once, and load that folder: "
+    "AutoModel.from_pretrained({folder!r}), "
     "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
 )
 QUANTIZED = (
-    "load_pretrained({folder!r}): its weights are quantized ({method} in its config.json), and do not fit the model's "
-    "parameters. Give the folder that it was made from, or write one without quantization once: "
+    "load_pretrained({folder!r}): the weights are quantized ({method} in config.json), and cannot be loaded into "
+    "ordinary "
+    "parameters. Pass the unquantized folder, or write one once: "
     "AutoModelForCausalLM.from_pretrained({folder!r}).dequantize(), then save_pretrained(NEW_FOLDER)."
 )
 NOT_FILLED = (
-    "load_pretrained({folder!r}): the layers of {model} with {names} were replaced before their values were read, and "
-    "nothing would load them into the new ones: replace layers before `load_pretrained`."
+    "load_pretrained({folder!r}): layers of {model} with {names} were replaced before their values were loaded, so "
+    "the new "
+    "layers would stay without these values. Replace layers before `load_pretrained`."
 )
 
 
 class WeightFiles:
-    """The tensors of a folder of safetensors, by name. Only the files' headers are read on construction.
+    """A reader of a folder of safetensors; the constructor reads only the files' headers.
 
     Args:
         folder: a folder with one file, or with an index and the parts that it names.
@@ -105,7 +110,7 @@ class WeightFiles:
                 raise CorruptCheckpoint(DAMAGED.format(folder=str(self.folder), name=path.name, error=error)) from None
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
-        """Return the files with the names of their tensors from the index; None instead of names: all tensors."""
+        """Return the weight files, each with the names of its tensors in the index; None without an index."""
         folder, one = str(self.folder), self.folder / ONE_FILE
         # before an index, as in `from_pretrained`: a model that was once saved in parts leaves its index
         if one.is_file():
@@ -130,7 +135,7 @@ class WeightFiles:
         return {**keys}
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a part of a tensor, in memory that belongs to the file: copy it."""
+        """Read a tensor, or the part in ``box``. The result is mapped from the file; copy it before changing it."""
         # opened for each read: the mapping ends with the returned tensor, and its pages do not accumulate in memory
         with self._open(self._file_of[key], framework="pt") as file:
             part: Tensor = file.get_slice(key)[tuple(box) if box else ...]
@@ -138,7 +143,7 @@ class WeightFiles:
 
 
 def _refuse_quantized(folder: Path) -> None:
-    """Refuse quantized weights, which only a quantizer of transformers could convert to the model's parameters."""
+    """Raise if a folder's ``config.json`` describes quantized weights."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):  # a folder of weights alone
@@ -151,12 +156,12 @@ def _refuse_quantized(folder: Path) -> None:
 
 @dataclass
 class Loading:
-    """The pending work of one call of `load_pretrained`.
+    """The tensors that one call of `load_pretrained` still has to load.
 
     Attributes:
-        files: files of the folder.
+        files: reader of the folder.
         model: class name of the model, for messages.
-        waiting: names of values that have not been read into a layer yet.
+        waiting: names of tensors that have not been loaded yet.
     """
 
     files: WeightFiles
@@ -164,11 +169,11 @@ class Loading:
     waiting: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: object) -> Loading:
-        """Return itself: a copied layer gets the same values as the original."""
+        """Return this object itself, so that a copied layer loads the same values as the original."""
         return self
 
     def check_done(self) -> None:
-        """Refuse to train if layers that were to get values have been replaced.
+        """Raise if tensors are still to be loaded, because their layers have been replaced.
 
         Raises:
             MisconfigurationException: with their names.
@@ -182,12 +187,12 @@ class Loading:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of the values of a parameter or buffer.
+    """The names in a folder, and a conversion, from which a parameter or buffer is loaded.
 
     Attributes:
-        loading: the call that found it.
+        loading: the call of `load_pretrained`.
         name: name in the model.
-        shape: shape of the whole tensor.
+        shape: shape of the full tensor.
         keys: names in the files; several if a conversion of transformers makes one tensor from them.
         conversion: function that runs transformers' ``WeightConverter`` and returns the tensor; None: no conversion.
     """
@@ -199,14 +204,14 @@ class Source:
     conversion: Callable[[], Tensor] | None = None
 
     def read(self, box: Box | None = None) -> Tensor:
-        """Return a part of the values, with the dtype of the files."""
+        """Read the values, or the part in ``box``, with the dtype of the files."""
         if self.conversion is None:
             return self.loading.files.read(self.keys[0], box)
         whole = self.conversion()
         return whole[tuple(box)] if box else whole
 
     def read_flat(self, start: int, size: int) -> Tensor:
-        """Return a range of the flattened tensor's elements; only the rows that hold them are read."""
+        """Read ``size`` elements of the flattened tensor; at most one row more on each side is read from the file."""
         if not self.shape:
             return self.read().reshape(-1)
         row = max(1, self.shape[1:].numel())
@@ -228,7 +233,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     Names are interpreted as ``from_pretrained`` does, including renamed ones and tied weights. Parameters that the
     folder lacks are initialized by the model's ``_init_weights``, and a warning names them, as it does tensors of the
     folder without a place in the model. The dtype is the module's: values of another one are cast. (``from_config``
-    makes a module in the config's dtype, often bfloat16, unless it is given ``dtype=torch.float32``.)
+    makes a module in the config's dtype, often bfloat16, unless you pass ``dtype=torch.float32``.)
 
     Args:
         model: a model of transformers, or any other with the names of the files.
@@ -237,7 +242,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
             otherwise they are an error.
 
     Raises:
-        MisconfigurationException: the folder is of another model, is quantized, or holds no safetensors.
+        MisconfigurationException: the folder belongs to a different model, is quantized, or contains no safetensors.
         CorruptCheckpoint: a file is missing or damaged.
 
     Example::
@@ -259,9 +264,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
         raise MisconfigurationException(
             ANOTHER.format(folder=str(folder), count=len(files.shapes), model=loading.model, there=there, here=here)
         )
-    passed_over = _of_other_shapes(found, places, loading, ignore_mismatched_sizes)
+    passed_over = _refuse_other_shapes(found, places, loading, ignore_mismatched_sizes)
     missing = _resolve_ties(model, found, places)
-    missing, unexpected = _ignored(model, missing, unexpected)
+    missing, unexpected = _reported_names(model, missing, unexpected)
     if is_of_transformers(model):
         _keep_dtypes(model, places)
     _warn(loading, [name for name in missing if name not in passed_over], unexpected)
@@ -298,13 +303,16 @@ def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
 
 
 FOLDER = "_lockstep_pretrained_folder"
-"""Attribute of a model with the name of the folder that it was loaded from."""
+"""Attribute of a model with the name of the folder from which it was loaded."""
 
 Place = tuple[nn.Module, str]
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """Return (layer, own name) of each parameter and saved buffer, by its full name; tied ones at each place."""
+    """Map the full name of each parameter and persistent buffer to (layer, name within the layer).
+
+    A tied tensor has an entry for each of its names.
+    """
     found: dict[str, Place] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):
         for own, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -314,7 +322,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 
 def tensor_at(layer: nn.Module, own: str) -> Tensor:
-    """Return a parameter or buffer of a layer by its own name."""
+    """Return a layer's parameter or buffer by its name within the layer."""
     tensor = layer._parameters[own] if own in layer._parameters else layer._buffers[own]
     assert tensor is not None
     return tensor
@@ -326,7 +334,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Return the source of each name in the model, and the names of the files without a place in it."""
+    """Return the source of each tensor in the model, and the folder's names that the model lacks."""
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
@@ -339,7 +347,7 @@ def _as_it_is(loading: Loading, name: str, key: str) -> Source:
 
 
 def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Map names as ``from_pretrained`` renames and converts them: with transformers' own functions, in its order."""
+    """Implement `_sources` for models of transformers, with its own functions for renaming and conversion."""
     loader, mapping = _loader(model, str(loading.files.folder))
     renamings = [each for each in mapping if isinstance(each, loader.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loader.WeightConverter)]
@@ -365,21 +373,21 @@ def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) 
 
 
 def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
-    """Return transformers' module that renames weights, and a model's renamings and conversions."""
+    """Return transformers' module for loading weights, and its renamings and conversions for a model."""
     try:
         loader = importlib.import_module("transformers.core_model_loading")
         return loader, importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     except ModuleNotFoundError:
         raise MisconfigurationException(
-            f"load_pretrained({folder!r}): names of weights are read as transformers 5 does, and an older one is "
-            "installed: pip install -U transformers, or call from_pretrained in `__init__`"
+            f"load_pretrained({folder!r}): reading a model of transformers needs transformers 5 or newer. Run "
+            "pip install -U transformers, or call from_pretrained in `__init__`."
         ) from None
 
 
 def _converted(
     model: Any, loading: Loading, known: Mapping[str, bool], first: str, converter: Any, keys: list[tuple[str, str]]
 ) -> dict[str, Source]:
-    """Return the sources that a ``WeightConverter`` makes from some keys, whole; there may be several."""
+    """Return the sources of all tensors that a ``WeightConverter`` creates from some names in the files."""
 
     def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         own = deepcopy(converter)
@@ -402,10 +410,10 @@ def _converted(
     }
 
 
-def _of_other_shapes(
+def _refuse_other_shapes(
     found: dict[str, Source], places: Mapping[str, Place], loading: Loading, passes_over: bool
 ) -> set[str]:
-    """Refuse tensors with other shapes than the model's, or remove them from ``found`` with a warning."""
+    """Raise for tensors whose shape differs from the model's; with ``passes_over`` remove them and warn."""
     wanted = {name: tensor_at(*places[name]).shape for name in found}
     wrong = {name for name, source in found.items() if source.shape != wanted[name]}
     if not wrong:
@@ -417,8 +425,8 @@ def _of_other_shapes(
             SHAPES.format(folder=folder, count=len(wrong), model=loading.model, shown=shapes)
         )
     rank_zero_warn(
-        f"load_pretrained({folder!r}): {len(wrong)} tensors have other shapes than in {loading.model}, which "
-        f"initializes them: {shapes}."
+        f"load_pretrained({folder!r}): {len(wrong)} tensors have different shapes in the folder and in "
+        f"{loading.model}, and are newly initialized: {shapes}."
     )
     for name in wrong:
         del found[name]
@@ -429,9 +437,9 @@ def _of_other_shapes(
 
 
 def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[str, Place]) -> list[str]:
-    """Give each name of a tied tensor the same source; return the names without a source.
+    """Assign one source to all names of a tied tensor; return the names without a source.
 
-    If the files have several that differ, the weights are untied, as ``from_pretrained`` does.
+    Tied names with different values in the files are untied, as in ``from_pretrained``.
     """
     groups: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -444,15 +452,15 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
             continue
         first = there[0]
         for name in names:
-            if name in there and found[name].keys != found[first].keys and not _alike(found[first], found[name]):
-                _part(model, first, name, places)
+            if name in there and found[name].keys != found[first].keys and not _are_equal(found[first], found[name]):
+                _untie(model, first, name, places)
             else:
                 found[name] = found[first]
     return missing
 
 
-def _alike(one: Source, other: Source) -> bool:
-    """Return True if two tensors of the files are equal; compared in pieces, so that neither is loaded completely."""
+def _are_equal(one: Source, other: Source) -> bool:
+    """Return True if two tensors in the files are equal; they are compared piece by piece to save memory."""
     if one.shape != other.shape or one.conversion is not None or other.conversion is not None:
         return False
     if not one.shape:
@@ -462,22 +470,22 @@ def _alike(one: Source, other: Source) -> bool:
     return all(torch.equal(one.read(piece), other.read(piece)) for piece in pieces)
 
 
-def _part(model: Any, first: str, name: str, places: Mapping[str, Place]) -> None:
+def _untie(model: Any, first: str, name: str, places: Mapping[str, Place]) -> None:
     layer, own = places[name]
     tensor = tensor_at(layer, own)
     layer._parameters[own] = Parameter(tensor.detach().clone(), tensor.requires_grad)
     getattr(model, "all_tied_weights_keys", {}).pop(name, None)
     rank_zero_warn(
-        f"load_pretrained: {type(model).__name__} ties {name!r} to {first!r}, and the folder has both, with other "
-        "values: they are no longer tied. Set tie_word_embeddings=False in its config to avoid this warning."
+        f"load_pretrained: {type(model).__name__} ties {name!r} to {first!r}, but the folder has different values "
+        "for the two, so they are untied. Set tie_word_embeddings=False in the model's config to avoid this warning."
     )
 
 
 # -- messages --------------------------------------------------------------------------------------------------
 
 
-def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Remove the names that ``from_pretrained`` does not report."""
+def _reported_names(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """Remove missing and unexpected names that ``from_pretrained`` would not report for this model."""
     if not is_of_transformers(model):
         return missing, unexpected
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
@@ -500,13 +508,13 @@ def _warn(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
-    """Return a text with the first names of a list and the number of the others."""
+    """Join the first `SHOWN` names of a list to text, and count the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(show(name) for name in names[:SHOWN]) + more
 
 
 def read_into(tensor: Tensor, source: Source) -> None:
-    """Read this rank's part of a tensor, which may be whole or a DTensor."""
+    """Load values into a tensor, or into this rank's part of a DTensor."""
     part = local_part(tensor.detach())
     if part.numel():
         part.copy_(source.read(box_of(tensor)))
@@ -516,14 +524,14 @@ def read_into(tensor: Tensor, source: Source) -> None:
 
 
 def planned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Source]]:
-    """Yield (layer, own name, source) for every parameter and buffer that is still to be loaded."""
+    """Yield (layer, name within the layer, source) for every parameter and buffer that is still to be loaded."""
     for layer in module.modules():
         for own, source in vars(layer).get(PLAN, {}).items():
             yield layer, own, source
 
 
 def check_shapes(module: nn.Module) -> None:
-    """Refuse tensors whose shapes have changed since `load_pretrained`.
+    """Raise if the shape of a tensor has changed since `load_pretrained`.
 
     Raises:
         MisconfigurationException: with the name of the tensor.
@@ -546,10 +554,10 @@ def planned_ids(module: nn.Module) -> set[int]:
 
 
 def forget(module: nn.Module) -> None:
-    """Remove the plan from all layers; raise if layers that were to be filled do not exist any more.
+    """Mark all layers of a module as loaded; raise if other layers, now replaced, were still to be loaded.
 
     Raises:
-        MisconfigurationException: layers that were to be filled have been replaced.
+        MisconfigurationException: layers that were still to be loaded have been replaced.
     """
     loadings = {id(source.loading): source.loading for _, _, source in planned(module)}
     for layer in module.modules():

@@ -1,4 +1,4 @@
-"""A checkpoint in parts: a folder in DCP's format to which each rank writes its part, with an index and hashes.
+"""Checkpoints in parts: folders in DCP's format to which each rank writes its part, with an index and hashes.
 
 The folder contains
 
@@ -46,27 +46,27 @@ OWN = format.KEY
 STRUCTURE = "structure"
 """Key in lockstep's part of ``meta.pt`` with the dicts that contained the tensors of module and optimizers."""
 MARK = "lockstep tensor"
-"""The only key of a dict that replaces a tensor in ``meta.pt``; its value is the tensor's name."""
-WAY_OUT = "resume from an earlier checkpoint, or fetch the folder again"
+"""Key of the dict ``{MARK: name}`` that replaces a tensor in ``meta.pt``."""
+WAY_OUT = "Resume from an earlier checkpoint, or copy the folder again."
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor]
-"""Function that returns a tensor to read this rank's part into, given the tensor's name, shape and dtype."""
+"""Function that creates the destination for a tensor, or for this rank's part, from its name, shape and dtype."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 LATEST = "latest"
-"""File in a folder of DeepSpeed's engine that contains the name of the newest checkpoint's folder."""
+"""File in a folder written by DeepSpeed's engine; contains the name of the newest checkpoint's subfolder."""
 
 
 class EngineFolders(Protocol):
-    """Reader and writer of folders of DeepSpeed's engine; implemented by its extension."""
+    """Interface of the reader and writer of DeepSpeed's own checkpoint folders, which its extension implements."""
 
     def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-        """Return the checkpoint as one process would have written it."""
+        """Return the checkpoint in the form in which a single process would have written it."""
 
     def write(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """Write a checkpoint as one rank of the engine would."""
+        """Write a checkpoint in the form in which DeepSpeed's engine would write it on one rank."""
 
 
 def is_engines(path: PathLike) -> bool:
@@ -75,7 +75,7 @@ def is_engines(path: PathLike) -> bool:
 
 
 def engine_folders() -> EngineFolders:
-    """Import and return the reader and writer of folders of DeepSpeed's engine.
+    """Import and return the reader and writer of DeepSpeed's own checkpoint folders.
 
     Raises:
         MissingExtension: the extension has been deleted.
@@ -85,7 +85,7 @@ def engine_folders() -> EngineFolders:
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
-    """Return True if `path` is a checkpoint in parts: lockstep's, Lightning's or DeepSpeed's, intact or damaged."""
+    """Return True if `path` is a checkpoint folder of lockstep, Lightning or DeepSpeed; it may be damaged."""
     if not isinstance(path, (str, os.PathLike)) or storage.is_file(path):
         return False
     return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, LATEST))
@@ -96,12 +96,12 @@ def is_sharded(path: PathLike | IO[bytes]) -> bool:
 
 @dataclass
 class FolderParts:
-    """A checkpoint's dict, divided as in the folder.
+    """A checkpoint's dict, divided into the parts that different files store.
 
     Attributes:
         tensors: nested dicts of tensors, by name.
-        meta: the rest.
-        ranks: state of single ranks, for the ranks that this process writes for; empty for weights alone.
+        meta: the dict without these tensors.
+        ranks: rank-specific state, for each rank whose file this process writes; empty for weights alone.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -110,20 +110,20 @@ class FolderParts:
 
 
 def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts:
-    """Divide a checkpoint's dict into parts; nothing is copied.
+    """Divide a checkpoint's dict into the parts that different files store; tensors are not copied.
 
     Tensors in the states of the module and the optimizers are stored separately, and DTensors anywhere.
 
     Args:
         checkpoint: a dict from `lockstep.loop.state.collect`, or one that was read.
-        rank: the rank that writes its own part; None: one process writes for all.
+        rank: the rank of this process; None: one process writes the parts of all ranks.
     """
     parts = FolderParts()
     structure, rest = {}, {}
     # Only where tensors are many and large is each stored by its name; others stay in the pickled rest.
     for key, value in checkpoint.items():
         if key == "state_dict":
-            structure[key] = _taken(value, ("model",), parts.tensors, whole=True)
+            structure[key] = _move_tensors(value, ("model",), parts.tensors, whole=True)
         elif key == "optimizer_states":
             structure[key] = [_optimizer(state, number, parts.tensors) for number, state in enumerate(value)]
         else:
@@ -134,30 +134,30 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
         parts.ranks = dict(enumerate(each)) if rank is None else {rank: each[rank]}
         own["ranks"] = len(each)
     rest[OWN] = own
-    rest = _taken(rest, ("other",), parts.tensors, whole=False)
+    rest = _move_tensors(rest, ("other",), parts.tensors, whole=False)
     parts.meta = {**rest, OWN: {**rest[OWN], STRUCTURE: structure}}
     return parts
 
 
 def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
-    """Return an optimizer's state dict with marks in place of tensors."""
+    """Move the tensors of an optimizer's state dict to `tensors`, and replace them with marks."""
     if not isinstance(state, dict):
         return state
-    each = _taken(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
+    each = _move_tensors(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
     return {**state, "state": each} if "state" in state else state
 
 
-def _taken(
+def _move_tensors(
     value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
 ) -> Any:
-    """Return `value` with marks for its tensors, which are moved to `tensors`; without tensors it is not copied.
+    """Move the tensors of a nested value to `tensors`, and return the value with marks in their place.
 
     Args:
         value: a tree of dicts, lists and tuples; derived classes are left unchanged.
-        path: path to it.
+        path: path to the value, which becomes part of the tensors' names.
         tensors: nested dicts that receive the tensors.
         whole: also move tensors that are not DTensors.
-        inside: ids of the containers around it, to stop at one that contains itself.
+        inside: ids of enclosing containers, to stop if a container contains itself.
     """
     if isinstance(value, Tensor):
         if not (whole or hasattr(value, "to_local")):
@@ -171,7 +171,7 @@ def _taken(
         return value
     entries = list(value.items() if isinstance(value, dict) else enumerate(value))
     deeper = (*inside, id(value))
-    made = [_taken(item, (*path, str(key)), tensors, whole, deeper) for key, item in entries]
+    made = [_move_tensors(item, (*path, str(key)), tensors, whole, deeper) for key, item in entries]
     if all(new is item for new, (_, item) in zip(made, entries, strict=True)):
         return value
     if not isinstance(value, dict):
@@ -189,7 +189,7 @@ def _versions(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def join(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: list[Any] | None) -> dict[str, Any]:
-    """Return the checkpoint's dict, assembled from its parts."""
+    """Assemble a checkpoint's dict from its parts, as the inverse of `split`."""
     own = dict(meta.get(OWN, {}))
     structure = own.pop(STRUCTURE, None)
     if ranks is not None:
@@ -220,12 +220,12 @@ def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @dataclass
 class Index:
-    """The content of ``index.json``.
+    """The content of a checkpoint folder's ``index.json``.
 
     Attributes:
         files: size and hash of each file as it was written, by name.
         tensors: shape, dtype and the names of the files of each tensor, by name.
-        about: the run: the writer, epoch and step.
+        about: the writing strategy and world size, epoch and step.
     """
 
     files: dict[str, dict[str, Any]]
@@ -233,7 +233,7 @@ class Index:
     about: dict[str, Any] = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        """Return the content of the file, with one line per file and tensor, and a hash of the rest at its end."""
+        """Return the index as JSON, with one line per file and tensor, and a hash of the content at its end."""
         content: dict[str, Any] = {"format": "lockstep checkpoint in parts", "version": VERSION, **asdict(self)}
         lines = []
         for key, value in {**content, "sha256": _hash_of(content)}.items():
@@ -258,26 +258,26 @@ class Index:
                 content: dict[str, Any] = json.loads(file.read())
             known = content.pop("sha256")
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
+            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks the file {INDEX}. {WAY_OUT}") from None
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{name!r} is damaged ({damage.first_line(error)}): {WAY_OUT}.") from error
+            raise CorruptCheckpoint(f"{name!r} is damaged ({damage.first_line(error)}). {WAY_OUT}") from error
         if known != _hash_of(content):
             raise CorruptCheckpoint(
-                f"{name!r} is not as it was written (its content does not match the hash in it): {WAY_OUT}."
+                f"{name!r} has changed since it was written (its content does not match its hash). {WAY_OUT}"
             )
         if content.get("version") != VERSION:
             raise CorruptCheckpoint(
-                f"{name!r} has version {content.get('version')!r}, and this lockstep reads version {VERSION}: read it "
-                "with the lockstep that wrote it."
+                f"{name!r} has format version {content.get('version')!r}, but this lockstep reads version {VERSION}. "
+                "Load the checkpoint with the lockstep release that saved it."
             )
         try:
             damage.check_index(content)
         except ValueError as error:
-            raise CorruptCheckpoint(f"{name!r} is malformed: {error}: {WAY_OUT}.") from None
+            raise CorruptCheckpoint(f"{name!r} is malformed: {error}. {WAY_OUT}") from None
         return cls(content["files"], content["tensors"], content["about"])
 
     def within(self, folder: PathLike) -> str:
-        """Return the folder with the files of torch's distributed checkpoint: at a URL it is an inner folder."""
+        """Return the path of the folder with DCP's files: `folder` itself, or a subfolder if `folder` is a URL."""
         prefix = next((os.path.dirname(name) for name in self.files if os.path.basename(name) == METADATA), "")
         return storage.inside(folder, prefix) if prefix else os.fspath(folder)
 
@@ -287,7 +287,7 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def check_files(folder: PathLike, index: Index, names: list[str] | None = None) -> None:
-    """Compare files with the index; truncated files are reported first.
+    """Raise if a file of the folder differs in size or hash from its entry in the index.
 
     Args:
         folder: the folder.
@@ -302,17 +302,17 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
     for name, known in index.files.items():
         size = sizes.get(name)
         if size is None:
-            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks its file {name}: {WAY_OUT}.")
+            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks the file {name}. {WAY_OUT}")
         if size != known["bytes"]:
             raise CorruptCheckpoint(
-                f"{storage.inside(folder, name)!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has "
-                f"{size} bytes of {known['bytes']}: {WAY_OUT}."
+                f"{storage.inside(folder, name)!r} is {'truncated' if size < known['bytes'] else 'too long'}. It has "
+                f"{size} bytes instead of {known['bytes']}. {WAY_OUT}"
             )
     for name in index.files if names is None else names:
         file = storage.inside(folder, name)
         if sha256_of(file) != index.files[name]["sha256"]:
             raise CorruptCheckpoint(
-                f"{file!r} is not as it was written (its bytes do not match the hash in {INDEX}): {WAY_OUT}."
+                f"{file!r} has changed since it was written (its bytes do not match the hash in {INDEX}). {WAY_OUT}"
             )
 
 
@@ -325,8 +325,8 @@ def sha256_of(path: PathLike) -> str:
     return digest.hexdigest()
 
 
-def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
-    """Return the files that a rank checks. Each file has one rank; the largest go first, to the least loaded."""
+def _files_to_check(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
+    """Return the files whose hashes a rank checks, if the bytes of all files are divided evenly over the ranks."""
     loads, mine = [0] * world, []
     # with the name as a second key every rank has the same order, and so the same shares
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
@@ -341,11 +341,19 @@ def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[s
 
 
 class OnRank(RankFailed):
-    """Error raised because another rank has failed."""
+    """Error raised on ranks that have not failed themselves, because another rank has failed."""
 
 
 def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:
-    """Act on each rank; rank 0 computes an answer for each rank from all results. Collective.
+    """Call `act` on each rank, and `conclude` on rank 0, which returns a value for each rank. Collective.
+
+    Args:
+        act: called on each rank.
+        conclude: called on rank 0 with the results of all ranks; returns a list with a value for each rank.
+        group: process group of the ranks.
+
+    Returns:
+        this rank's value from `conclude`.
 
     Raises:
         Exception: the error of this rank.
@@ -377,19 +385,19 @@ def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group
 
 
 def plan(parts: FolderParts, rank: int) -> Planner:
-    """Return a planner with the values that this rank may have to write, in their current state."""
+    """Return the DCP planner for `write`, with references to this rank's values."""
     from lockstep.checkpoint.dcp import Planner  # late: torch's part takes 0.7 s to import
 
     return Planner(parts.tensors, rank == 0)
 
 
 def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Group = None) -> None:
-    """Write a checkpoint in parts: completely or not at all. Collective.
+    """Write a checkpoint folder atomically, with each rank's part. Collective.
 
     Args:
         parts: this rank's parts; only names and shapes of its tensors are used.
         planner: planner with the values.
-        path: a folder or URL that all ranks see; an earlier checkpoint there stays until this one is complete.
+        path: a folder or URL that all ranks can access; an earlier checkpoint there stays until this one is complete.
         group: process group for the coordination of the ranks.
 
     Raises:
@@ -412,7 +420,7 @@ def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Grou
 
 
 def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
-    """Let another writer fill a folder, completely or not at all, and index it. Collective.
+    """Call a function that writes a folder, then hash and index its files, and rename it. Collective.
 
     Args:
         save: writes into the folder, on all ranks.
@@ -434,7 +442,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
             if file.is_file()
         }
         found = {}
-        for name in _share(sizes, rank, world):
+        for name in _files_to_check(sizes, rank, world):
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())  # the engine does not sync, and the folder is to survive a power loss
             found[name] = {**sizes[name], "sha256": sha256_of(folder / name)}
@@ -448,8 +456,8 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
     def check() -> None:
         if storage.is_remote(path):
             raise MisconfigurationException(
-                f'{os.fspath(path)!r}: DeepSpeedStrategy(checkpoint_format="deepspeed") writes to a folder that all '
-                'ranks see, not to a URL. Save to such a folder, or choose checkpoint_format="sharded" or "full".'
+                f'{os.fspath(path)!r}: DeepSpeedStrategy(checkpoint_format="deepspeed") cannot save to a URL. Save '
+                'to a folder that all ranks can access, or choose checkpoint_format="sharded" or "full".'
             )
 
     try:
@@ -469,21 +477,21 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
 
 class _Writing:
-    """The steps of writing one checkpoint; see `write`."""
+    """The steps in which `write` writes one checkpoint."""
 
     def __init__(self, parts: FolderParts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
         self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 
     def prepare(self) -> Any:
-        """On each rank: refuse values that cannot be read back, and return this rank's plan."""
+        """On each rank, raise for values that cannot be read back, and return this rank's plan."""
         if self.rank == 0:
-            self.parts.meta = format.marked(self.parts.meta)
-        self.parts.ranks = {rank: format.marked(part) for rank, part in self.parts.ranks.items()}
+            self.parts.meta = format.with_version(self.parts.meta)
+        self.parts.ranks = {rank: format.with_version(part) for rank, part in self.parts.ranks.items()}
         return self.planner.create_local_plan()
 
     def begin(self, plans: list[Any]) -> list[tuple[str, Any]]:
-        """On rank 0: make the folder, and distribute the work."""
+        """On rank 0, create the folder, and return its path and the final plan for each rank."""
         from lockstep.checkpoint.dcp import Writer
 
         plans, self.metadata = self.planner.create_global_plan(plans)
@@ -492,13 +500,14 @@ class _Writing:
         return [(str(self.folder.path), each) for each in self.writer.prepare_global_plan(plans)]
 
     def put(self, folder: str, mine: Any) -> tuple[Any, dict[str, Digest]]:
-        """On each rank: write its part."""
+        """On each rank, write this rank's tensors and state."""
         from lockstep.checkpoint.dcp import Writer
 
         if not storage.is_remote(folder) and not storage.exists(folder):
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"rank 0 has made {folder!r}, which does not exist on this node: save to a folder that all nodes see",
+                f"rank 0 has created {folder!r}, which does not exist on this node. Save to a folder that all "
+                "nodes share",
             )
         writer = Writer(folder)
         written = writer.write_data(self.planner.finish_plan(mine), self.planner)
@@ -516,7 +525,7 @@ class _Writing:
         digests[os.path.basename(path)] = file.digest()
 
     def finish(self, results: list[tuple[Any, dict[str, Digest]]]) -> list[None]:
-        """On rank 0: write the shared files, and rename the folder to its final name."""
+        """On rank 0, write the metadata and the index, and rename the folder to its final name."""
         from lockstep.checkpoint import dcp
 
         assert self.folder is not None
@@ -549,9 +558,10 @@ class _Writing:
                 if size != known["bytes"]:
                     raise OSError(
                         errno.EIO,
-                        f"rank 0 sees {size} of the {known['bytes']} bytes that were written to "
-                        f"{storage.inside(self.path, name)!r}: save to a URL that all ranks see, and that no other run "
-                        "writes to",
+                        f"rank 0 finds only {size} of the {known['bytes']} bytes that were written to "
+                        f"{storage.inside(self.path, name)!r}. Save to a URL that is the same storage on all "
+                        "ranks, and to "
+                        "which no other run writes",
                     )
         self.folder.commit(index.dump())
         return [None] * len(results)
@@ -563,7 +573,7 @@ class _Writing:
 def load(
     path: PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint of lockstep, or of Lightning 2.x, completely: a file, or a folder of parts.
+    """Read a complete checkpoint from lockstep or Lightning 2.x: a file, or a folder of parts.
 
     Args:
         path: a file or a folder, or its URL, or an open file.
@@ -573,18 +583,18 @@ def load(
 
     Raises:
         CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-        MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
+        MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
         FileNotFoundError: the checkpoint does not exist.
     """
     if not is_sharded(path):
         return format.load(path, map_location, weights_only)
-    with damage.named(path):
+    with damage.reported_as_damage(path):
         return _load(cast("PathLike", path), map_location, weights_only)
 
 
 def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
-    """Return the checkpoint of a folder of parts."""
-    index = _checked(folder)
+    """Read a complete checkpoint from a folder of parts."""
+    index = _read_checked_index(folder)
     if is_engines(folder):
         return engine_folders().read(folder, None, weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
@@ -602,17 +612,17 @@ def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | Non
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: PathLike, output_file: PathLike, tag: str | None = None
 ) -> dict[str, Any]:
-    """Write a folder of DeepSpeed's engine, or any folder of parts, as one file; the name is Lightning's.
+    """Convert a checkpoint folder of DeepSpeed, or any folder of parts, to one file; the name is Lightning's.
 
     Files of the engine are unpickled, so they must come from a trusted source.
 
     Args:
         checkpoint_dir: the folder.
         output_file: file to write with `format.save`; it is replaced if it exists.
-        tag: tag of the checkpoint in an engine's folder; it must be the latest one, which None stands for.
+        tag: tag of the checkpoint in an engine's folder; only the latest can be converted, which is the default.
 
     Returns:
-        The checkpoint: whole weights in float32 under ``state_dict``, and the rest of the run.
+        The checkpoint: full weights in float32 under ``state_dict``, and the rest of the run.
 
     Raises:
         MisconfigurationException: the folder is not a checkpoint in parts, or has another tag.
@@ -621,15 +631,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = checkpoint_dir
     if not is_sharded(folder):
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): this is not a checkpoint in parts; "
-            "pass the folder that was saved."
+            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): the path is not a checkpoint in "
+            "parts. Pass the folder that was saved."
         )
     engines = is_engines(folder)
     latest = (storage.local(folder) / LATEST).read_text().strip() if engines else None
     if tag is not None and tag != latest:
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): only the checkpoint that the file "
-            f"'latest' names can be converted, which is {latest!r}: leave tag out, or write {tag!r} into that file."
+            f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): only the latest checkpoint, "
+            f"{latest!r}, can be converted. Omit `tag`, or write {tag!r} into the folder's file named 'latest'."
         )
     found = load(folder, "cpu", False if engines else None)
     format.save(found, output_file)
@@ -637,11 +647,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-    """Check a checkpoint and return it with tensors that may lack values; arguments and errors as in `load`."""
+    """Check a checkpoint's hashes and return it with tensors on the meta device where possible.
+
+    Arguments and errors are those of `load`.
+    """
     if not is_sharded(path):
         return format.load(path, "meta")
-    with damage.named(path):
-        index = _checked(path)
+    with damage.reported_as_damage(path):
+        index = _read_checked_index(path)
         if is_engines(path):
             return engine_folders().read(path, None, weights_only)
         made = _Reading(_within(path, index), None, "cpu")
@@ -649,27 +662,26 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 Needs: TypeAlias = Callable[[Sequence[int], bool], Sequence[int]]
-"""Function that returns the ranks whose own parts are needed, given the replica of each rank that saved, and whether
-they had accumulated gradients."""
+"""Function that returns the ranks whose own state this rank needs. Its arguments are the replica index of each rank
+that saved, and whether these ranks had accumulated gradients."""
 
 
 def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read from a folder of parts what each rank needs. Collective.
+    """Read this rank's parts of the tensors, and the rank-specific state that it needs, from a folder. Collective.
 
-    Each file is hashed by one rank, and a damaged one is an error on all ranks.
+    Each file is hashed by one rank. A damaged file is an error on all ranks.
 
     Args:
         path: path of the folder.
-        place: returns a tensor to read into: a DTensor if ranks have parts.
+        place: creates the destination of a tensor; a DTensor if each rank has a part.
         needs: returns the ranks whose own state this rank needs.
-        weights_only: applies to the rest.
+        weights_only: as in `load`.
 
     Returns:
-        as `load`, with the tensors that `place` has made, and only the needed states of single ranks.
+        the checkpoint as from `load`, with tensors from `place`, and only the needed rank-specific states.
 
     Raises:
-        CorruptCheckpoint: it is truncated or altered.
-        OnRank: another rank has found that.
+        CorruptCheckpoint: the checkpoint is truncated or altered.
     """
     rank, world = comm.rank(), comm.world_size()
     within = os.fspath(path)
@@ -678,23 +690,23 @@ def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | 
         nonlocal within
         index = _index(path)
         if index is not None:
-            with damage.named(path):
-                check_files(path, index, _share(index.files, rank, world))
+            with damage.reported_as_damage(path):
+                check_files(path, index, _files_to_check(index.files, rank, world))
             within = index.within(path)
 
     try:
         together(check, lambda given: [None] * len(given), None)
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
-    with damage.named(path):
+    with damage.reported_as_damage(path):
         if is_engines(path):
             return engine_folders().read(path, place, weights_only)
         made = _Reading(within, weights_only, "cpu")
-        return made.whole(made.tensors(place), needs(made.of_rank, made.held) if made.ranks else ())
+        return made.whole(made.tensors(place), needs(made.of_rank, made.had_gradients) if made.ranks else ())
 
 
 def _index(folder: PathLike) -> Index | None:
-    """Return the index; None for a folder that lockstep has not written."""
+    """Read the index of a folder; return None if lockstep has not written the folder."""
     if storage.is_file(storage.inside(folder, INDEX)):
         return Index.read(folder)
     # Lightning writes a `meta.pt` too; only lockstep's has the format in it, and then the index is lost
@@ -703,8 +715,8 @@ def _index(folder: PathLike) -> Index | None:
     return Index.read(folder) if isinstance(known, dict) and "format" in known else None
 
 
-def _checked(folder: PathLike) -> Index | None:
-    """Return the index, after comparing the files with it."""
+def _read_checked_index(folder: PathLike) -> Index | None:
+    """Read the index of a folder, and raise if a file differs from its entry."""
     index = _index(folder)
     if index is not None:
         check_files(folder, index)
@@ -716,12 +728,12 @@ def _within(folder: PathLike, index: Index | None) -> str:
 
 
 class _Reading:
-    """The reader of a folder with intact files.
+    """A reader of a checkpoint folder whose files have been checked.
 
     Attributes:
         ranks: number of ranks that have saved their own state.
-        of_rank: the replica of each.
-        held: True if they had accumulated gradients.
+        of_rank: the replica index of each of these ranks.
+        had_gradients: True if these ranks had accumulated gradients.
     """
 
     def __init__(self, folder: str, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
@@ -732,7 +744,7 @@ class _Reading:
             self.metadata = dcp.read_metadata(folder)
         except Exception as error:  # pickle raises errors of many classes for a damaged file
             raise CorruptCheckpoint(
-                f"{storage.inside(folder, METADATA)!r} is damaged ({damage.first_line(error)}): {WAY_OUT}."
+                f"{storage.inside(folder, METADATA)!r} is damaged ({damage.first_line(error)}). {WAY_OUT}"
             ) from error
         meta = storage.inside(folder, META)
         has_meta = storage.is_file(meta)  # else torch.distributed.checkpoint.save was called directly
@@ -741,11 +753,11 @@ class _Reading:
         self.ranks = kept if isinstance(kept, int) else 0
         own = self.meta.get(OWN, {})
         self.of_rank: Sequence[int] = own.get("replicas") or range(self.ranks)
-        self.held = bool(own.get("held", True))
+        self.had_gradients = bool(own.get("held", True))
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
 
     def tensors(self, place: Place) -> dict[str, Tensor]:
-        """Read the tensors of the files into those that `place` makes."""
+        """Read all tensors into destinations from `place`; return them by name."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata)
@@ -756,29 +768,29 @@ class _Reading:
             raise
         except Exception as error:  # torch's error for files without a hash
             raise CorruptCheckpoint(
-                f"The checkpoint {self.folder!r} is damaged ({damage.first_line(error)}): {WAY_OUT}."
+                f"The checkpoint {self.folder!r} is damaged ({damage.first_line(error)}). {WAY_OUT}"
             ) from error
         return made
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return the tensors of the files on the meta device."""
+        """Return all tensors by name, on the meta device."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata).items()
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
 
     def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
-        """Return the checkpoint's dict with the own states of ranks ``mine``; those of other ranks are empty."""
+        """Assemble the checkpoint's dict; read the rank-specific state only of the ranks in ``mine``."""
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
             part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")
-            part.pop(OWN, None)  # the version, which `format.marked` has added to each file
+            part.pop(OWN, None)  # the version, which `format.with_version` has added to each file
             ranks[rank] = part
         try:
             return join(self.meta, tensors, ranks if self._has_ranks else None)
         except KeyError as error:
             raise CorruptCheckpoint(
-                f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} names: {WAY_OUT}."
+                f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} names. {WAY_OUT}"
             ) from error
 
 
@@ -786,10 +798,10 @@ class _Reading:
 
 
 def glance(path: PathLike) -> dict[str, Any]:
-    """Return the dict of a local checkpoint; its tensors are read from the disk only when they are accessed.
+    """Return a local checkpoint's dict without checks; tensors are read from the disk only when accessed.
 
-    For a folder of parts it is the dict without weights and optimizer states. Hashes are not checked. Return an empty
-    dict if this is impossible: at a URL, for a damaged file, or for one that needs ``weights_only=False``.
+    For a folder of parts, the dict lacks weights and optimizer states. Return an empty dict at a URL, for a damaged
+    file, or for a file that needs ``weights_only=False``.
     """
     if storage.is_remote(path):
         return {}

@@ -1,4 +1,4 @@
-"""CheckpointIO for checkpoints in parts that all ranks write, synchronously or in the background."""
+"""CheckpointIOs with which all ranks write a checkpoint in parts, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.ground.transfer import HostMemory
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
-    """CheckpointIO for folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``.
+    """CheckpointIO that writes folders in the format of torch's distributed checkpoint.
 
     Folders are read completely.
     """
@@ -27,7 +27,7 @@ class ShardedCheckpointIO(TorchCheckpointIO):
     writes_shards = True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Write a folder. Collective.
+        """Write a checkpoint folder with the parts of all ranks. Collective.
 
         Raises:
             TypeError: ``storage_options`` are given, which this class does not support.
@@ -41,7 +41,7 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 class AsyncShardedCheckpointIO(AsyncCheckpointIO):
-    """A CheckpointIO that writes folders in a thread of each rank.
+    """A CheckpointIO that writes checkpoint folders in the background, with a thread on each rank.
 
     Training waits only while each rank copies its part to the CPU.
 
@@ -61,7 +61,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._copies: dict[str, Tensor] = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Copy this rank's part, and schedule its writing. Collective.
+        """Copy this rank's part to the CPU, and write the copy in the background. Collective.
 
         Raises:
             Exception: an earlier one could not be written; this one is not started.
@@ -81,7 +81,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._write_later(partial(sharded.write, parts, planner, path, self._group), path)
 
     def _agree(self) -> None:
-        """Wait for the current write; an error on one rank is raised on all. Collective."""
+        """Wait for the current write, and raise on all ranks if it has failed on any rank. Collective."""
         error: Exception | None = None
         try:
             self.wait()
@@ -95,7 +95,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
                 raise sharded.OnRank(f"rank {rank}: {text}")
 
     def _copied(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's values to the CPU, into the memory of the last copies if their layouts are the same."""
+        """Copy this rank's values to the CPU, reusing the memory of the previous copies where shapes match."""
         kept, copies = self._copies, {}
         memory = {device: HostMemory(device) for device in {value.device for value in local.values()}}
         for name, value in local.items():
@@ -110,7 +110,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         return copies
 
     def teardown(self) -> None:
-        """Wait until everything is written; release the copies and the process group."""
+        """Wait until all scheduled writes are complete; release the copies' memory and the process group."""
         try:
             super().teardown()
         finally:

@@ -1,4 +1,4 @@
-"""Atomic writing, replacing and removing of files and folders, on this machine and at URLs."""
+"""Atomic writes, replacements and removals of files and folders, on this machine and at URLs."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ def inside(folder: PathLike, name: str) -> str:
 
 
 def _stem(target: Path) -> str:
-    """Return the prefix of the hidden names of files and folders that are to become `target`."""
+    """Return the start of all temporary names for `target`."""
     # The name is cut: with all suffixes it must not exceed 255 bytes.
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
 
 def _temporary_path(target: Path) -> Path:
-    """Return the temporary path of what is to become `target`; unique to each writer."""
+    """Return the path under which this thread writes `target` before renaming it."""
     # In the same folder, as a rename is atomic only within a file system.
     return target.with_name(f"{_stem(target)}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
 
 
 @contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
-    """Yield a binary file to write, which becomes `path` when the block ends without an error.
+    """Open a temporary file for writing, and rename it to `path` if the ``with`` block succeeds.
 
-    Until then, and after an error, an earlier file at `path` stays intact. The bytes are synced before the file
-    gets its name: after a power loss, either the earlier file or the new one exists. Half-written files of a killed
-    process are removed by the next success under the same name. Missing folders are made.
+    Until then, and after an error, an earlier file at `path` stays intact. The bytes are synced before the rename, so
+    after a power loss either the earlier file or the new one exists. Half-written files from a killed process are
+    removed by the next successful write to `path`. Missing folders are created.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; the message has the reason and the free space.
@@ -105,7 +105,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
-            raise explained(error, target) from error
+            raise explain(error, target) from error
         raise
     _remove_leftovers(target)
 
@@ -129,13 +129,13 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 class NewFolder:
-    """A folder to fill, which becomes `target` by :meth:`commit`; until then an earlier one there stays intact.
+    """A temporary folder that :meth:`commit` renames to `target`; until then an earlier folder there stays intact.
 
-    Half-written folders of a killed process are removed by the next success under the same name. Missing parent folders
-    are made.
+    Half-written folders from a killed process are removed by the next successful write to `target`. Missing parent
+    folders are created.
 
     Raises:
-        OSError: the folder cannot be made, or another kind of folder has the name.
+        OSError: the folder cannot be created, or `target` is a folder but not a checkpoint.
 
     Attributes:
         path: the path to write to.
@@ -148,7 +148,8 @@ class NewFolder:
         self._target = local(target)
         if self._target.is_dir() and not is_index_folder(self._target) and any(self._target.iterdir()):
             raise IsADirectoryError(
-                errno.EISDIR, f"{str(target)!r} is a folder but not a checkpoint: choose another name, or move it away"
+                errno.EISDIR,
+                f"{str(target)!r} is a folder but not a checkpoint. Choose another name, or move the folder",
             )
         temporary = _temporary_path(self._target)
         # ranks of several nodes see the folder, and a process id is unique only on its node
@@ -157,12 +158,12 @@ class NewFolder:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
         except OSError as error:
-            raise explained(error, self._target) from error
+            raise explain(error, self._target) from error
         self._descriptor = os.open(self.path, os.O_RDONLY)
         _lock(self._descriptor)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, and rename the folder to its final name. Its other files are already on the disk."""
+        """Write the index, and rename the folder to its final name. All other files must be on the disk already."""
         with replacing(self.path / INDEX) as file:
             file.write(index)
         _sync_folder(self.path)  # the entries of the ranks' files
@@ -170,12 +171,12 @@ class NewFolder:
             _take_place(self.path, self._target)
             _sync_folder(self._target.parent)
         except OSError as error:
-            raise explained(error, self._target) from error
+            raise explain(error, self._target) from error
         self._unlock()
         _remove_leftovers(self._target)
 
     def discard(self) -> None:
-        """Remove what was written, unless it has its final name."""
+        """Delete the temporary folder, unless it was renamed."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()
@@ -198,18 +199,18 @@ class NewRemoteFolder:
         self.path = f"{self._target}/{self.prefix[:-1]}"
         system, name = _remote(target)
         if system.isfile(name):
-            raise FileExistsError(errno.EEXIST, f"{self._target!r} is a file: choose another name, or move it away")
+            raise FileExistsError(errno.EEXIST, f"{self._target!r} is a file. Choose another name, or move the file")
         is_other = not is_index_folder(target) and not _is_unfinished(system, name) if system.isdir(name) else False
         if is_other and _names(system, name):  # an empty folder may be replaced
             raise IsADirectoryError(
                 errno.EISDIR,
-                f"{self._target!r} is a folder but not a checkpoint: choose another name, or move it away",
+                f"{self._target!r} is a folder but not a checkpoint. Choose another name, or move the folder",
             )
         self._is_there = False
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, which makes the folder the new one, and remove the files of the earlier one."""
+        """Write the index, which makes the checkpoint complete, and delete the files of an earlier one."""
         with replacing(inside(self._target, INDEX)) as file:
             file.write(index)
         self._is_there = True
@@ -220,7 +221,7 @@ class NewRemoteFolder:
                     system.rm(f"{name}/{found}", recursive=True)
 
     def discard(self) -> None:
-        """Remove what was written, unless an index names it."""
+        """Delete the new files, unless the index was written."""
         if not self._is_there:
             with contextlib.suppress(Exception):
                 system, name = _remote(self.path)
@@ -228,12 +229,12 @@ class NewRemoteFolder:
 
 
 def new_folder(target: PathLike) -> NewFolder | NewRemoteFolder:
-    """Return a folder to fill, on this machine or at a URL."""
+    """Return a writer of a new folder, on this machine or at a URL."""
     return NewRemoteFolder(target) if is_remote(target) else NewFolder(target)
 
 
 def is_index_folder(path: PathLike) -> bool:
-    """Return True if `path` is a folder that is written, replaced and removed as a unit: it has an index."""
+    """Return True if `path` is a folder with an index, which is replaced and removed as a unit."""
     if is_remote(path):
         system, name = _remote(path)
         return not system.isfile(name) and bool(system.isfile(f"{name}/{INDEX}"))
@@ -241,22 +242,22 @@ def is_index_folder(path: PathLike) -> bool:
 
 
 def _names(system: Any, folder: str) -> list[str]:
-    """Return the names of the entries in a folder of a URL's file system."""
+    """Return the names of a remote folder's entries."""
     return [os.path.basename(entry.rstrip("/")) for entry in system.ls(folder, detail=False)]
 
 
 def _is_unfinished(system: Any, folder: str) -> bool:
-    """Return True if a folder of a URL's file system has files of a checkpoint, but no index yet."""
+    """Return True if a remote folder has files of a checkpoint, but no index."""
     found = _names(system, folder)
     return INDEX not in found and any(name.startswith(WITHIN) for name in found)
 
 
 _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-"""Errors of a rename if another writer has put something in its place, or removed it."""
+"""Errors from a rename if another writer has created or removed the target at the same time."""
 
 
 def _take_place(temporary: Path, target: Path) -> None:
-    """Rename a finished file, link or folder to `target`, and replace what was there, except a folder without index."""
+    """Rename a complete file, link or folder to `target`, and replace anything there except a folder without index."""
     for tries_left in range(9, -1, -1):
         is_folder = target.is_dir() and not target.is_symlink()
         if is_folder:
@@ -276,9 +277,9 @@ def _take_place(temporary: Path, target: Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> Path:
-    """Exchange two names; return the new name of what was at `target`.
+    """Swap two names on the disk; return the new path of the earlier file or folder at `target`.
 
-    If the system cannot do that in one step, nothing has the name `target` for a moment.
+    If the system cannot do that atomically, `target` does not exist for a moment.
     """
     swap = _renameat2()
     if swap is not None:
@@ -301,7 +302,7 @@ def _exchange(temporary: Path, target: Path) -> Path:
 
 @functools.cache
 def _renameat2() -> Any:
-    """Return Linux's function that exchanges two names; None on other systems."""
+    """Return the C function ``renameat2``, which can swap two names; None on systems other than Linux."""
     with contextlib.suppress(OSError, AttributeError):
         function = ctypes.CDLL(None, use_errno=True).renameat2
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
@@ -317,7 +318,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _lock(file: IO[bytes] | int) -> None:
-    """Mark `file` as being written by a running process; the mark ends with the process."""
+    """Lock a temporary file or folder while this process writes it, so that others do not delete it as a leftover."""
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
 
@@ -325,11 +326,11 @@ def _lock(file: IO[bytes] | int) -> None:
 
 
 _LEFTOVER = re.compile(r"\..+\.(\d+-\d+(-[0-9a-f]{8})?|[0-9a-f]{8})" + re.escape(UNFINISHED))
-"""Temporary names that this module gives to unfinished files and folders of any target."""
+"""Pattern for the temporary names of this module."""
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove unfinished or replaced versions of `target` that killed processes left."""
+    """Delete temporary files and folders for `target` that killed processes have left."""
     stem = _stem(target)
     for name in os.listdir(target.parent):
         if name.startswith(stem) and name.endswith(UNFINISHED):
@@ -337,7 +338,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def remove_leftovers(folder: PathLike) -> None:
-    """Remove all half-written files that killed processes left in a local `folder`; at a URL nothing is removed.
+    """Delete all temporary files and folders in a local `folder` that killed processes have left; skip URLs.
 
     A complete folder gets its name back if it was moved aside for another one that was never finished.
     """
@@ -384,7 +385,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_by_torch(folder: Path) -> Iterator[None]:
-    """Convert errors of files that torch writes by itself: it reports a full disk by a position in its own source.
+    """Convert torch's RuntimeErrors for failed writes, such as to a full disk, to an OSError with the reason.
 
     Raises:
         OSError: in place of torch's error.
@@ -397,34 +398,34 @@ def written_by_torch(folder: Path) -> Iterator[None]:
         if not any(word in str(error) for word in words):
             raise
         number = errno.ENOSPC if shutil.disk_usage(folder).free < 2**20 else errno.EIO
-        raise explained(OSError(number, os.strerror(number)), folder / INDEX) from error
+        raise explain(OSError(number, os.strerror(number)), folder / INDEX) from error
 
 
 def raise_interruption(error: RuntimeError) -> None:
-    """Raise what interrupted torch while it wrote (a Ctrl-C); torch reports an incomplete file instead."""
+    """Raise the KeyboardInterrupt or similar that interrupted ``torch.save``, in place of torch's error."""
     interruption = error.__context__
     if interruption is not None and not isinstance(interruption, Exception):
         raise interruption.with_traceback(None) from None
 
 
-def explained(error: OSError, target: Path) -> OSError:
-    """Return `error` with a message about the file that was not written."""
-    earlier = "the earlier file under this name is intact" if target.is_file() else "no file has this name"
+def explain(error: OSError, target: Path) -> OSError:
+    """Return an error of the same class, whose message explains why `target` could not be written and what to do."""
+    earlier = "the earlier file is intact" if target.is_file() else "no earlier file exists"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
             earlier = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {earlier}"
-        reason = f"there is no room ({os.strerror(error.errno)}; {earlier}): make room, or choose another folder"
+        reason = f"the disk is full ({os.strerror(error.errno)}; {earlier}). Free space, or choose another folder"
     elif target.is_dir():
-        reason = "there is a folder of this name: choose another name, or move it away"
+        reason = "a folder has this name. Choose another name, or move the folder"
     else:
         cause = error.strerror or str(error)
-        reason = f"its folder cannot be written ({cause}; {earlier}): choose another folder, or change its permissions"
+        reason = f"its folder is not writable ({cause}; {earlier}). Choose another folder, or change permissions"
     return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
 
 
 @contextlib.contextmanager
 def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield a seekable binary file to read. A remote file is copied to a temporary file.
+    """Open a file for reading; a remote file is first copied to a temporary file.
 
     A file that is already open is read from its start, and stays open.
 
@@ -450,7 +451,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def opened(path: PathLike) -> Iterator[IO[bytes]]:
-    """Yield a seekable binary file to read parts of; a remote file is not copied to this machine.
+    """Open a file for reading parts of it; a remote file is read directly, without a copy.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -465,7 +466,7 @@ def opened(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: PathLike) -> None:
-    """Make a folder and its parents, if they do not exist."""
+    """Create a folder and its parents, if they do not exist."""
     if is_remote(folder):
         system, name = _remote(folder)
         system.makedirs(name, exist_ok=True)
@@ -474,7 +475,7 @@ def make_folder(folder: PathLike) -> None:
 
 
 def create(path: PathLike) -> IO[bytes]:
-    """Return a new binary file in an existing folder; the caller closes it."""
+    """Open a new binary file for writing in an existing folder; the caller closes the file."""
     if is_remote(path):
         system, name = _remote(path)
         file: IO[bytes] = system.open(name, "wb")
@@ -483,7 +484,7 @@ def create(path: PathLike) -> IO[bytes]:
 
 
 def is_file(path: PathLike) -> bool:
-    """Return True if there is a file at `path`."""
+    """Return True if `path` is a file."""
     if is_remote(path):
         system, name = _remote(path)
         return bool(system.isfile(name))
@@ -491,7 +492,7 @@ def is_file(path: PathLike) -> bool:
 
 
 def exists(path: PathLike) -> bool:
-    """Return True if there is a file or folder at `path`; a broken link or an unfinished folder does not count."""
+    """Return True if `path` is a file or a complete folder; False for a broken link or an unfinished folder."""
     if is_remote(path):
         system, name = _remote(path)
         return bool(system.isfile(name) or (system.isdir(name) and not _is_unfinished(system, name)))
@@ -499,7 +500,7 @@ def exists(path: PathLike) -> bool:
 
 
 def size(path: PathLike) -> int:
-    """Return the number of bytes of the file at `path`."""
+    """Return the size of a file in bytes."""
     if is_remote(path):
         system, name = _remote(path)
         return int(system.size(name))
@@ -507,7 +508,7 @@ def size(path: PathLike) -> int:
 
 
 def sizes(folder: PathLike) -> dict[str, int]:
-    """Return the bytes of each file in `folder` and below, by its relative path; a URL is listed only once."""
+    """Return the size in bytes of each file in `folder` and its subfolders, by relative path."""
     if is_remote(folder):
         system, name = _remote(folder)
         found = system.find(name, detail=True)
@@ -517,7 +518,7 @@ def sizes(folder: PathLike) -> dict[str, int]:
 
 
 def modified(path: PathLike) -> float:
-    """Return the time when the file was written, in seconds since 1970."""
+    """Return a file's modification time, in seconds since 1970."""
     if is_remote(path):
         if is_index_folder(path):
             return modified(inside(path, INDEX))
@@ -527,7 +528,7 @@ def modified(path: PathLike) -> float:
 
 
 def names(folder: PathLike) -> list[str]:
-    """Return the sorted names of the entries in `folder`, without unfinished ones; empty if there is no folder."""
+    """Return the sorted names of the complete entries in `folder`; empty if the folder does not exist."""
     if is_remote(folder):
         system, name = _remote(folder)
         entries = system.ls(name, detail=True) if system.isdir(name) else []
@@ -539,7 +540,7 @@ def names(folder: PathLike) -> list[str]:
 
 
 def remove(path: PathLike) -> None:
-    """Delete the file, the link, or the folder with an index at `path`; do nothing if there is none."""
+    """Delete a file, a link, or a folder with an index; do nothing if `path` does not exist."""
     with contextlib.suppress(FileNotFoundError):
         if is_remote(path):
             system, name = _remote(path)
@@ -560,7 +561,7 @@ def remove(path: PathLike) -> None:
 
 
 def rename(path: PathLike, new: PathLike) -> None:
-    """Rename a file; on this machine, a file with the new name is replaced."""
+    """Rename a file; an existing local file with the new name is replaced."""
     if is_remote(path):
         system, name = _remote(path)
         system.mv(name, _remote(new)[1])
@@ -569,7 +570,7 @@ def rename(path: PathLike, new: PathLike) -> None:
 
 
 def lies_in(path: PathLike, folder: PathLike) -> bool:
-    """Return True if the file or link at `path` is in `folder` or below it, with links in its parents resolved."""
+    """Return True if `path` is in `folder` or a subfolder, after resolving links in the parents."""
     if is_remote(path) or is_remote(folder):
         # compared as text, so that a part such as ".." must not lead out of the folder
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
@@ -581,7 +582,7 @@ def lies_in(path: PathLike, folder: PathLike) -> bool:
 
 
 def link(path: PathLike, target: PathLike) -> None:
-    """Make `path` a relative symbolic link to the local file or folder `target`; replace what had that name.
+    """Create or replace the symbolic link `path`, with a relative path to the local file or folder `target`.
 
     Unfinished files of a killed process are removed, as by :func:`replacing`.
     """
@@ -599,10 +600,10 @@ def link(path: PathLike, target: PathLike) -> None:
 
 
 def check_writable(folder: PathLike) -> None:
-    """Check, without making anything, that files can be written to `folder` or to where it will be made.
+    """Raise if `folder` is not writable, or if it does not exist and cannot be created; nothing is written.
 
     Raises:
-        OSError: they cannot; the message has the reason. URLs are not checked.
+        OSError: the folder is not writable; the message has the reason. URLs are not checked.
     """
     if is_remote(folder):
         return
@@ -612,10 +613,11 @@ def check_writable(folder: PathLike) -> None:
         ancestor = ancestor.parent
     if not ancestor.is_dir():
         raise NotADirectoryError(
-            errno.ENOTDIR, f"the folder {str(wanted)!r} cannot be made, since {str(ancestor)!r} is a file"
+            errno.ENOTDIR, f"the folder {str(wanted)!r} cannot be created, because {str(ancestor)!r} is a file"
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise PermissionError(
             errno.EACCES,
-            f"the folder {str(wanted)!r} cannot be written: no permission in {str(ancestor)!r}; choose another",
+            f"the folder {str(wanted)!r} is not writable, because permission is missing in {str(ancestor)!r}. "
+            "Choose another",
         )

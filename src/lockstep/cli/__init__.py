@@ -1,4 +1,4 @@
-"""The command line: LightningCLI, from the signatures of your classes (extra "cli"); and the command `lockstep`."""
+"""LightningCLI, which builds a command line from signatures (extra "cli"), and the command `lockstep`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = listed(__name__, {})
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's file when it is first used."""
+    """Import the file of a public name when the name is first used."""
     return late(__name__, {}, name)
 
 

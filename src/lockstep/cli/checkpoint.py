@@ -19,8 +19,8 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException,
 from lockstep.memory.meter import readable
 
 ABOUT = """\
-Show what a checkpoint holds, write it in another format, or compare two. A checkpoint is a file, a folder of parts, or
-weights in safetensors.
+Show the content of a checkpoint, convert it to another format, or compare two checkpoints. A checkpoint is a file, a
+folder of parts, or weights in safetensors.
 """
 WEIGHTS = ".safetensors"
 KINDS = ("file", "parts", "deepspeed", "huggingface")
@@ -34,9 +34,9 @@ COMPARED = (
     "hyper_parameters",
     "MixedPrecision",
 )
-"""Keys that `diff` compares by default. They do not depend on the machine or on the number of ranks."""
+"""Keys that `diff` compares by default, because they do not depend on the machine or the number of ranks."""
 SHOWN = 40
-"""Parameters that `show` lists without `--all`."""
+"""Number of parameters that `show` lists without `--all`."""
 
 
 def checkpoint(words: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def checkpoint(words: Sequence[str]) -> int:
         0; 1 if a shown checkpoint is damaged or two compared ones differ; 2 if a file cannot be read.
 
     Raises:
-        MisconfigurationException: the options do not fit, a package is missing, or the target exists.
+        MisconfigurationException: the options are wrong, a package is missing, or the target exists.
     """
     parser = CommandParser("lockstep checkpoint", None, ABOUT)
     actions = parser.add_subparsers(dest="action", metavar="show|convert|diff")
@@ -115,7 +115,7 @@ def _safetensors() -> Any:
 
 
 def _show(path: str, everything: bool, pickled: bool) -> int:
-    """Print the content of a checkpoint. Return 1 if it is damaged, else 0."""
+    """Print the content of a checkpoint; return 1 if the checkpoint is damaged, else 0."""
     print(f"{path}:")
     try:
         # an outline has no values: a checkpoint may be larger than this machine's memory
@@ -139,7 +139,7 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
         yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
     # reading has checked them: a damaged file has raised
     hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
-    yield "hashes: hold" if hashed else "hashes: none"
+    yield "hashes: valid" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
         if key in found:
             yield f"{key}: {found[key]}"
@@ -190,17 +190,19 @@ def _convert(given: argparse.Namespace) -> int:
     if target.endswith(WEIGHTS) and kind != "huggingface":
         kind = "weights"
     if storage.exists(target):
-        raise MisconfigurationException(f"{target!r} exists already: choose a new name")
+        raise MisconfigurationException(f"{target!r} exists already. Choose a new name")
     # before the checkpoint is read, which may take minutes
     if kind == "weights":
         _safetensors()
     elif kind == "deepspeed" and find_spec("deepspeed") is None:
         raise missing_extra("deepspeed", "deepspeed", "lockstep checkpoint convert --to deepspeed")
     elif kind == "huggingface" and given.config is None:
-        raise MisconfigurationException("--to huggingface: give --config FOLDER, which has the model's config.json")
+        raise MisconfigurationException(
+            "--to huggingface needs the model's config. Pass --config FOLDER, a folder with config.json"
+        )
     found = _read(source, given.pickled)
     if "state_dict" not in found:
-        raise MisconfigurationException(f"{source!r} has no 'state_dict'")
+        raise MisconfigurationException(f"{source!r} has no 'state_dict', so there are no weights to convert")
     if kind is None:
         kind = "file" if sharded.is_sharded(source) and not sharded.is_engines(source) else "parts"
     _write(found, kind, given)
@@ -234,7 +236,7 @@ def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
 
 
 def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float) -> int:
-    """Print the differences. Return 1 if there are any, else 0."""
+    """Print the differences between two checkpoints; return 1 if there are any, else 0."""
     if not everything:
         # a file of weights has nothing else to compare
         only_weights = any("optimizer_states" not in found for found in both)
@@ -246,7 +248,7 @@ def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float
 
 
 def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> Iterator[str]:
-    """Yield a line for each key that only one of two trees has, and for each value that differs."""
+    """Yield a line for each key that only one of two nested values has, and for each value that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:  # the first's order, then keys that only the second has
             inner = f"{name}.{key}" if name else str(key)
@@ -269,7 +271,7 @@ def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> I
 
 
 def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:
-    """Describe how two tensors differ; empty if their bits are equal or their values within the tolerances."""
+    """Describe how two tensors differ; return ``""`` if their bits are equal, or their values within the tolerances."""
     if one.shape != other.shape:
         return f"shape {tuple(one.shape)} and {tuple(other.shape)}"
     if one.dtype != other.dtype:

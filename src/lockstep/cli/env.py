@@ -1,4 +1,4 @@
-"""``lockstep env``: versions, devices, the detected cluster with the reason, and the variables in force."""
+"""``lockstep env``: show versions, devices, the detected cluster with the reason, and lockstep's variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.launch.environment import cores, variables_in_use
 ABOUT = """\
 Show what a run depends on: versions, devices, the cluster that started this process, its rank, and the variables that
 lockstep reads. The output can be published: values that look like keys or tokens are not shown, host and user names are
-left out, and paths are shortened. Start it the way the script is started (`srun lockstep env`) to see what a rank sees.
+omitted, and paths are shortened. Start the command as the script is started (`srun lockstep env`) to see a rank's view.
 """
 
 # names of distributions, not of modules; a test compares them with pyproject.toml
@@ -33,11 +33,11 @@ OPTIONAL = (
     *("psutil", "pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
 )
 IF_INSTALLED = ("lightning", "pytorch-lightning", "mlflow")
-"""Distributions that no extra needs. They are shown only if they are installed."""
+"""Distributions that no extra needs, shown only if they are installed."""
 
 
 class Report(TypedDict):
-    """Content of the report, as plain values."""
+    """The facts that ``lockstep env`` shows, as plain values."""
 
     versions: dict[str, str]
     required: dict[str, str | None]  #: None: not installed
@@ -60,7 +60,7 @@ def env(words: Sequence[str]) -> int:
     """
     parser = CommandParser("lockstep env", None, ABOUT)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--full", action="store_true", help="print names of hosts and users, and whole paths")
+    parser.add_argument("--full", action="store_true", help="print names of hosts and users, and full paths")
     given, found = parser.parse_args(words), report()
     if not given.full:
         found = without_names(found)
@@ -69,7 +69,7 @@ def env(words: Sequence[str]) -> int:
 
 
 def report() -> Report:
-    """Collect the report on this process and its environment."""
+    """Collect versions, devices, cluster and variables of this process."""
     finding = explained()
     world = finding.world
     return {
@@ -102,7 +102,7 @@ def report() -> Report:
 
 
 def without_names(found: Report) -> Report:
-    """Return a report without names of hosts and users, and with only the last part of each path.
+    """Replace the names of hosts and users in a report, and shorten paths, so that it can be published.
 
     Example:
         >>> shortened("/home/ada/runs/first on node7", {"node7": "HOST"})
@@ -113,7 +113,7 @@ def without_names(found: Report) -> Report:
     if rank is not None and rank["address"] not in ("127.0.0.1", "localhost"):
         names[str(rank["address"])] = "HOST"
     variables = {
-        name: "(left out: host names)" if re.search("LIST|HOSTS|_NODE$", name) else shortened(value, names)
+        name: "(omitted: host names)" if re.search("LIST|HOSTS|_NODE$", name) else shortened(value, names)
         for name, value in found["variables"].items()
     }
     return {
@@ -125,7 +125,7 @@ def without_names(found: Report) -> Report:
 
 
 def shortened(text: str, names: Mapping[str, str]) -> str:
-    """Return a text with names replaced, as whole words, and all but the last part of each absolute path left out."""
+    """Replace whole words in a text, and shorten each absolute path to its last part."""
     text = re.sub(r"(?<![\w.])(?:/[\w.@%+~-]+)+/([\w.@%+~-]+)", r".../\1", text)
     for name, instead in names.items():
         text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text) if name else text
@@ -173,6 +173,6 @@ def _lines(found: Report) -> Iterator[str]:
             f"node {rank['node_rank']} of {rank['num_nodes']}"
         )
         if rank["world_size"] != 1:
-            yield f"  the ranks meet at {rank['address']}, port {rank['port']}"
+            yield f"  rendezvous of the ranks: {rank['address']}, port {rank['port']}"
     yield "variables in force:" if found["variables"] else "variables in force: none"
     yield from (f"  {name}={value}" for name, value in found["variables"].items())

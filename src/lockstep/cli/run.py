@@ -24,8 +24,8 @@ USAGE = "lockstep run [options] script.py [options] [arguments of the script]"
 ABOUT = """\
 Start a script once for each device, on one node or on several, by torch's elastic agent.
 
-The script needs no change: its Trainer finds the ranks, as under torchrun. Leave out its devices and num_nodes, or
-give them the same values. Options go before the script or directly after it. The first word that is not an option,
+The script needs no change: its Trainer finds the ranks, as under torchrun. Omit its devices and num_nodes, or
+set them to the same values. Options go before the script or directly after it. The first word that is not an option,
 or --, starts the arguments of the script.
 """
 EXAMPLES = """\
@@ -39,8 +39,8 @@ examples:
 """
 COMMANDS = {
     "run": "start a script on all devices of one node or several",
-    "checkpoint": "show what a checkpoint holds, convert it, or compare two",
-    "env": "show versions, devices, the detected cluster, and the variables in force",
+    "checkpoint": "show the content of a checkpoint, convert it, or compare two",
+    "env": "show versions, devices, the detected cluster, and lockstep's variables",
 }
 """Commands of the core, each with a line of help. ``run`` is in this file; each other one is a function in a file of
 its name. Extensions add theirs (`lockstep.ground.extensions`)."""
@@ -100,7 +100,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Start the script and ranks that ``words`` describe, wait for them, and return the exit code.
+    """Run ``lockstep run``: start the ranks, wait for them, and return the exit code.
 
     Raises:
         MisconfigurationException: an option is wrong, this process is a rank itself, or the port is in use.
@@ -153,7 +153,7 @@ def planned(words: Sequence[str]) -> LaunchPlan:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """Return the name of a run: the script's, and six hex digits of a hash of its arguments.
+    """Return a name for a run, from the script's name and a hash of its arguments.
 
     The same command has the same name, so that ``--resume`` finds its earlier run.
 
@@ -169,7 +169,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command's options. An error is a MisconfigurationException of one sentence.
+    """Parser of a command's options, which raises a MisconfigurationException for wrong options.
 
     Args:
         prog: name of the command, as it is typed.
@@ -187,15 +187,15 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, usage, about, examples, formatter_class=layout, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise MisconfigurationException(f"{message}; `{self.prog} --help` lists the options")
+        raise MisconfigurationException(f"{message}. `{self.prog} --help` lists the options")
 
 
 def number_from(least: int) -> Callable[[str], int]:
-    """Return the argparse type of an option that takes whole numbers from ``least`` on."""
+    """Return an argparse type for whole numbers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a number from {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return read
@@ -208,7 +208,7 @@ def _parser() -> CommandParser:
     add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one; with "
         "--lightning and no other option the script's Trainer starts its own ranks")  # fmt: skip
     add("--lightning", action="store_true", help="run a script written for Lightning unchanged: its imports of "
-        "`lightning` and `pytorch_lightning` give lockstep")  # fmt: skip
+        "`lightning` and `pytorch_lightning` load lockstep")  # fmt: skip
     many = parser.add_argument_group("restarts")
     add = many.add_argument
     add("--max-restarts", type=number_from(0), default=0, metavar="N", help="how often all ranks are restarted after "
@@ -234,36 +234,38 @@ def _parser() -> CommandParser:
 
 
 def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, list[str]]:
-    """Split words into our options, which are before the script or directly after it, and the script's words.
+    """Split a command line into lockstep's options and the script's arguments.
+
+    lockstep's options are before the script or directly after it.
 
     Returns:
         the parsed options; and the script with its arguments, or under ``-m`` the arguments alone.
 
     Raises:
-        MisconfigurationException: an unknown option, or one that is given both before and after the script.
+        MisconfigurationException: an unknown option, or an option that is given both before and after the script.
     """
     takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
-    front, rest = _ours(words, takes)
+    front, rest = _split_options(words, takes)
     dashes = rest[:1] == ["--"]
     rest = rest[dashes:]
     script = [] if "-m" in front else rest[:1]
     if script and script[0].startswith("-"):
-        raise MisconfigurationException(f"{script[0]} is not an option: `{parser.prog} --help` lists them")
+        raise MisconfigurationException(f"{script[0]} is not an option. `{parser.prog} --help` lists the options")
     own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
-    after, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
+    after, arguments = ([], rest) if own else _split_options(rest[len(script) :], takes)
     # argparse would let the second win, which may have been meant for the script
     twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in after} & takes.keys()
     if twice:
         name, what = min(twice), script[0] if script else "the module"
         raise MisconfigurationException(
-            f"{name} is given both before and after {what}, and both would be lockstep's. If the second is meant for "
+            f"{name} is given both before and after {what}, and lockstep would read both. If the second is meant for "
             f"the script, put -- in front of it: {what} -- {name} ..."
         )
     return parser.parse_args([*front, *after]), [*script, *arguments[arguments[:1] == ["--"] :]]
 
 
-def _ours(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Split off the leading options with their values. Return them, and the words that follow."""
+def _split_options(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the leading options with their values, and the remaining words."""
     at = 0
     while at < len(words):
         name, equals, _ = words[at].partition("=")
@@ -277,7 +279,9 @@ def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     few, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < few <= most:
-        raise MisconfigurationException(f"--nodes {text}: give a number from 1, or MIN:MAX, such as 1:4")
+        raise MisconfigurationException(
+            f"--nodes {text} is not a number of nodes. Give a number of at least 1, or MIN:MAX such as 1:4"
+        )
     return few, most
 
 
@@ -288,12 +292,14 @@ def _devices(text: str) -> int:
     if text == "auto":
         return there or 1
     if not text.isdigit() or int(text) == 0:
-        raise MisconfigurationException(f"--devices {text}: give the number of ranks on this node, from 1, or auto")
+        raise MisconfigurationException(
+            f"--devices {text} is not a number of ranks. Give a number of at least 1, or auto"
+        )
     return int(text)
 
 
 def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
-    """Return host and port of the nodes' rendezvous; (None, 0) for a single node, which needs none."""
+    """Return host and port of the nodes' rendezvous; (None, 0) for a single node."""
     given = [
         f"--{name.replace('_', '-')} {getattr(options, name)}"
         for name in ("node_rank", "master_addr", "master_port", "local_addr", "rdzv_endpoint")
@@ -302,36 +308,36 @@ def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str |
     if (few, most) == (1, 1):
         if options.node_rank in (None, 0):
             return None, 0
-        raise MisconfigurationException(f"{', '.join(given)}, but --nodes 1: give the number of nodes by --nodes")
+        raise MisconfigurationException(f"{', '.join(given)} is only for several nodes. Give their number with --nodes")
     address, port = options.master_addr, options.master_port
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:
             raise MisconfigurationException(
-                f"{', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port"
+                f"{', '.join(given)} contradict each other. Give --rdzv-endpoint, or --master-addr and --master-port"
             )
         host, _, number = options.rdzv_endpoint.rpartition(":")
         if not host:  # without a colon rpartition leaves the host in the last part
             host, number = number, str(MASTER_PORT)
         if not number.isdigit():
-            raise MisconfigurationException(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT")
+            raise MisconfigurationException(f"--rdzv-endpoint {options.rdzv_endpoint} is not of the form HOST:PORT")
         address, port = host, int(number)
     if address is None:
         raise MisconfigurationException(
-            f"--nodes {options.nodes} without --master-addr: give an address of node 0 that all nodes can reach, and "
-            "--node-rank 0, 1, ... on each"
+            f"--nodes {options.nodes} needs --master-addr. Give an address of node 0 that all nodes can reach, and "
+            "--node-rank 0, 1, ... on each node"
         )
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise MisconfigurationException(
-            f"--node-rank {options.node_rank} of --nodes {options.nodes}: give 0 to {most - 1}"
+            f"--node-rank {options.node_rank} is out of range for --nodes {options.nodes}. Give 0 to {most - 1}"
         )
     port = MASTER_PORT if port is None else port
     if not 0 < port < 65536:
-        raise MisconfigurationException(f"--master-port {port}: give a number from 1 to 65535")
+        raise MisconfigurationException(f"--master-port {port} is not a port. Give a number from 1 to 65535")
     return address, port
 
 
 def words_of(module: str | None, script: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line of a run: the script with its arguments, or ``-m``, the module and its arguments.
+    """Return a run's command line for Python: ``script arguments`` or ``-m module arguments``.
 
     Example:
         >>> words_of("project.train", ["--lr", "0.1"])
@@ -341,14 +347,18 @@ def words_of(module: str | None, script: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_script(command: str, module: str | None, script: list[str]) -> None:
-    """Raise MisconfigurationException, with the working directory, if the script or the module does not exist."""
+    """Raise a MisconfigurationException if the script or module does not exist."""
     here = os.getcwd()
     if module is not None:
         if not _is_module(module, here):
-            raise MisconfigurationException(f"-m {module}: there is no such module in {here} or where packages are")
+            raise MisconfigurationException(
+                f"-m {module}: the module does not exist in {here} or among installed packages"
+            )
         return
     if not script:
-        raise MisconfigurationException(f"no script is given: {command} train.py --devices 2, or -m for a module")
+        raise MisconfigurationException(
+            f"no script is given. Example: {command} train.py --devices 2; -m runs a module"
+        )
     if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
         return
     what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "does not exist"

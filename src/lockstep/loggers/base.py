@@ -1,4 +1,4 @@
-"""Base classes of loggers, and what they share: versions, prefixes, uploads of checkpoints, hyperparameters as YAML."""
+"""Base classes of loggers, and shared functions for versions, prefixes, checkpoint uploads and hyperparameters."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class Logger(ABC):
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """Version of the experiment, which identifies one run of it."""
+        """Version of the experiment, which identifies one run."""
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of all experiments; None if the logger keeps no files."""
+        """Folder of all experiments; None if the logger writes no files."""
         return None
 
     @property
     def root_dir(self) -> str | None:
-        """Folder of all versions of the experiment; None if the logger keeps no files."""
+        """Folder of all versions of the experiment; None if the logger writes no files."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of this version; None if the logger keeps no files."""
+        """Folder of this version; None if the logger writes no files."""
         return None
 
     @property
@@ -79,7 +79,7 @@ class Logger(ABC):
         return "/"
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:  # noqa: B027, optional
-        """Take over what rank 0 has chosen, such as the version. By default do nothing.
+        """Adopt on all ranks the values that rank 0 has chosen, such as the version. By default do nothing.
 
         Args:
             broadcast: function that returns, on all ranks, the value that rank 0 passes.
@@ -87,14 +87,14 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers by name at the optimizer step `step`."""
+        """Record metrics by name, for the optimizer step `step`."""
 
     @abstractmethod
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters."""
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027, optional
-        """Record the graph of `model`, traced with `input_array` or with its ``example_input_array``."""
+        """Record the model's graph, traced with `input_array` or ``model.example_input_array``."""
 
     # Any: an import of ModelCheckpoint would be a circle, since its file imports the module, which imports this one.
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027, optional
@@ -109,7 +109,7 @@ class Logger(ABC):
 
 
 class DummyExperiment:
-    """Experiment of ranks other than 0. It accepts any call and any index, and does nothing."""
+    """Experiment on ranks other than 0, which accepts any call and any index, and does nothing."""
 
     def nop(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""
@@ -136,7 +136,7 @@ def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class DummyLogger(Logger):
-    """Logger that accepts all calls and records nothing. It replaces the user's logger in a ``fast_dev_run``."""
+    """Logger that records nothing; replaces the user's loggers in a ``fast_dev_run``."""
 
     @property
     def name(self) -> str:
@@ -148,7 +148,7 @@ class DummyLogger(Logger):
 
     @property
     def experiment(self) -> DummyExperiment:
-        """Object that accepts any call."""
+        """Object that accepts any call and does nothing."""
         return DummyExperiment()
 
     def log_metrics(self, *args: object, **kwargs: object) -> None:
@@ -167,7 +167,7 @@ class DummyLogger(Logger):
 
 
 class FolderLogger(Logger):
-    """Base class of loggers that keep files, in ``save_dir/name/version_N``.
+    """Base class of loggers that write files to ``save_dir/name/version_N``.
 
     Args:
         save_dir: local folder.
@@ -188,7 +188,7 @@ class FolderLogger(Logger):
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
         if "://" in self._save_dir:
             raise MisconfigurationException(
-                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs cannot be written to a URL; choose a local "
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs cannot be written to a URL. Pass a local "
                 "folder."
             )
         self._name = name or ""
@@ -206,7 +206,7 @@ class FolderLogger(Logger):
         if self._version is None:
             if rank_zero_only.rank != 0:  # a guess, until `share` brings the version that rank 0 has claimed
                 return _next_version(Path(self.root_dir))
-            with self._writing():
+            with self._named_errors():
                 self._version = claim_version(self.root_dir, type(self).__qualname__)
         return self._version
 
@@ -240,24 +240,24 @@ class FolderLogger(Logger):
 
     @rank_zero_only
     def begin_hparams_file(self) -> None:
-        """Write a file of hyperparameters if there is none yet, an empty one without any."""
+        """Write the hyperparameters file if it does not exist, also if there are no hyperparameters."""
         # scripts for Lightning pass its name to `load_from_checkpoint`, also for modules without hyperparameters
         if not os.path.exists(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
             self._write_hparams()
 
     def _write_hparams(self) -> None:
-        with self._writing():
+        with self._named_errors():
             write_hparams(self.log_dir, self.hparams)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn an OSError into an error that names the logger and its folder."""
+    def _named_errors(self) -> Iterator[None]:
+        """Convert an OSError to a MisconfigurationException that names the logger and its folder."""
         try:
             yield
         except OSError as error:
             raise MisconfigurationException(
-                f"{type(self).__name__}(save_dir={self._save_dir!r}): nothing can be written there ({error}); choose "
-                "another folder."
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): the folder is not writable ({error}). Pass a "
+                "different folder."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _next_version(root: Path) -> int:
 
 
 def claim_version(root: str | os.PathLike[str], kind: str = "") -> int:
-    """Return the next free N and make the folder ``root/version_N``.
+    """Create the folder ``root/version_N`` with the next free number N, and return N.
 
     Loggers of several kinds in one run share a folder.
     """
@@ -299,7 +299,7 @@ _made: dict[Path, set[str]] = {}
 
 
 def prefixed(metrics: Mapping[str, Any], prefix: str, join: str) -> dict[str, Any]:
-    """Return a copy of `metrics`, with `prefix` and `join` in front of each name if there is a prefix."""
+    """Return a copy of `metrics` with `prefix` and `join` in front of each name, if `prefix` is not empty."""
     return {f"{prefix}{join}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
@@ -320,7 +320,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Upload:
-    """Checkpoint to upload.
+    """A checkpoint file to upload, with its metadata.
 
     Attributes:
         path: the file.
@@ -337,7 +337,7 @@ class Upload:
     settings: dict[str, Any]
 
     def metadata(self, kind: str) -> dict[str, Any]:
-        """Return what is uploaded with the file, as plain values, with the callback's settings under `kind`."""
+        """Return metadata for the upload as plain values, with the callback's settings under the key `kind`."""
         return {"score": self.score, "original_filename": Path(self.path).name, kind: self.settings}
 
 
@@ -354,7 +354,7 @@ class SavesCheckpoints(Protocol):
 
 
 class Uploads:
-    """Schedule of uploads that a logger's ``log_model`` asks for, and record of the files uploaded so far.
+    """Decides when checkpoints are uploaded (a logger's ``log_model``), and records which were.
 
     Args:
         when: False: never. ``"all"``: each checkpoint as soon as it is saved. True: the checkpoints that exist at
@@ -367,7 +367,7 @@ class Uploads:
         self._at_end: dict[int, SavesCheckpoints] = {}
 
     def after_save(self, callback: SavesCheckpoints) -> list[Upload]:
-        """Return what to upload now that `callback` has saved a file."""
+        """Return the checkpoints to upload immediately, after `callback` has saved one."""
         if self.when == "all" or (self.when is True and callback.save_top_k == -1):
             return self.new(callback)
         if self.when is True:
@@ -375,11 +375,11 @@ class Uploads:
         return []
 
     def at_end(self) -> list[Upload]:
-        """Return what is still to be uploaded at the end of a run."""
+        """Return the checkpoints to upload at the end of a run."""
         return [upload for callback in self._at_end.values() for upload in self.new(callback)]
 
     def new(self, callback: SavesCheckpoints) -> list[Upload]:
-        """Return the new and changed files of `callback`, oldest first, and record them as uploaded."""
+        """Return the callback's files that changed since the last upload, oldest first; record them as uploaded."""
         scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
         scores.update(callback.best_k_models)
         found = []
@@ -389,7 +389,8 @@ class Uploads:
                 continue
             if Path(path).is_dir():
                 warn_once(
-                    f"log_model={self.when!r}: {path!r} is a folder, and checkpoints in parts are not uploaded.",
+                    f"log_model={self.when!r}: the checkpoint {path!r} is a folder and is not uploaded. "
+                    "Only checkpoints in one file are uploaded.",
                     key="a checkpoint in parts is not uploaded",
                 )
             if not Path(path).is_file():
@@ -419,7 +420,7 @@ class Uploads:
 
 
 def as_dict(params: Mapping[str, Any] | Namespace | None) -> dict[str, Any]:
-    """Return a mapping, Namespace or None as a new dict."""
+    """Copy a mapping or Namespace to a dict; None becomes an empty dict."""
     return dict(vars(params) if isinstance(params, Namespace) else params or {})
 
 
@@ -436,14 +437,14 @@ def flattened(params: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 
 
 def _nested(value: object) -> Any:
-    """Return a Namespace or dataclass as a dict, and any other value unchanged."""
+    """Convert a Namespace or dataclass to a dict; return any other value unchanged."""
     if isinstance(value, Namespace):
         return vars(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def as_json(value: object) -> Any:
-    """Return `value` in JSON's types.
+    """Convert a value to types that JSON supports.
 
     Scalars of NumPy and torch become numbers, functions and classes their names, other objects ``str(value)``.
     """
@@ -462,13 +463,13 @@ def as_json(value: object) -> Any:
 
 
 def write_hparams(folder: str, params: Mapping[Any, Any], name: str = "hparams.yaml") -> None:
-    """Write `params` to the YAML file `name` in `folder`, and make the folder if needed."""
+    """Write `params` to the YAML file `name` in `folder`; create the folder if needed."""
     os.makedirs(folder, exist_ok=True)
     Path(folder, name).write_text(as_yaml(params), encoding="utf-8")
 
 
 def as_yaml(params: Mapping[Any, Any]) -> str:
-    """Return `params` as YAML, without PyYAML. Objects without a type in YAML become ``str(value)``."""
+    """Format `params` as YAML, without PyYAML; objects without a YAML type become ``str(value)``."""
     return "".join(f"{line}\n" for line in _yaml_lines(params)) or "{}\n"
 
 

@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in a table, hyperparameters in a YAML file."""
+"""CSVLogger: writes metrics to a CSV table and hyperparameters to a YAML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExperimentWriter:
     :meth:`save`.
 
     Args:
-        log_dir: local folder; it is made if needed.
+        log_dir: local folder; created if needed.
         append: add rows to an existing table. By default the table of an earlier run is renamed to
             ``metrics.1.csv`` (``.2`` ...).
     """
@@ -48,16 +48,18 @@ class ExperimentWriter:
             while table.with_suffix(f".{number}.csv").exists():
                 number += 1
             earlier = table.rename(table.with_suffix(f".{number}.csv"))
-            rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {earlier.name!r}.")
+            rank_zero_warn(
+                f"{self.log_dir!r} contains metrics from an earlier run; the file was renamed to {earlier.name!r}."
+            )
 
     def read_columns(self) -> None:
-        """Read the columns of the table, to which another process may have added some."""
+        """Read the column names from the existing table, to which another process may have added columns."""
         if os.path.exists(self.metrics_file_path):
             with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
                 self.metrics_keys = next(csv.reader(file), [])
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add `params` to the hyperparameters, and write all to ``hparams.yaml``."""
+        """Add `params` to the hyperparameters, and write all of them to ``hparams.yaml``."""
         self.hparams.update(params)
         write_hparams(self.log_dir, self.hparams, self.NAME_HPARAMS_FILE)
 
@@ -67,13 +69,13 @@ class ExperimentWriter:
         return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row; tensors of one element become numbers."""
+        """Buffer a row of the table; tensors of one element become numbers."""
         row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
         row["step"] = len(self.metrics) if step is None else step
         self.metrics.append(row)
 
     def save(self) -> None:
-        """Write the buffered rows. A new column makes the whole table be rewritten."""
+        """Write the buffered rows to the table; rewrite the whole table if there is a new column."""
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self.metrics_keys)
@@ -96,7 +98,7 @@ class ExperimentWriter:
 
 
 class CSVLogger(FolderLogger):
-    """Logger that keeps metrics in ``save_dir/name/version_N/metrics.csv`` and hyperparameters in ``hparams.yaml``.
+    """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
     Args:
         save_dir: local folder.
@@ -129,9 +131,9 @@ class CSVLogger(FolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """Writer of the table; on ranks other than 0 an object that accepts any call."""
+        """The :class:`ExperimentWriter`; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
-            with self._writing():
+            with self._named_errors():
                 self._experiment = ExperimentWriter(self.log_dir, append=self._owns_table)
             self._owns_table = True
         writer: ExperimentWriter = self._experiment
@@ -139,7 +141,7 @@ class CSVLogger(FolderLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row for `step`; by default for the number of buffered rows."""
+        """Buffer a row for `step` (default: the number of buffered rows)."""
         if step is None:
             step = len(self.experiment.metrics)
         self.experiment.log_metrics(self._prefixed(metrics), step)
@@ -152,14 +154,14 @@ class CSVLogger(FolderLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: object) -> None:
         """Add `params` to the hyperparameters, and write all to ``hparams.yaml``."""
         self.hparams.update(as_dict(params))
-        with self._writing():
+        with self._named_errors():
             self.experiment.log_hparams(self.hparams)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the buffered rows."""
+        """Write the buffered rows to the table."""
         if self._experiment is not None:
-            with self._writing():
+            with self._named_errors():
                 self._experiment.save()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""MLFlowLogger: metrics, hyperparameters and checkpoints to MLflow."""
+"""MLFlowLogger: sends metrics, hyperparameters and checkpoints to MLflow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _announced: set[str] = set()
 
 
 class MLFlowLogger(Logger):
-    """Logger that keeps metrics, hyperparameters and, with `log_model`, checkpoints in a run of MLflow.
+    """Logger that sends metrics, hyperparameters and, with `log_model`, checkpoints to an MLflow run.
 
     Needs the extra ``mlflow``, which installs ``mlflow-skinny`` and the packages of its SQLite store. The full
     ``mlflow`` works too, and has a web page: ``mlflow ui --backend-store-uri <tracking_uri>``. The run is created on
@@ -117,7 +117,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """``MlflowClient`` whose run has been created; on ranks other than 0 an object that accepts any call."""
+        """The ``MlflowClient``, after creating the run; on ranks other than 0 an object that accepts any call."""
         if self._client is None:
             import mlflow
             from mlflow.environment_variables import MLFLOW_TRACKING_URI
@@ -153,13 +153,13 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run. Reading it on rank 0 creates the run; other ranks receive it by :meth:`share`."""
+        """Id of the MLflow run, which is created when rank 0 first reads this; see :meth:`share` for other ranks."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """Id of the experiment. Reading it on rank 0 creates the experiment and the run."""
+        """Id of the MLflow experiment, which is created with the run when rank 0 first reads this."""
         _ = self.experiment
         return self._experiment_id
 
@@ -170,12 +170,12 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """Id of the run."""
+        """Id of the MLflow run."""
         return self.run_id
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of the store; None for a server or a database that `tracking_uri` names."""
+        """Folder of MLflow's file store; None if `tracking_uri` names a server or a database."""
         return self._save_dir
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
@@ -183,13 +183,13 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers. Warn about text, which is left out, and about names that MLflow does not accept."""
+        """Record numbers; omit text with a warning, and rename metrics whose names MLflow refuses."""
         from mlflow.entities import Metric
 
         now, found = int(time.time() * 1000), []
         for name, value in prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
-                warn_once(f"MLFlowLogger: the metric {name!r} is text, not a number, and is left out.")
+                warn_once(f"MLFlowLogger: the metric {name!r} is text, not a number, and is omitted. Log numbers only.")
                 continue
             allowed = re.sub(r"[^a-zA-Z0-9_/. -]+", "", name)
             if allowed != name:
@@ -204,7 +204,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
-        """Record hyperparameters as text, nested ones as ``outer/inner``, cut to MLflow's maximum length."""
+        """Record hyperparameters as text, truncated to MLflow's maximum length; nested names become ``outer/inner``."""
         from mlflow.entities import Param
         from mlflow.utils import validation
 
@@ -222,7 +222,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Upload the checkpoints that `log_model` asks for, and set the status of the run."""
+        """Upload checkpoints if `log_model` is set, and report the status of the run to MLflow."""
         if self._client is None:
             return
         self._upload(self._uploads.at_end())

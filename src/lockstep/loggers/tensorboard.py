@@ -1,4 +1,4 @@
-"""TensorBoardLogger, and the choice of a Trainer's default logger."""
+"""TensorBoardLogger, and the function that chooses a Trainer's default logger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _is_installed() -> bool:
 
 
 class TensorBoardLogger(FolderLogger):
-    """Logger that keeps metrics in TensorBoard's format in ``save_dir/name/version_N``.
+    """Logger that writes TensorBoard files to ``save_dir/name/version_N``.
 
     Hyperparameters are recorded for TensorBoard and in ``hparams.yaml``. View both with
     ``tensorboard --logdir save_dir``. Needs the extra ``tensorboard``.
@@ -85,11 +85,11 @@ class TensorBoardLogger(FolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """``SummaryWriter``; on ranks other than 0 an object that accepts any call."""
+        """The ``SummaryWriter``; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with self._writing():
+            with self._named_errors():
                 self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
         return self._experiment
 
@@ -117,7 +117,7 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters, with the `metrics` (by name, or one number) that they resulted in."""
+        """Record hyperparameters, with resulting metrics for TensorBoard's table."""
         self.hparams.update(as_dict(params))
         self._write_hparams()
         if metrics is None and self._default_hp_metric:
@@ -135,15 +135,15 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
-        """Record the graph of `model` if the logger has ``log_graph=True``. Warn if there is no example input."""
+        """Record the model's graph if the logger has ``log_graph=True``; warn if there is no example input."""
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if not isinstance(example, (Tensor, tuple)):
             rank_zero_warn(
-                "TensorBoardLogger(log_graph=True): the graph is not recorded, since the model's "
-                f"example_input_array is a {type(example).__name__}; make it a tensor, or a tuple of all that "
-                "forward takes."
+                "TensorBoardLogger(log_graph=True): the graph is not recorded, because the model's "
+                f"example_input_array is a {type(example).__name__}. Assign a tensor, or a tuple of all arguments of "
+                "forward."
             )
             return
         parameter = next(model.parameters(), None)
@@ -157,20 +157,20 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write buffered values."""
+        """Write buffered values to the file."""
         if self._experiment is not None:
             self._experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write buffered values and close the file. Later values go to a second file in the same folder."""
+        """Close the file; later values are written to a second file in the same folder."""
         if self._experiment is not None:
             self._experiment.close()
             self._experiment = None
 
 
 def _plain_value(value: object) -> bool | int | float | str:
-    """Return a hyperparameter in a type that TensorBoard accepts: a number or text."""
+    """Convert a hyperparameter to a number or text for TensorBoard."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,4 +1,4 @@
-"""WandbLogger: metrics, media, hyperparameters and checkpoints to Weights & Biases."""
+"""WandbLogger: sends metrics, media, hyperparameters and checkpoints to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
-    """Logger that keeps metrics, media, hyperparameters and, with `log_model`, checkpoints in a run of W&B.
+    """Logger that sends metrics, media, hyperparameters and, with `log_model`, checkpoints to a W&B run.
 
     Needs the extra ``wandb``. The run starts on rank 0 when something is first logged. It ends with the process or
     with ``wandb.finish()``, so that ``fit`` and ``test`` share a run.
@@ -92,8 +92,8 @@ class WandbLogger(Logger):
             raise missing_extra("wandb", "wandb", "WandbLogger")
         if offline and log_model:
             raise MisconfigurationException(
-                f"WandbLogger(offline=True, log_model={log_model!r}): an offline run uploads no checkpoints; leave out "
-                "one of the two. The checkpoints are in ModelCheckpoint's folder in any case."
+                f"WandbLogger(offline=True, log_model={log_model!r}): an offline run cannot upload checkpoints. Remove "
+                "one of the two arguments. The checkpoints are also in ModelCheckpoint's folder."
             )
         folder = save_dir if save_dir is not None else dir
         if not project:
@@ -127,7 +127,7 @@ class WandbLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """``wandb.Run``, which the first read starts; on ranks other than 0 an object that accepts any call."""
+        """The ``wandb.Run``, started on first access; on ranks other than 0 an object that accepts any call."""
         if self._experiment is None:
             import wandb
 
@@ -167,12 +167,12 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """Id of the run; None before the run starts if no id was given."""
+        """Id of the W&B run; None before the run starts if no id was passed."""
         return self._experiment.id if self._experiment is not None else self._id
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of ``wandb/``."""
+        """Folder in which W&B creates its folder ``wandb``."""
         return self._save_dir
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
@@ -182,7 +182,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers and W&B's media by name."""
+        """Record metrics by name: numbers, or W&B media objects."""
         row = prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
         if step is not None and not self._wandb_init.get("sync_tensorboard"):
             row[STEP] = step
@@ -190,12 +190,12 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
-        """Add `params` to the config of the run. Objects without a type in JSON become their names."""
+        """Add `params` to the run's config; objects without a JSON type are converted to text."""
         self.experiment.config.update(as_json(as_dict(params)), allow_val_change=True)
 
     @rank_zero_only
     def watch(self, model: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of gradients or parameters.
+        """Let W&B record histograms of the model's gradients, parameters, or both.
 
         Args:
             model: module to watch.
@@ -219,7 +219,7 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table, from `columns` and rows of `data` or from a `dataframe`. Cells may be media."""
+        """Record a table, from column names and rows or from a dataframe; cells may be media."""
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -232,11 +232,11 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table of text; arguments as for :meth:`log_table`."""
+        """Record a table of texts; arguments are those of :meth:`log_table`."""
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record tensors, arrays, PIL images or files; `kwargs` are lists with an item for each, such as ``caption``.
+        """Record images (tensors, arrays, PIL images or paths); `kwargs` are lists with one item per image.
 
         Raises:
             TypeError: `images` is not a list.
@@ -249,11 +249,11 @@ class WandbLogger(Logger):
         self._log_media("Image", "images", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record arrays or files; `kwargs` are lists with an item for each, such as ``caption``, ``sample_rate``."""
+        """Record audio (arrays or paths); `kwargs` are lists with an item per clip, such as ``sample_rate``."""
         self._log_media("Audio", "audios", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record arrays or files; `kwargs` are lists with an item for each, such as ``caption``, ``fps``."""
+        """Record videos (arrays or paths); `kwargs` are lists with an item per video, such as ``fps``."""
         self._log_media("Video", "videos", key, videos, step, kwargs)
 
     @rank_zero_only
@@ -261,12 +261,14 @@ class WandbLogger(Logger):
         self, kind: str, argument: str, key: str, items: list[Any], step: int | None, kwargs: dict[str, list[Any]]
     ) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}): `{argument}` is a {type(items).__name__}; pass a list.")
+            raise TypeError(
+                f"log_{kind.lower()}({key!r}): `{argument}` is a {type(items).__name__}, not a list. Pass a list."
+            )
         for name, values in kwargs.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}; pass "
-                    "one for each."
+                    f"log_{kind.lower()}({key!r}): {name} has {len(values)} items for {len(items)} {argument}. Pass "
+                    "one item for each."
                 )
         import wandb
 
@@ -279,7 +281,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Upload the checkpoints that `log_model` asks for if the fit succeeded. The W&B run continues."""
+        """Upload checkpoints if `log_model` is set and the fit succeeded; the W&B run stays open."""
         if status == "success" and self._experiment is not None:
             self._upload(self._uploads.at_end())
 
@@ -300,7 +302,7 @@ class WandbLogger(Logger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Download an artifact from W&B on rank 0. Other ranks return None.
+        """Download an artifact from W&B on rank 0 and return its folder; other ranks return None.
 
         Args:
             artifact: name of the artifact: ``"entity/project/model-<run id>:best"``.
@@ -321,7 +323,7 @@ class WandbLogger(Logger):
         return folder
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Record `artifact` as an input of this run, and return the ``wandb.Artifact``."""
+        """Declare an artifact as an input of this run, and return the ``wandb.Artifact``."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Base class of profilers, and the profilers that use the wall clock and cProfile."""
+"""Base class of profilers, and the profilers that use wall-clock time and cProfile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Profiler(ABC):
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         if dirpath is not None and "://" in os.fspath(dirpath):
             raise MisconfigurationException(
-                f"{type(self).__name__}(dirpath={os.fspath(dirpath)!r}): reports go to a local folder; copy them later."
+                f"{type(self).__name__}(dirpath={os.fspath(dirpath)!r}): reports cannot be written to a URL. Pass "
+                "a local folder."
             )
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = filename
@@ -55,7 +56,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Start to measure an action."""
+        """Start measuring an action."""
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
@@ -73,7 +74,7 @@ class Profiler(ABC):
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a call of the Trainer.
+        """Prepare for a fit, validation, test or prediction.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -81,7 +82,7 @@ class Profiler(ABC):
             log_dir: folder of the report if there is no ``dirpath``.
 
         Raises:
-            MisconfigurationException: ``dirpath`` cannot be made.
+            MisconfigurationException: ``dirpath`` cannot be created.
         """
         self._stage = stage
         self._rank = local_rank
@@ -93,16 +94,16 @@ class Profiler(ABC):
                 os.makedirs(self.dirpath, exist_ok=True)
             except OSError as error:
                 raise MisconfigurationException(
-                    f"{type(self).__name__}(dirpath={self.dirpath!r}): nothing can be written there ({error}); choose "
-                    "another folder."
+                    f"{type(self).__name__}(dirpath={self.dirpath!r}): the folder is not writable ({error}). Pass a "
+                    "different folder."
                 ) from error
 
     def summary(self) -> str:
-        """Return the report as text; empty for none."""
+        """Return the report as text, or ``""`` if there is nothing to report."""
         return ""
 
     def describe(self) -> None:
-        """Append the report to its file, or log it on rank 0, and call :meth:`teardown`."""
+        """Append the report to a file if ``filename`` is set, else log it on rank 0; then call :meth:`teardown`."""
         text = self.summary()
         if text and self.filename is not None and self.dirpath is not None:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -113,24 +114,24 @@ class Profiler(ABC):
         self.teardown(self._stage)
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027, may be left as it is
-        """Release what was recorded."""
+        """Release recorded data."""
 
     @property
     def local_rank(self) -> int:
-        """Rank that :meth:`setup` was called with; 0 without a Trainer."""
+        """Rank that was passed to :meth:`setup`; 0 without a Trainer."""
         return 0 if self._rank is None else self._rank
 
     # -- for derived classes -------------------------------------------------------------------------------
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return the name of a file to write: stage, ``filename``, rank and action."""
+        """Return the name for an output file, from stage, ``filename``, rank and action."""
         parts = [self._stage, self.filename, None if self._rank is None else str(self._rank), action_name]
         name = "-".join(part for part in parts if part)
         # actions have names such as "[Callback]X{...}.on_fit_start": replace what some file systems refuse
         return (re.sub(r'[\\/:*?"<>|\s_]+', "_", name).strip("_") or "profile") + extension
 
     def report(self, parts: dict[str, str]) -> str:
-        """Return the report of a call: a headline, and a section for each action and its text in `parts`."""
+        """Format a report with a headline, and a section for each action in `parts`."""
         stage = f"{self._stage.upper()} " if self._stage is not None else ""
         rank = "" if self._rank is None else f" rank: {self._rank}"
         lines = [f"{stage}Profiler Report"]
@@ -140,7 +141,7 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that records nothing; ``trainer.profiler`` of a Trainer without a profiler."""
+    """Profiler that records nothing; the default ``trainer.profiler``."""
 
     def start(self, action_name: str) -> None:
         """Do nothing."""
@@ -153,7 +154,7 @@ class PassThroughProfiler(Profiler):
 
 
 class SimpleProfiler(Profiler):
-    """Profiler that adds up wall-clock seconds by action.
+    """Profiler that sums wall-clock seconds for each action.
 
     On a GPU an action ends when its kernels are queued, not when they have run.
 
@@ -181,21 +182,21 @@ class SimpleProfiler(Profiler):
         """Start the clock of an action.
 
         Raises:
-            ValueError: it is running.
+            ValueError: the action is running already.
         """
         if action_name in self.current_actions:
-            raise ValueError(f"the action {action_name!r} has been started and not stopped: give this one another name")
+            raise ValueError(f"the action {action_name!r} is running already. Stop it first, or use another name")
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
         """Record the seconds since :meth:`start` of an action.
 
         Raises:
-            ValueError: it is not running.
+            ValueError: the action is not running.
         """
         now = time.perf_counter()
         if action_name not in self.current_actions:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+            raise ValueError(f"the action {action_name!r} was never started. Call start({action_name!r}) first")
         start = self.current_actions.pop(action_name)
         self.recorded_durations.setdefault(action_name, []).append(now - start)
 
@@ -228,7 +229,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 class AdvancedProfiler(Profiler):
-    """Profiler that runs Python's cProfile in every action. In nested actions time counts for the innermost.
+    """Profiler that runs Python's cProfile in every action; in nested actions only the innermost is profiled.
 
     cProfile slows Python down several times: the report shows where time goes, not how much a run takes.
 
@@ -254,7 +255,7 @@ class AdvancedProfiler(Profiler):
         self._running: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """Start the profile of an action, and pause that of the enclosing action."""
+        """Start profiling an action, and pause profiling the enclosing action."""
         # Python has one profiler at a time
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
@@ -266,20 +267,20 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions[action_name].enable()
 
     def stop(self, action_name: str) -> None:
-        """Stop the profile of an action, and continue that of the enclosing action.
+        """Stop profiling an action, and continue profiling the enclosing action.
 
         Raises:
-            ValueError: it is not running.
+            ValueError: the action is not running.
         """
         if action_name not in self._running:
-            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) first")
+            raise ValueError(f"the action {action_name!r} was never started. Call start({action_name!r}) first")
         self.profiled_actions[self._running[-1]].disable()
         self._running.remove(action_name)
         if self._running:
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
-        """Return the functions of each action, sorted by cumulative time, longest first."""
+        """Return a table of Python functions for each action, sorted by cumulative time, longest first."""
         import pstats
 
         for action in self._running:
@@ -298,7 +299,7 @@ class AdvancedProfiler(Profiler):
         return self.report(parts)
 
     def teardown(self, stage: str | None) -> None:
-        """Discard what was recorded."""
+        """Discard all recorded profiles."""
         for action in self._running:
             self.profiled_actions[action].disable()
         self._running.clear()

@@ -1,4 +1,4 @@
-"""PyTorchProfiler: operators and kernels of each step, recorded by torch.profiler."""
+"""PyTorchProfiler: records the operators and kernels in each step with ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class PyTorchProfiler(Profiler):
         self._sort_by_key = sort_by_key or f"{'cuda' if on_cuda else 'cpu'}_time_total"
         if self._sort_by_key not in self.AVAILABLE_SORT_KEYS:
             raise MisconfigurationException(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): choose one of {sorted(self.AVAILABLE_SORT_KEYS)}."
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): the key is unknown. Pass one of "
+                f"{sorted(self.AVAILABLE_SORT_KEYS)}."
             )
         self._table_kwargs = dict(table_kwargs or {})
         self._group_by_input_shapes = group_by_input_shapes and bool(profiler_kwargs.get("record_shapes"))
@@ -110,7 +111,7 @@ class PyTorchProfiler(Profiler):
         self._tables: dict[str, str] = {}
 
     def observe(self, module: nn.Module | None) -> None:
-        """Set the LightningModule whose submodules are labelled and whose steps are counted. The Trainer calls it."""
+        """Attach to a LightningModule, to label its submodules and count its steps; called by the Trainer."""
         # weak: a profiler may outlive the fit, and would keep the module's memory
         self._module = _nothing if module is None else weakref.ref(module)
 
@@ -132,7 +133,11 @@ class PyTorchProfiler(Profiler):
                 self._schedule = StepSchedule(
                     self._user_schedule or torch.profiler.schedule(wait=1, warmup=1, active=3)
                 )
-                settings = {**self._profiler_kwargs, "schedule": self._schedule, "on_trace_ready": self._ready}
+                settings = {
+                    **self._profiler_kwargs,
+                    "schedule": self._schedule,
+                    "on_trace_ready": self._store_recording,
+                }
                 self.profiler = torch.profiler.profile(**settings)
             self.profiler.__enter__()
         if action_name not in self._open:
@@ -140,7 +145,7 @@ class PyTorchProfiler(Profiler):
             label.__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End the label of an action; after a step method the schedule advances."""
+        """End an action's label; advance the schedule if the action was a step method."""
         label = self._open.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
@@ -158,8 +163,8 @@ class PyTorchProfiler(Profiler):
 
     # -- recordings ----------------------------------------------------------------------------------------
 
-    def _ready(self, profiler: torch.profiler.profile) -> None:
-        """Add a table, traces and stacks of the recorded steps; torch calls it at the end of the schedule."""
+    def _store_recording(self, profiler: torch.profiler.profile) -> None:
+        """Store a table of the recorded steps, and write traces and stacks; called by torch when a recording ends."""
         step = (self._schedule.current if self._schedule is not None else None) or "records"
         self.function_events = profiler.events()
         averages = self.function_events.key_averages(group_by_input_shapes=self._group_by_input_shapes)
@@ -168,7 +173,10 @@ class PyTorchProfiler(Profiler):
             self._on_trace_ready(profiler)
         elif self.dirpath is None:
             if self._export_to_chrome or self._flame_graph:
-                warn_once("PyTorchProfiler wrote no trace: give it a `dirpath`, or the Trainer a logger with a folder.")
+                warn_once(
+                    "PyTorchProfiler wrote no trace, because it has no folder. Pass `dirpath`, or use a logger "
+                    "with files."
+                )
         else:
             os.makedirs(self.dirpath, exist_ok=True)
             if self._export_to_chrome:
@@ -177,7 +185,7 @@ class PyTorchProfiler(Profiler):
                 profiler.export_stacks(os.path.join(self.dirpath, self.file_name(step, ".stack")), self._metric)
 
     def summary(self) -> str:
-        """Stop torch's profiler, and return a table of operators for each kind of step that was recorded."""
+        """Stop recording, and return a table of operators for each step method that was recorded."""
         self._switch_off()
         return self.report(self._tables) if self._tables else ""
 
@@ -185,7 +193,7 @@ class PyTorchProfiler(Profiler):
         for action in list(self._open):
             self._open.pop(action).__exit__(None, None, None)
         if self.profiler is not None:
-            # its exit may call `_ready`, and must not run twice if that raises
+            # its exit may call `_store_recording`, and must not run twice if that raises
             profiler, self.profiler = self.profiler, None
             profiler.__exit__(None, None, None)
         if self._ranges is not None:
@@ -195,7 +203,7 @@ class PyTorchProfiler(Profiler):
         self._ranges = self._labels = self._schedule = None
 
     def teardown(self, stage: str | None) -> None:
-        """Stop torch's profiler."""
+        """Stop recording, and detach from the module."""
         self._switch_off()
         self._module = _nothing
 
@@ -209,10 +217,10 @@ class PyTorchProfiler(Profiler):
 
 
 class StepSchedule:
-    """Schedule of torch's profiler that counts each kind of step separately and runs once for each kind.
+    """Schedule for torch's profiler that counts steps separately for each step method, such as ``training_step``.
 
     Args:
-        given: schedule of one kind of step: maps the number of a step to a ``ProfilerAction``.
+        given: schedule for each step method; maps a step's number to a ``ProfilerAction``.
     """
 
     def __init__(self, given: Callable[[int], ProfilerAction]) -> None:
@@ -225,11 +233,11 @@ class StepSchedule:
         self._last = ProfilerAction.NONE
 
     def counts_now(self, step: str) -> bool:
-        """Return True if a step of this kind counts now: no other kind is being recorded."""
+        """Return True unless a different step method is being recorded now."""
         return self._busy in (None, step)
 
     def __call__(self, number: int) -> ProfilerAction:
-        """Return the profiler's action in the next step. ``number`` is torch's count of all steps, and unused."""
+        """Return the profiler's action for the next step; ``number`` is torch's count of steps, which is ignored."""
         step = self.current
         if step is None:
             return self.given(0)
@@ -290,7 +298,7 @@ def default_activities() -> list[ProfilerActivity]:
 
 
 def _num_steps(trainer: Any, step: str) -> float:
-    """Return the number of steps of a kind in one epoch or evaluation."""
+    """Return how often a step method runs in one epoch or evaluation."""
     stage = {"training_step": "training", "validation_step": "val", "test_step": "test"}.get(step, "predict")
     found: Any = getattr(trainer, f"num_{stage}_batches")
     batches = float(sum(found) if isinstance(found, Sequence) else found)

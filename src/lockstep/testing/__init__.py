@@ -1,4 +1,4 @@
-"""Tools for tests of training code: small models, the equivalence check, several ranks on one card."""
+"""Tools for testing training code, such as small models and a comparison of strategies with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of tests: the CPU, or the accelerator that ``LOCKSTEP_TEST_ACCELERATOR`` names."""
+"""Choice of the device on which tests run, by the variable ``LOCKSTEP_TEST_ACCELERATOR``; default: the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "LOCKSTEP_TEST_ACCELERATOR"
 
 
 def chosen_accelerator() -> str | Accelerator:
-    """Return ``Trainer(accelerator=...)`` of tests that run on any device.
+    """Return the value for ``Trainer(accelerator=...)`` in tests that run on any device.
 
     ``"cuda"`` is one card for all ranks, since many machines do not have a second one.
     """

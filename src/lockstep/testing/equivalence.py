@@ -1,4 +1,4 @@
-"""A comparison, step by step, of a strategy with one process that trains on the whole global batch.
+"""Step-by-step comparison of a distributed strategy with a single process on the same global batches.
 
 For losses that are means over samples (or over the step's own ``weight``). Dropout, unsynchronized BatchNorm, losses
 that mix samples, and ``drop_last`` differ on several ranks. So do parameters under Adam, which turns the rounding error
@@ -40,7 +40,7 @@ GRADIENT = "gradient"
 CLIPPED = "clipped gradient"
 PARAMETER = "parameter"
 _IN_ORDER = (STEPS, INITIAL, BUFFER, GRADIENT, CLIPPED, PARAMETER)
-"""Kinds of differences in the order of a step: a later one in a step follows from an earlier one."""
+"""Kinds of differences, in the order in which they occur in a step; later differences may follow from earlier ones."""
 
 _SHOWN = 8
 """Maximum number of differences that a report lists."""
@@ -48,7 +48,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class RankDifference:
-    """A difference from one process at one step.
+    """A difference between the strategy and the single process in one step.
 
     Attributes:
         step: the optimizer step, counted from 0.
@@ -58,7 +58,7 @@ class RankDifference:
         name: name of the parameter or buffer; "" for a course of steps.
         ranks: ranks with the difference.
         size: largest absolute difference; infinite if only one of the runs has a gradient.
-        scale: largest absolute element of one process over all names, to which differences are relative.
+        scale: largest absolute element on the single process over all names, to which differences are relative.
     """
 
     step: int
@@ -71,7 +71,7 @@ class RankDifference:
     def __str__(self) -> str:
         where = f"on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         if self.what == STEPS:
-            return f"step {self.step}: another {STEPS} {where}"
+            return f"step {self.step}: a different {STEPS} {where}"
         if math.isinf(self.size):
             return f"step {self.step}: {self.what} {self.name!r} {where} exists in only one of the runs"
         return f"step {self.step}: {self.what} {self.name!r} {where} off by {self.size:.3g} (largest: {self.scale:.3g})"
@@ -79,10 +79,10 @@ class RankDifference:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """The result of `check_equivalence`; true if there is no difference.
+    """Result of `check_equivalence`; true if there is no difference.
 
     Attributes:
-        title: the strategy and settings that were compared with one process.
+        title: the strategy and settings that were compared with a single process.
         steps: number of optimizer steps.
         differences: differences by step and kind, the largest first within each.
         cause: probable cause of the first differences; "" if there are none.
@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """Differences of the first step and kind; all others may follow from them."""
+        """Differences of the first kind in the first wrong step; all later ones may follow from these."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 
@@ -120,7 +120,7 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A difference on one rank; ``digest`` shows if two ranks hold the same wrong tensor."""
+    """A difference on one rank; equal ``digest`` values show that ranks have the same wrong tensor."""
 
     step: int
     what: str
@@ -132,12 +132,12 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """The record of one rank's run."""
+    """Observations of one rank during the run with the strategy."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
     clipped_before: set[int] = field(default_factory=set)
-    """Steps with a gradient within the clipping bound before clipping, although that of one process exceeds it."""
+    """Steps in which only this rank's gradient, not the single process's, was within the bound before clipping."""
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Number of samples of each forward, by step; 0 for a micro-batch without samples on this rank."""
     buffers: dict[int, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
@@ -148,7 +148,7 @@ class Witness:
     """Number of gradient reductions up to the end of each step, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Record the samples and buffers of a forward at its start."""
+        """Record at the start of a forward its number of samples, and the buffers."""
         seen = {}
         for name, buffer in buffers:
             found = buffer.detach().cpu()
@@ -160,7 +160,7 @@ class Witness:
 
 
 def digest(tensor: Tensor | None) -> str:
-    """Return a fingerprint of a CPU tensor's bits; "" for None."""
+    """Return a hash of a CPU tensor's bits; "" for None."""
     if tensor is None:
         return ""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -171,7 +171,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
-    """Return the report on the records of all ranks."""
+    """Combine the observations of all ranks into a report."""
     by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
@@ -191,7 +191,7 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
 
 
 def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
-    """Return the buffers that were not equal on all ranks in any forward of a step."""
+    """Return differences for buffers that differed between ranks in every forward of a step."""
     found = []
     for step, forwards in ranks[0].buffers.items():
         for name in forwards[0] if forwards else ():
@@ -209,16 +209,16 @@ def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
 
 
 def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
-    """Return the probable cause of the first differences."""
+    """Guess the cause from the first differences."""
     step, what = first[0].step, first[0].what
     if what == STEPS:
-        return "the runs make different steps: their data ends at different points, or an update is left out"
+        return "the runs make different steps, because data ends at different points or an update is omitted"
     if what == INITIAL:
         return "training does not start from rank 0's parameters"
     if what == BUFFER:
-        return "stale buffers: each rank's forward runs with its own buffers instead of rank 0's"
+        return "stale buffers, because each rank's forward runs with its own buffers instead of rank 0's"
     if what == PARAMETER:
-        return "the update itself: the gradients are right, the parameters after the step are not"
+        return "the optimizer step, because the gradients are right and the parameters after the step are wrong"
     digests: dict[str, set[str]] = defaultdict(set)
     for witness in ranks:
         mine = {each.name: each.digest for each in witness.findings if (each.step, each.what) == (step, what)}
@@ -226,19 +226,23 @@ def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
             digests[difference.name].add(mine.get(difference.name, "within the tolerance"))
     if any(len(each) > 1 for each in digests.values()):
         if what == CLIPPED:
-            return "clipping by a different norm on each rank: the gradients are right before it"
+            return "clipping with a different norm on each rank; the gradients are right before clipping"
         names = ", ".join(repr(d.name) for d in first[:_SHOWN])
-        return f"not reduced: the ranks hold different gradients of {names} (a bucket is left out?)"
+        return f"not reduced: the ranks have different gradients for {names} (is a bucket omitted?)"
     if what == CLIPPED:
-        return "clipping: the gradients are right before it, and equally wrong on all ranks after it"
+        return "clipping: the gradients are right before clipping, and equally wrong on all ranks after it"
     if any(step in witness.clipped_before for witness in ranks):
-        return "clipping before the reduction: a gradient that exceeds the bound is within it before it is clipped"
+        return "clipping before the reduction: the reduced gradient is within the bound already before clipping"
     samples = [witness.weights.get(step, []) for witness in ranks]
     counts = "; ".join(f"rank {rank}: {', '.join(f'{n:g}' for n in each)}" for rank, each in enumerate(samples))
     if len({n for each in samples for n in each}) > 1:
-        return f"mean of means: the first wrong step is shared out unevenly, but weighted evenly (samples: {counts})"
+        return (
+            "mean of means: in the first wrong step ranks have different numbers of samples, but equal weights "
+            f"({counts})"
+        )
     return (
-        f"weights: all ranks have the same wrong gradient in an even step (samples: {counts}); a loss weighs too much"
+        f"weights: all ranks have the same wrong gradient although they have equal numbers of samples "
+        f"({counts}), so a loss has a wrong weight"
     )
 
 
@@ -246,8 +250,8 @@ def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
 
 
 NO_STEPS = (
-    "check_equivalence: one process makes no optimizer step with the data of make_data, nothing to compare: "
-    "give more samples, a loader without drop_last, or flags that let it train"
+    "check_equivalence: the data from make_data is too small for an optimizer step on one process. Use more samples, "
+    "a loader without drop_last, or flags that let it train"
 )
 
 _QUIET: dict[str, Any] = {
@@ -276,7 +280,7 @@ def check_equivalence(
     tolerance: float = 1e-12,
     **flags: Any,
 ) -> EquivalenceReport:
-    """Train twice from the same seed, and compare every optimizer step.
+    """Train on a single process and with a strategy, from the same seed, and compare every optimizer step.
 
     The first run is one process on the CPU, with the whole global batch as its batch. The second uses ``strategy`` on
     ``devices`` ranks, each with ``accumulate`` micro-batches of ``batch_size`` samples in a step. Compared by name are
@@ -302,7 +306,7 @@ def check_equivalence(
         A report that is true if all values are equal; otherwise it names step, parameter and ranks.
 
     Raises:
-        MisconfigurationException: one process makes no step with the data.
+        MisconfigurationException: the single process makes no optimizer step with the data.
 
     Example::
 
@@ -341,7 +345,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
 
 
 class _AloneEnvironment(ClusterEnvironment):
-    """A single process, even if a launcher's variables describe it as one of several ranks."""
+    """Environment of a single process, which ignores a launcher's variables."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -361,26 +365,26 @@ class _AloneEnvironment(ClusterEnvironment):
 
 @dataclass
 class _Observation:
-    """The tensors of one kind at one step by parameter; a gradient may be None."""
+    """Tensors of one kind, by parameter name, in one step; a gradient may be None."""
 
     step: int
     what: str
     tensors: dict[str, Tensor | None]
 
     def key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for comparable observations."""
+        """Return step, kind and names, which must be equal in two runs for a comparison."""
         return self.step, self.what, list(self.tensors)
 
 
 class _Observer(Callback):
-    """A callback that observes gradients and parameters at the points at which two runs must agree."""
+    """A callback that observes gradients and parameters at the points where two runs must agree."""
 
     def __init__(self) -> None:
         self._reduced = -1  # the newest step whose gradient was taken
         self._updated = 0
 
     def take(self, observation: _Observation) -> None:
-        """Receive an observation; each run makes them in the same order."""
+        """Process an observation; all runs make observations in the same order."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -411,7 +415,7 @@ class _Observer(Callback):
         self.take(_Observation(step, PARAMETER, values))
 
     def _whole(self, trainer: Trainer) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """Return full values and gradients of the module's parameters, also if they are sharded. Collective."""
+        """Return unsharded values and gradients of the module's parameters, by name. Collective."""
         values: dict[str, Tensor | None] = {}
         gradients: dict[str, Tensor | None] = {}
         of_module = {plain_name(name) for name, _ in trainer.lightning_module.named_parameters()}
@@ -427,7 +431,7 @@ class _Observer(Callback):
 
 
 class _ProcessRecorder(_Observer):
-    """An observer that records the observations of one process."""
+    """An observer that stores the observations of the single process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,7 +443,7 @@ class _ProcessRecorder(_Observer):
 
 
 class _Compare(_Observer):
-    """An observer that compares a rank with the observations of one process and gathers all ranks' findings."""
+    """An observer that compares this rank's observations with the single process's, and gathers all findings."""
 
     def __init__(self, tolerance: float, clip: float | None, algorithm: str | None) -> None:
         super().__init__()
@@ -523,7 +527,7 @@ def _size(tensor: Tensor | None) -> float:
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest difference; infinite if only one is None, since an optimizer skips None but not zeros."""
+    """Return the largest absolute difference; infinite if only one tensor is None."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return _size(found.to(expected.dtype) - expected)

@@ -1,4 +1,4 @@
-"""A process group for tensors of a device that sends copies through the host with gloo.
+"""A process group for device tensors that communicates through copies on the CPU, with gloo.
 
 It lets several ranks of a test share one card, and is slow. It has every collective and messages between ranks. gloo
 itself supports CUDA tensors only in all-reduce and broadcast, and aborts the process in other collectives.
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 BACKEND = "by_host"
-"""Name of the backend in torch."""
+"""Name under which the backend is registered in torch."""
 
 BACKENDS = f"cpu:gloo,cuda:{BACKEND}"
-"""Backend of a group for tensors of the CPU and of CUDA devices."""
+"""Backends for ``init_process_group``: gloo for CPU tensors, this one for CUDA tensors."""
 
 _Work: Any = c10d.Work
 _Group: Any = dist.ProcessGroup
 
 
 def register() -> None:
-    """Register the backend in torch, once."""
+    """Register the backend in torch, if it is not registered."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, HostGroup, devices=["cuda"])
 
 
 def tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return all tensors of nested lists and tuples."""
+    """Return all tensors in nested lists and tuples."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):
@@ -42,7 +42,7 @@ def tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested lists and tuples with ``change`` applied to each tensor."""
+    """Apply a function to each tensor in nested lists and tuples."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class GroupWork(_Work):
-    """A collective of a group written in Python; subclasses implement ``wait``.
+    """Handle of a collective in a process group written in Python; subclasses implement ``wait``.
 
     Args:
         result: result of the collective.
@@ -71,7 +71,7 @@ class GroupWork(_Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Return a completed future: the results are on the device's current stream."""
+        """Wait, and return a completed future; the results are on the device's current stream."""
         self.wait()
         # A future without its devices refuses results on them.
         devices = {each.device for each in tensors([self._result]) if each.device.type != "cpu"}
@@ -81,7 +81,7 @@ class GroupWork(_Work):
 
 
 class HostWork(GroupWork):
-    """A collective of gloo; its results are copied to the device in ``wait``.
+    """Handle of a gloo collective, whose results are copied to the device in ``wait``.
 
     Args:
         work: gloo's work.
@@ -115,7 +115,7 @@ class HostWork(GroupWork):
 
 
 class HostGroup(_Group):
-    """The process group; it sends tensors of the CPU through a second gloo group."""
+    """A process group that copies CUDA tensors to the CPU, and sends them with gloo."""
 
     backend_name = BACKEND
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -132,11 +132,11 @@ class HostGroup(_Group):
         self._name = self._desc = ""
 
     def _host(self) -> Any:
-        """Return the group of tensors of the CPU."""
+        """Return the gloo group for CPU tensors."""
         return self._gloos["cpu"]
 
     def _do(self, name: str, *args: Any, result: Any = None) -> Any:
-        """Start a collective.
+        """Start a gloo collective with copies of device tensors.
 
         Args:
             name: name of gloo's method.
@@ -271,7 +271,7 @@ class HostGroup(_Group):
 
 
 class _Works(GroupWork):
-    """Several collectives as one."""
+    """Handle of several collectives that are waited for together."""
 
     def __init__(self, works: list[Any], result: Any) -> None:
         super().__init__(result)

@@ -1,4 +1,4 @@
-"""Minimal modules, data modules and data sets, as a base for tests and bug reports."""
+"""Minimal modules, data modules and data sets for tests and bug reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(LightningModule):
-    """A linear layer from 32 to 2 that learns to output ones, with all steps and loaders.
+    """A LightningModule with a linear layer from 32 to 2 that learns to output ones, with all steps and loaders.
 
     Derive from it and override what the test is about::
 
@@ -88,7 +88,7 @@ class BoringModel(LightningModule):
         return nn.functional.mse_loss(predictions, torch.ones_like(predictions) if labels is None else labels)
 
     def step(self, batch: Tensor) -> Tensor:
-        """Return the loss of a batch; all steps return it."""
+        """Return the loss for a batch; the result of every step method."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -134,7 +134,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class BoringDataModule(LightningDataModule):
-    """A data module with 256 vectors of 32 numbers, a quarter each for fit, validate, test and predict."""
+    """A data module with 256 vectors of 32 numbers, split into quarters for fit, validate, test and predict."""
 
     def __init__(self) -> None:
         super().__init__()

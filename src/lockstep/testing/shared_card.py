@@ -1,4 +1,4 @@
-"""Several ranks on one card, for tests on machines without a second one."""
+"""An accelerator that runs several ranks on one GPU, for tests on machines with a single GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ host_group.register()
 
 
 class SharedCard(CUDAAccelerator):
-    """One CUDA device for all ranks; each rank has its own process and context.
+    """An accelerator in which all ranks share one CUDA device, each in its own process.
 
     For tests only: ranks are not faster than one process, and the card holds the weights, gradients and optimizer
     states of all of them. NCCL needs a card for each rank, so messages are sent through the host
@@ -34,10 +34,10 @@ class SharedCard(CUDAAccelerator):
         self.number = number
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the card once for each rank; ``"auto"``: one rank."""
+        """Return the device once for each rank; ``"auto"`` means one rank."""
         count = 1 if devices == "auto" else devices
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MisconfigurationException(
-                f"devices={devices!r} with SharedCard(): give the number of ranks, 1 or more"
+                f"devices={devices!r} with SharedCard(): the number of ranks must be an int of at least 1"
             )
         return [torch.device("cuda", self.number)] * count

@@ -85,8 +85,8 @@ def test_the_script_goes_to_sbatch(
     ("words", "said"),
     [
         (["trian.py"], "lockstep submit: trian.py does not exist (working directory: {here})"),
-        ([], "lockstep submit: no script is given: lockstep submit train.py"),
-        (["train.py", "--nodes", "0"], "--nodes: '0': give a number from 1"),
+        ([], "lockstep submit: no script is given. Example: lockstep submit train.py"),
+        (["train.py", "--nodes", "0"], "--nodes: '0' is not a whole number of at least 1"),
         (["--nods", "2", "train.py"], "lockstep submit: --nods is not an option"),
         (
             ["train.py", "--time", "5"],

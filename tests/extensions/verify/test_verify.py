@@ -181,11 +181,11 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
     ("words", "sentence"),
     [
         (["train.py", "--devices", "1"], "--devices 1: give numbers of ranks"),
-        (["train.py", "--steps", "0"], "--steps: '0': give a number from 1"),
+        (["train.py", "--steps", "0"], "--steps: '0' is not a whole number of at least 1"),
         (["train.py", "--patience", "0"], "--patience 0: give a number of seconds"),
         (["train.py", "--keep", "."], "--keep .: the folder exists"),
         (["nothing.py"], "nothing.py does not exist"),
-        (["train.py", "--simulate", "1"], "--simulate: '1': give a number from 2"),
+        (["train.py", "--simulate", "1"], "--simulate: '1' is not a whole number of at least 2"),
         (["train.py", "--simulate", "8", "--resume"], "--simulate 8 --resume: run a separate command for each"),
     ],
 )

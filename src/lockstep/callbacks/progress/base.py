@@ -1,4 +1,4 @@
-"""The base classes of progress bars (totals, metrics, progress of a loop, times to draw), and the plain bar."""
+"""Base classes of progress bars, and the plain bar, which writes lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """A counter of the batches of one loop and the seconds spent on them.
+    """A counter of finished batches and elapsed seconds in one loop.
 
     Args:
         every: draw only at every n-th batch (and at the last).
@@ -34,7 +34,7 @@ class Meter:
         self.begin(math.inf)
 
     def begin(self, total: int | float) -> None:
-        """Start a new loop of ``total`` batches (inf if unknown)."""
+        """Reset the meter for a new loop with ``total`` batches (inf if unknown)."""
         self.total = total
         self.done = 0
         self._first: int | None = None
@@ -43,7 +43,7 @@ class Meter:
         self._next = self._started
 
     def due(self, done: int) -> bool:
-        """Return True if the bar is to be drawn after ``done`` batches; called in each step, so it must be fast."""
+        """Return True if the bar should be redrawn after ``done`` batches; called in every step, so it must be fast."""
         if self._first is None:
             # a resumed epoch starts in its middle: the skipped batches were not done in this time
             self._first = done - 1
@@ -54,23 +54,23 @@ class Meter:
         return True
 
     def pause(self) -> None:
-        """Stop counting time, for a validation in the middle of an epoch."""
+        """Exclude the time from now until :meth:`resume`, such as a validation within an epoch."""
         self._paused_at = monotonic()
 
     def resume(self) -> None:
-        """Count time again."""
+        """Continue to count time after :meth:`pause`."""
         if self._paused_at is not None:
             self._started += monotonic() - self._paused_at
             self._paused_at = None
 
     @property
     def first(self) -> int:
-        """Batches that were done before this loop started: not 0 in a resumed epoch."""
+        """Number of batches finished before the loop started; greater than 0 in a resumed epoch."""
         return self._first or 0
 
     @property
     def seconds(self) -> float:
-        """Seconds spent so far."""
+        """Seconds since the start of the loop, without pauses."""
         return (self._paused_at or monotonic()) - self._started
 
     @property
@@ -80,12 +80,12 @@ class Meter:
 
     @property
     def remaining(self) -> float:
-        """Seconds to the end at this rate; inf if unknown."""
+        """Estimated seconds until the end of the loop; inf if unknown."""
         return (self.total - self.done) / self.rate if self.rate else math.inf
 
 
 def clock(seconds: float) -> str:
-    """Return seconds in a readable form.
+    """Format seconds as ``minutes:seconds``, or with hours if needed.
 
     >>> clock(7.9), clock(754), clock(3_700_000), clock(float("inf"))
     ('0:07', '12:34', '1027:46:40', '-:--')
@@ -98,7 +98,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: object, spec: str = "#.4g") -> str:
-    """Return a metric as text; floats keep trailing zeros, so that the text after them does not move.
+    """Format a metric as text; keep trailing zeros, so that text to the right does not move.
 
     >>> number(0.5), number(1250.0), number(3), number("v1")
     ('0.5000', '1250', '3', 'v1')
@@ -107,7 +107,7 @@ def number(value: object, spec: str = "#.4g") -> str:
 
 
 def speed(rate: float) -> str:
-    """Return batches per second in a readable form.
+    """Format a rate as batches per second, or seconds per batch if it is slow.
 
     >>> speed(0.02), speed(3.14159), speed(1234.5)
     ('50.0s/it', '3.14it/s', '1234it/s')
@@ -121,7 +121,7 @@ def speed(rate: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Base class of progress bars: provides totals, descriptions and metrics of a run, which a subclass draws.
+    """Base class of progress bars, with a run's totals, descriptions and metrics for a subclass to draw.
 
     Only rank 0 draws: the other ranks are disabled in :meth:`setup`, so a subclass that overrides it must call
     ``super()``.
@@ -140,7 +140,7 @@ class ProgressBar(Callback):
     _current_eval_dataloader_idx: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Store the trainer; disable the bar on all ranks but 0."""
+        """Store the trainer; disable the bar on ranks other than 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
@@ -151,9 +151,12 @@ class ProgressBar(Callback):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that this bar belongs to; raises before :meth:`setup`."""
+        """The Trainer whose progress is drawn; raises TypeError before :meth:`setup`."""
         if self._trainer is None:
-            raise TypeError(f"{type(self).__name__}.trainer: this bar was not given to a Trainer that runs.")
+            raise TypeError(
+                f"{type(self).__name__}.trainer: the bar is not attached to a running Trainer. Pass the bar to "
+                "Trainer(callbacks=...)."
+            )
         return self._trainer
 
     # -- on and off ----------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches of this training epoch; inf if unknown."""
+        """Number of batches in this training epoch; inf if unknown."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
             left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -242,7 +245,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders; 0 in an epoch without validation."""
+        """Number of batches in all validation loaders; 0 in an epoch without validation."""
         trainer = self.trainer
         every = trainer.check_val_every_n_epoch
         if not trainer.enable_validation or (every and (trainer.current_epoch + 1) % every):
@@ -251,7 +254,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the current loader."""
+        """Number of batches in the current loader."""
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return _passes(self.trainer)[self._current_eval_dataloader_idx]
 
@@ -259,12 +262,12 @@ class ProgressBar(Callback):
     total_predict_batches_current_dataloader = total_val_batches_current_dataloader
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return True if the loader differs from the one at the last call."""
+        """Return True if ``dataloader_idx`` differs from the previous call's."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Reset the current loader, at the end of an evaluation."""
+        """Reset the index that :meth:`has_dataloader_changed` compares, at the end of an evaluation."""
         self._current_eval_dataloader_idx = None
 
 
@@ -290,7 +293,7 @@ class PlainProgressBar(ProgressBar):
         self._epoch_began = self._next = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the first line due one interval from now."""
+        """Start the interval before the first line."""
         self._written, self._epoch = None, self.epoch_description  # a fit may resume within an epoch
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
@@ -306,7 +309,7 @@ class PlainProgressBar(ProgressBar):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the last epoch's line, if it has not been written."""
+        """Write the line for the last epoch, if it has not been written."""
         if self._written != self._epoch:
             self._write(trainer, pl_module)
 
@@ -322,7 +325,7 @@ class PlainProgressBar(ProgressBar):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Base class of a bar of training and one of the current evaluation; a subclass paints them.
+    """Base class of progress bars that redraw one bar for training and one for the current evaluation.
 
     The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 
@@ -346,29 +349,33 @@ class DrawnProgressBar(ProgressBar):
         return self._enabled and self._refresh_rate > 0
 
     def disable(self) -> None:
-        """Disable drawing; what was drawn stays."""
+        """Disable drawing; bars on the screen stay."""
         super().disable()
         self._draws = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that is sent to another process: settings, without the bar that is being drawn."""
+        """Return the settings, which are copied to another process, without the bars on the screen."""
         return {**super().__getstate__(), **dict.fromkeys(self._drawn)}
 
     @property
     def refresh_rate(self) -> float:
-        """The value passed to the constructor."""
+        """Value of the argument ``refresh_rate``."""
         return self._refresh_rate
 
     # -- methods of subclasses; each bar belongs to a meter, of training or of the current evaluation
 
     _drawn: tuple[str, ...] = ()
-    """Names of the attributes that are None while no bar is on the screen."""
+    """Names of the attributes with bars; they are None while no bar is on the screen."""
 
     def _begin_drawing(self) -> None:
         self._draws = self.is_enabled
 
     def _open(self, what: str) -> None:
-        """Run at the start of ``train``, ``sanity_check``, ``validation``, ``test`` or ``predict``, drawn or not."""
+        """Prepare bars for the loop ``what``, also if drawing is disabled.
+
+        Args:
+            what: ``"train"``, ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``.
+        """
 
     def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
         raise NotImplementedError
@@ -380,7 +387,7 @@ class DrawnProgressBar(ProgressBar):
         self.reset_dataloader_idx_tracker()
 
     def _close(self) -> None:
-        """Leave the bars on the screen, and release the terminal."""
+        """Finish drawing; keep the bars on the screen, and release the terminal."""
         raise NotImplementedError
 
     # -- training ------------------------------------------------------------------------------------------
@@ -465,7 +472,7 @@ class DrawnProgressBar(ProgressBar):
     on_test_end = on_predict_end = on_sanity_check_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit, remove the bar of validation, and show its metrics next to that of training."""
+        """In a fit, remove the validation bar, and show the new metrics next to the training bar."""
         if trainer.sanity_checking:
             return
         self._end_evaluation()
@@ -486,16 +493,16 @@ class DrawnProgressBar(ProgressBar):
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """Return the name of the current evaluation."""
+    """Return ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``."""
     if trainer.sanity_checking:
         return "sanity_check"
     return {"test": "test", "predict": "predict"}.get(str(trainer.state.fn), "validation")
 
 
 def _passes(trainer: Trainer) -> list[int | float]:
-    """Return the batches of each loader that the current evaluation, or the fit's validation, reads in turn.
+    """Return the number of batches in each loader of the current evaluation, or of the fit's validation.
 
-    If a batch holds one of each loader, there is one number for all.
+    There is a single number if the loaders are combined into one.
     """
     by_call = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
     loop = by_call.get(str(trainer.state.fn), trainer.fit_loop.validation)
@@ -505,17 +512,17 @@ def _passes(trainer: Trainer) -> list[int | float]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return True if a stream is a terminal; stdout is None under pythonw, and closed in some daemons."""
+    """Return True if a stream is a terminal; False if it is None or closed."""
     return stream is not None and not stream.closed and bool(stream.isatty())
 
 
 def in_notebook() -> bool:
-    """Return True if this process draws into a Jupyter notebook, which is not a terminal but shows bars."""
+    """Return True in a Jupyter notebook, which shows bars although it is not a terminal."""
     return "ipykernel" in sys.modules
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return ``v_num``: the versions of the loggers; of a single version that is a string, its last four characters."""
+    """Return ``{"v_num": version}`` with the loggers' versions; a text is shortened to its last four characters."""
     versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:
         return {}

@@ -66,9 +66,9 @@ class RichProgressBar(DrawnProgressBar):
         self._console_kwargs = console_kwargs or {}
         self.progress: Any = None
         self.train_progress_bar_id: Any = None
-        """rich's id of the bar of training; None if there is none."""
+        """rich's id of the training bar; None while there is no training bar."""
         self.val_progress_bar_id: Any = None
-        """rich's id of the bar of the current evaluation; None outside of one."""
+        """rich's id of the bar for the current evaluation; None outside an evaluation."""
 
     _drawn = ("progress", "train_progress_bar_id", "val_progress_bar_id")
     val_sanity_progress_bar_id = test_progress_bar_id = predict_progress_bar_id = property(
@@ -77,19 +77,21 @@ class RichProgressBar(DrawnProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """rich's task of training: its description, total and completed batches."""
+        """rich's task of the training bar, with description, total and completed batches."""
         return self._task(self.train_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Any:
-        """rich's task of the current evaluation."""
+        """rich's task of the bar for the current evaluation."""
         return self._task(self.val_progress_bar_id)
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
 
     def _task(self, task_id: TaskID | None) -> Any:
         if self.progress is None or task_id is None:
-            raise TypeError(f"{type(self).__name__}: there is no such bar now.")
+            raise TypeError(
+                f"{type(self).__name__}: the bar exists only while its loop runs. Use it in hooks of that loop."
+            )
         return next(task for task in self.progress.tasks if task.id == task_id)
 
     def disable(self) -> None:
@@ -97,12 +99,12 @@ class RichProgressBar(DrawnProgressBar):
         self._close()
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw now; ``hard`` is accepted for compatibility."""
+        """Draw immediately; ``hard`` is accepted for compatibility and ignored."""
         if self.progress is not None:
             self.progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns of a bar, as for ``rich.progress.Progress``; override it to show others."""
+        """Return the columns for ``rich.progress.Progress``; override this method to show different columns."""
         from rich.progress import BarColumn, TextColumn
         from rich.table import Column
 
@@ -125,7 +127,7 @@ class RichProgressBar(DrawnProgressBar):
         ]
 
     def _metrics_text(self, metrics: dict[str, Any]) -> tuple[str, str]:
-        """Return the line of metrics, and its style."""
+        """Return the text with all metrics, in the theme's style."""
         shown = (f"{name}={number(value, self.theme.metrics_format)}" for name, value in metrics.items())
         return self.theme.metrics_text_delimiter.join(shown), self.theme.metrics
 

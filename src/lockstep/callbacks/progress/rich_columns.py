@@ -1,4 +1,4 @@
-"""The parts of RichProgressBar that need rich: columns and the line of metrics. Import it late."""
+"""Columns and metrics line of RichProgressBar, which need rich; import this file only when a bar is drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 
 
 class _Column(ProgressColumn):
-    """A column of one style; its tasks have a `Meter`."""
+    """A rich column with one style, whose text comes from a task's `Meter`."""
 
     justify: JustifyMethod = "right"
 
@@ -30,11 +30,11 @@ class _Column(ProgressColumn):
         self.style = style
 
     def render(self, task: Task) -> Text:
-        """Return the cell of a bar."""
+        """Return the styled text for a task."""
         return Text(self.text(task, task.fields["meter"]), style=self.style)
 
     def text(self, task: Task, meter: Meter) -> str:
-        """Return the text of the cell."""
+        """Return the text for a task, without style."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class Speed(_Column):
 
 
 class FromTop(LiveRender):
-    """Lines that are redrawn from the cursor's position; afterwards the cursor is left at their start.
+    """A rich renderer that starts at the cursor's position, and returns the cursor there after drawing.
 
     rich leaves the cursor at their end, where another rank's traceback would continue the line, and moves up to
     redraw them, over the last lines of that traceback.
@@ -88,7 +88,7 @@ class FromTop(LiveRender):
 
 
 class Bars(Progress):
-    """Bars, and a line of metrics below them, which may be longer than the space next to a bar.
+    """A ``rich.progress.Progress`` with a line of metrics below the bars.
 
     Attributes:
         metrics: the metrics in that line.
@@ -108,12 +108,12 @@ class Bars(Progress):
         self.live._live_render = self._lines
 
     def stop(self) -> None:
-        """Draw for the last time, and leave the cursor below."""
+        """Draw the bars for the last time, and move the cursor below them."""
         self._lines.stays = True
         super().stop()
 
     def leave(self) -> None:
-        """Stop without a last drawing, which would overwrite the output of another process."""
+        """Stop without drawing again, so that output from another process is not overwritten."""
         self._lines._shape = None
         self.live.refresh = lambda: None
 

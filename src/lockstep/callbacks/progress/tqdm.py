@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Progress bar drawn with tqdm on stdout: one for training, and one below it for validation in a fit.
+    """Progress bar drawn with tqdm on stdout, with a second bar below for validation within a fit.
 
     The time and speed of training exclude validation. Other output is printed above the bars. To change
     how a bar looks, override the method that makes it (:meth:`init_train_tqdm` and so on), or
@@ -46,10 +46,10 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave, every=refresh_rate)
         self._process_position = process_position
         self.train_progress_bar: Any = None
-        """tqdm's bar of training, closed after the fit; None before one. It may be replaced."""
+        """tqdm's training bar, closed after the fit; None before a fit. A user may replace it."""
         self.val_progress_bar: Any = None
-        """tqdm's bar of the last evaluation, closed after it. It may be replaced."""
-        self._stand_ins: list[_Above] | None = None
+        """tqdm's bar for the last evaluation, closed afterwards. A user may replace it."""
+        self._stand_ins: list[_StreamAboveBars] | None = None
 
     _drawn = ("train_progress_bar", "val_progress_bar", "_stand_ins")
     test_progress_bar = predict_progress_bar = property(
@@ -58,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Number of pairs of lines left free above."""
+        """Number of pairs of lines to leave free above the bars."""
         return self._process_position
 
     def disable(self) -> None:
@@ -69,24 +69,24 @@ class TQDMProgressBar(DrawnProgressBar):
     # -- construction of bars ------------------------------------------------------------------------------
 
     def init_sanity_tqdm(self) -> Any:
-        """Make the bar of the sanity check."""
+        """Create the bar for the sanity check."""
         return self._make(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> Any:
-        """Make the bar of training."""
+        """Create the training bar."""
         return self._make(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> Any:
-        """Make the bar of validation: below that of training, or alone in ``trainer.validate``."""
+        """Create the validation bar, below the training bar in a fit."""
         below = self.trainer.state.fn == "fit"
         return self._make(self.validation_description, leave=not below, offset=int(below))
 
     def init_test_tqdm(self) -> Any:
-        """Make the bar of testing."""
+        """Create the bar for testing."""
         return self._make(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """Make the bar of prediction."""
+        """Create the bar for prediction."""
         return self._make(self.predict_description, leave=True)
 
     def _make(self, description: str, *, leave: bool, offset: int = 0) -> Any:
@@ -96,7 +96,7 @@ class TQDMProgressBar(DrawnProgressBar):
             disable=self.is_disabled,
             leave=leave,
             dynamic_ncols=True,
-            file=_behind(sys.stdout),
+            file=_original(sys.stdout),
             smoothing=0,
             bar_format=self.BAR_FORMAT,
         )
@@ -150,12 +150,12 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
-        if self._shown():
-            _write_above(self._shown(), sep.join(map(str, args)) + end, sys.stdout if file is None else file)
+        if self._visible_bars():
+            _write_above(self._visible_bars(), sep.join(map(str, args)) + end, sys.stdout if file is None else file)
         else:
             print(*args, sep=sep, end=end, file=file, **kwargs)
 
-    def _shown(self) -> list[Any]:
+    def _visible_bars(self) -> list[Any]:
         """Return the bars on the screen."""
         return [bar for bar in (self.train_progress_bar, self.val_progress_bar) if bar is not None and not bar.disable]
 
@@ -164,7 +164,7 @@ class TQDMProgressBar(DrawnProgressBar):
         if self._draws and not self._stand_ins and not in_notebook() and is_terminal(sys.stdout):
             STREAMS.mark_installed()
             terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
-            self._stand_ins = [_Above(name, self._shown) for name in terminals]
+            self._stand_ins = [_StreamAboveBars(name, self._visible_bars) for name in terminals]
 
     def _give_back(self) -> None:
         stand_ins, self._stand_ins = self._stand_ins, None
@@ -174,25 +174,25 @@ class TQDMProgressBar(DrawnProgressBar):
                 stand_in.end()
 
 
-class _Above:
-    """Replacement for the stream of a terminal, such as ``sys.stdout``, while bars are on the screen.
+class _StreamAboveBars:
+    """Replacement for ``sys.stdout`` or ``sys.stderr`` that writes text above the bars on the screen.
 
     It collects whole lines (of ``print``, warnings and lockstep's own messages), clears the bars, writes the lines, and
     draws the bars again below.
 
     Args:
         name: name of the stream.
-        shown: returns the bars that are on the screen now; not used after `end`.
+        shown: returns the bars on the screen; not called after `end`.
     """
 
     def __init__(self, name: str, shown: Callable[[], list[Any]]) -> None:
         self.stream: TextIO = getattr(sys, name)
-        self._name, self._shown, self._process, self._line = name, shown, os.getpid(), ""
+        self._name, self._visible_bars, self._process, self._line = name, shown, os.getpid(), ""
         self._is_over = False
         setattr(sys, name, self)
 
     def write(self, text: str) -> int:
-        """Buffer text; write whole lines above the bars."""
+        """Buffer text; write complete lines above the bars."""
         if self._is_over or os.getpid() != self._process:  # a forked loader worker has no bars
             return int(self.stream.write(text))
         # Text that moves the cursor draws its own bar. A single newline may belong to it: it moves the cursor down.
@@ -201,7 +201,7 @@ class _Above:
             return len(text)
         lines, newline, self._line = (self._line + text).rpartition("\n")
         if newline:
-            _write_above(self._shown(), lines + newline, self.stream)
+            _write_above(self._visible_bars(), lines + newline, self.stream)
         return len(text)
 
     def end(self) -> None:
@@ -216,15 +216,15 @@ class _Above:
         return getattr(self.stream, name)
 
 
-def _behind(stream: TextIO) -> Any:
-    """Return the stream that was replaced; any other stream is returned unchanged."""
-    return stream.stream if isinstance(stream, _Above) else stream
+def _original(stream: TextIO) -> Any:
+    """Return the original stream if it was replaced by `_StreamAboveBars`, else the stream itself."""
+    return stream.stream if isinstance(stream, _StreamAboveBars) else stream
 
 
 def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
-    """Write whole lines above the bars; the bars are not redrawn if the lines go to a file."""
-    stream = _behind(stream)
-    bars = shown if is_terminal(stream) or stream is _behind(sys.stdout) else ()
+    """Write complete lines above the bars, and redraw the bars unless the lines go to a file."""
+    stream = _original(stream)
+    bars = shown if is_terminal(stream) or stream is _original(sys.stdout) else ()
     for bar in bars:
         bar.clear()
         bar.fp.flush()
@@ -235,12 +235,12 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
-    """Return a total in tqdm's form: None if it is unknown."""
+    """Return a total for tqdm, which uses None for an unknown (infinite) total."""
     return x if x is not None and math.isfinite(x) else None
 
 
 def _tqdm() -> Any:
-    """Import and return tqdm's class when a bar is first drawn, without its thread and its interprocess lock."""
+    """Import tqdm, and return a subclass without tqdm's thread and interprocess lock."""
     global _class
     if _class is None:
         if in_notebook() and find_spec("ipywidgets"):
@@ -254,7 +254,7 @@ def _tqdm() -> Any:
             _lock = threading.RLock()
 
             def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-                """Move the cursor to the left after drawing, so that output of another rank starts a line."""
+                """Draw, and move the cursor to the start of the line, where another rank's output should start."""
                 shown = super().display(msg, pos)
                 if is_terminal(self.fp):
                     self.fp.write("\r")
@@ -273,7 +273,7 @@ _class: Any = None
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``Tqdm``, the class of the bars, for overrides of :meth:`TQDMProgressBar.init_train_tqdm` and so on."""
+    """Return the bars' class for the name ``Tqdm``, which overrides such as ``init_train_tqdm`` may import."""
     if name == "Tqdm":
         return _tqdm()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -276,7 +276,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
 
         def put_together(parts: list[Any]) -> list[None]:
             ranks = {"ranks": parts} if "ranks" in own else {}
-            written.update(format.marked({**rest, format.KEY: {**own, **ranks}}))
+            written.update(format.with_version({**rest, format.KEY: {**own, **ranks}}))
             return [None] * len(parts)
 
         # rank 0's file has the entries of all ranks, so the others need nothing back

@@ -308,7 +308,7 @@ def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.
     ("words", "said"),
     [
         (["there.py"], "there.py does not exist"),
-        (["SCRIPT", "--devices", "two", "8"], "--devices: 'two': give a number from 1"),
+        (["SCRIPT", "--devices", "two", "8"], "--devices: 'two' is not a whole number of at least 1"),
         (["SCRIPT", "--memory", "much", "8"], "--memory much: give bytes above 0 with a unit: 80GB"),
         (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: give a name that ends with .yaml"),
         (["SCRIPT", "--blocks", "middle", "8"], "has no submodule 'middle'"),

@@ -327,7 +327,7 @@ def test_a_checkpoint_holds_what_a_script_for_lightning_puts_into_it(ranks: Rank
     ended = in_mode(ranks, tmp_path, script(tmp_path, OBJECTS))
     assert ended.returncode == 0, ended.stderr
     warned, kept, mine, refused = ended.stdout.splitlines()[-4:]
-    assert "holds more than tensors and plain values, so that reading it needs weights_only=False" in warned
+    assert "contains objects that are not tensors or plain values. To load it, pass weights_only=False" in warned
     assert len(eval(warned)) == 1
     assert (kept, mine) == ("3 L1Loss 2", "range(0, 3)")
     assert refused.startswith("MisconfigurationException The checkpoint ")
