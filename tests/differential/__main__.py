@@ -15,7 +15,7 @@ from collections import Counter
 from types import FrameType
 
 from tests.differential.compare import Verdict, compare
-from tests.differential.further import program_of
+from tests.differential.more import program_of
 from tests.differential.program import Program
 
 LIMIT = 60

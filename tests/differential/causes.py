@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.play import STAGES_OF
 from tests.differential.program import Program
 from tests.differential.record import same
 
@@ -52,7 +51,11 @@ def has(program: Program, kind: str) -> bool:
 
 
 def accumulates(program: Program) -> bool:
-    return "accumulate_grad_batches" in program.flags or has(program, "GradientAccumulationScheduler")
+    return "accumulate_grad_batches" in program.flags
+
+
+def averages(program: Program) -> bool:
+    return has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
 
 
 def acts(program: Program, *kinds: str) -> bool:
@@ -61,12 +64,6 @@ def acts(program: Program, *kinds: str) -> bool:
 
 def validates_nothing(program: Program) -> bool:
     return not program.val_loaders or program.flags.get("limit_val_batches") == 0
-
-
-def saved_besides(d: Difference) -> bool:
-    """Whether Lightning saves, and nothing else differs."""
-    rest = [label for label in d.theirs if not label.endswith("on_save_checkpoint")]
-    return begins(d.theirs, "on_save_checkpoint") and d.ours in ([], rest)
 
 
 def refused(ours: Record, *words: str) -> bool:
@@ -86,13 +83,6 @@ BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_st
 
 def end(record: Record, call: str) -> dict[str, Any]:
     return next((end for label, end in record.ends if label == call), {})
-
-
-def ended_before(record: Record, d: Difference, kind: str = "") -> bool:
-    """Whether a call before that of the difference has raised something of this kind."""
-    calls = [label for label, _ in record.ends]
-    before = record.ends[: calls.index(d.call)] if d.call in calls else record.ends
-    return any("raised" in facts and kind in str(facts["raised"]) for _, facts in before)
 
 
 def later(d: Difference, record: Record) -> bool:
@@ -148,40 +138,9 @@ def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> 
         for label, facts in ours.events
         if label != "callback.on_save_checkpoint" or whole in facts["arguments"]["checkpoint"]
     ]
-    if len(kept) < len(ours.events) and any(
-        "on_save_checkpoint" in part.get("hooks", ()) for _, part in program.callbacks
-    ):
-        for record, events in ((theirs, theirs.events), (ours, kept)):
-            record.events = [event for event in events if event[0] != "lambda.on_save_checkpoint"]
-        return "callbacks' on_save_checkpoint"
     fewer = len(kept) < len(ours.events)
     ours.events = kept
     return "callback.on_save_checkpoint" if fewer else ""
-
-
-def trains_nothing(program: Program) -> bool:
-    overruled = program.flags.get("overfit_batches") or program.flags.get("fast_dev_run")
-    return program.flags.get("limit_train_batches") == 0 and not overruled
-
-
-def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:
-    if not trains_nothing(program):
-        return ""
-    count = len(ours.events)
-    ours.events = [event for event in ours.events if not event[0].endswith(".train_dataloader")]
-    return "train_dataloader" if len(ours.events) < count else ""
-
-
-def monitor_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if not program.manual or d.kind == "checkpoint" or d.name != "schedulers" or len(d.theirs) != len(d.ours):
-        return False
-    if "-" in (d.theirs, d.ours):
-        return False
-    return all(
-        [*mine[:3], mine[4]] == [*other[:3], other[4]] and mine[3] is None
-        for mine, other in zip(d.theirs, d.ours, strict=True)
-        if mine != other
-    )
 
 
 def algorithm(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -218,9 +177,6 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
 def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Lightning leaves the stage as it was."""
     stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
-    between = "on_save_checkpoint" in d.where or (d.kind == "end" and later(d, theirs))
-    if between and ended_before(theirs, d, "SystemExit") and d.name != "raised":  # of the user's, between two calls
-        return d.name in stage or d.name in STAGES_OF  # those are looked at in their stages
     if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
         return False
     shown = d.name in ("raised", *stage) or d.name.endswith("_metrics")
@@ -239,94 +195,40 @@ def ends_before_limit(program: Program, d: Difference, theirs: Record, ours: Rec
     )
 
 
-def saved_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if not any(settings.get("save_on_exception") for _, settings in program.callbacks) or "raised" not in str(
-        ours.ends
-    ):
-        return False
-    if d.kind == "files" and d.where == "names":
-        return not d.theirs and all(re.search(r"-v\d+\.ckpt$", name) for name in d.ours)
-    return d.kind == "checkpoint" and any(f"{d.where[:-5]}-v1.ckpt" == name for name in ours.files)
-
-
 def refused_call(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     return refused(ours, "no data: pass", 'ckpt_path="best"', 'ckpt_path="last"', "ckpt_path='best'", "'last'")
 
 
 def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    if averages and d.kind == "checkpoint" and d.name == "keys":
-        return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"} and "raised" in str(ours.ends)
-    fits = "resume" in d.call and not d.call.endswith("best")
-    return averages and fits and d.name in ("weights", "arguments")
+    return averages(program) and "resume" in d.call and d.name in ("weights", "arguments")
 
 
 def before_average(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What is seen before the first update of the average, which comes late or is not of the type of the weights."""
-    averages = [part for kind, part in program.callbacks if kind in ("EMAWeightAveraging", "WeightAveraging")]
-    by_steps = any(part.keys() & {"update_starting_at_step", "update_every_n_steps"} for part in averages)
+    by_steps = any(part.keys() & {"update_starting_at_step", "update_every_n_steps"} for _, part in program.callbacks)
     of_type = by_steps or program.flags.get("precision", "32-true") != "32-true"
     late = of_type or accumulates(program)
-    if not averages or not late or d.name != "weights":
+    if not averages(program) or not late or d.name != "weights":
         return False
     # The average may be put in behind the recorder's own on_train_end.
     ends = d.where.endswith(("on_train_end", "on_fit_end", "teardown", "on_save_checkpoint"))
     return "validation" in d.where or d.kind == "checkpoint" or (of_type and ends)
 
 
-def average_put_back(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """The weights when an exception has ended a validation."""
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    raised = "raised" in end(theirs, d.call)
-    return averages and raised and d.name == "weights" and ("exception" in d.where or d.kind == "end")
-
-
-def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Where a run goes on whose first call has ended by an exception: before its first whole batch."""
-    if d.kind == "checkpoint" and has(program, "OnExceptionCheckpoint"):
-        return "resume" in str(program.calls) and ended_before(theirs, d)
-    goes_on = "resume" in d.call or "fit on" in d.call
-    number = d.name == "arguments" and "epoch" in d.theirs
-    raised = d.kind == "end" and d.name == "raised"
-    if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number or raised):
-        return False
-    before = [label for label, _ in by_call(ours.events).get(d.call, [])[: d.place]]
-    message = end(ours, d.call).get("message")
-    fails_again = message is not None and message in [facts.get("message") for _, facts in ours.ends[:-1]]
-    if raised:
-        return fails_again
-    return fails_again or before.count("callback.on_train_batch_end") <= 1
-
-
 def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     waits = any(
-        kind == "ModelCheckpoint"
-        and part.get("monitor")
-        and part.keys() & {"every_n_train_steps", "train_time_interval"}
+        kind == "ModelCheckpoint" and part.get("monitor") and "every_n_train_steps" in part
         for kind, part in program.callbacks
     )
     if waits and d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]]):
-        return True
-    if waits and counted_validation(program) and d.kind in ("files", "checkpoint"):
         return True
     of_epoch = waits and any(str(part.get("monitor")).endswith("_epoch") for _, part in program.callbacks)
     saved = d.kind == "rows" and "saved" in [*d.theirs[:1], *d.ours[:1]]
     return of_epoch and (saved or d.kind == "files" or d.name == "ModelCheckpoint")
 
 
-def counted_validation(program: Program) -> bool:
-    """Whether a ModelCheckpoint ranks by a counter, and Lightning waits at an epoch's end for a validation not due."""
-    by_counter = any(part.get("monitor") in ("step", "epoch") for _, part in program.callbacks)
-    return by_counter and program.flags.get("check_val_every_n_epoch", 1) is None
-
-
-def by_time(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    by_time = any("train_time_interval" in part for _, part in program.callbacks)
-    return program.manual and by_time and d.kind == "order" and "on_save_checkpoint" in str(d.ours[:2])
-
-
 def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if not has(program, "LearningRateMonitor") or not (accumulates(program) or acts(program, "end epoch")):
+    if not has(program, "LearningRateMonitor") or not (accumulates(program)):
         return False
     return d.name in ("LearningRateMonitor", "content") or d.kind == "rows"
 
@@ -335,20 +237,6 @@ def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record
     if warned(d, "no last checkpoint"):
         return bool(d.theirs)
     return d.call.endswith(" last") and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
-
-
-def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return (
-        "resume" in d.call
-        and has(program, "ModelCheckpoint")
-        and d.kind == "order"
-        and "save_checkpoint" in str(d.theirs[:1])
-    )
-
-
-def validated_by_number(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    every = program.flags.get("check_val_every_n_epoch", 1) not in (None, 1)
-    return "resume" in d.call and every and d.kind == "order" and "val_dataloader" in str([d.theirs[:1], d.ours[:1]])
 
 
 def stopped_at_boundary(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -360,19 +248,12 @@ def stopped_at_boundary(program: Program, d: Difference, theirs: Record, ours: R
     return begins(d.ours, *starts) and not begins(d.theirs, *starts)
 
 
-def made_early(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What is there of layers that Lightning's averaging callbacks have made in their setup."""
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    shown = d.name in ("weights", "trained", "mode", "gradients")
-    return averages and program.late and shown and d.where.endswith(("setup", "configure_model"))
-
-
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
     if not any("resume" in call for call in program.calls):
         return False
-    # what is thawed in one of the two alone, or another order, leads to other values besides
-    exact = not (has(program, "BackboneFinetuning") or has(program, "Unfreezing") or program.train == "shuffled")
+    # What is thawed in one of the two alone leads to other values.
+    exact = not has(program, "BackboneFinetuning")
     if d.kind == "rows":
         return holds_more(theirs.rows, ours.rows, exact)
     if d.name == "content":
@@ -399,50 +280,6 @@ def _holds(theirs: Any, ours: Any, exact: bool) -> bool:
     return same(theirs, ours)
 
 
-FIRST = "callback.on_train_batch_start"
-
-
-def first_batch(record: Record, call: str) -> int:
-    """The number of the first training batch of a call; 0 where there is none."""
-    events = by_call(record.events).get(call, [])
-    started = (facts for label, facts in events if label == FIRST)
-    return int(next((facts["arguments"]["batch_idx"] for facts in started), 0))
-
-
-def no_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    least = program.flags.get("min_steps") or program.flags.get("min_epochs")
-    return bool(program.flags.get("fast_dev_run") and least and d.kind == "order")
-
-
-def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Metrics of a call after one that was ended within a validation."""
-    if not later(d, theirs) or not d.name.endswith("_metrics") or "-" in (d.theirs, d.ours):
-        return False
-    if ended_before(theirs, d, "SystemExit"):
-        return True
-    names = tuple(log.name for log in program.logs if "validation" in log.hook)
-    other = [name for name, value in d.theirs.items() if name not in d.ours or not same(value, d.ours[name])]
-    return ended_before(theirs, d) and d.theirs.keys() >= d.ours.keys() and all(n.startswith(names) for n in other)
-
-
-def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return program.train == "some None" and (
-        d.kind in ("rows", "files") or d.name.endswith("_metrics") or accumulates(program)
-    )
-
-
-def again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return any("GradientAccumulationScheduler" in str(end.get("message")) for _, end in theirs.ends)
-
-
-def swa_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """The number of the epoch, and so the number of epochs, of a fit after one with SWA."""
-    if not has(program, "StochasticWeightAveraging") or not later(d, theirs):
-        return False
-    numbers = d.name in ("current_epoch", "epoch", "max_epochs") and d.theirs != d.ours
-    return numbers or d.kind == "order" or (d.name == "arguments" and "epoch" in d.theirs)
-
-
 def dry_run_saves(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What save_last writes in on_train_end."""
     lasts = any(kind == "ModelCheckpoint" and part.get("save_last") for kind, part in program.callbacks)
@@ -463,60 +300,6 @@ def newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record
     return lasts and d.kind == "order" and saves in str(d.ours[:1]) and saves not in str(d.theirs[:1])
 
 
-def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """The same number of a batch, and another batch, where the run goes on within an epoch; with max_steps Lightning
-    counts on from the last epoch's batches, and may have none to come."""
-    if before_batch(program, d, theirs, ours):
-        return True
-    counts_on = program.flags.get("max_steps", -1) != -1 and "resume" in d.call
-    if counts_on and d.kind == "order" and begins(d.theirs, "on_train_epoch_end"):
-        return not begins(d.ours, "on_train_epoch_end")
-    if "resume" not in d.call or d.name != "arguments" or "batch" not in d.theirs or program.train == "shuffled":
-        return False
-    within = first_batch(ours, d.call) > 0
-    same_number = d.theirs.get("batch_idx") == d.ours.get("batch_idx")
-    return "train" in d.where and (within if same_number else counts_on)
-
-
-def before_batch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What is seen of the same before the first batch, held gradients say."""
-    if "resume" not in d.call:
-        return False
-    if d.kind == "order":
-        return left_epoch(d, ours)
-    if d.where.endswith("on_train_start"):
-        return d.name == "current_epoch" and ends_at_once(program, theirs, d.call) and bool(d.ours == d.theirs + 1)
-    if not d.where.endswith("on_train_batch_start"):
-        return False
-    if d.name == "gradients":
-        return accumulates(program) and first_batch(ours, d.call) > 0 and not any(d.theirs)
-    counts_on = program.flags.get("max_steps", -1) != -1 and other_batch(theirs, ours, d.call)
-    return d.name == "is_last_batch" and counts_on and d.theirs is True
-
-
-def other_batch(theirs: Record, ours: Record, call: str) -> bool:
-    """Whether a call begins with another training batch."""
-    mine, other = (
-        next((facts["arguments"] for label, facts in by_call(record.events)[call] if label == FIRST), None)
-        for record in (theirs, ours)
-    )
-    return not same(mine, other)
-
-
-def ends_at_once(program: Program, record: Record, call: str) -> bool:
-    """Whether a call of Lightning's with max_steps ends its epoch where it begins."""
-    labels = [label for label, _ in by_call(record.events)[call]]
-    if program.flags.get("max_steps", -1) == -1 or "module.on_train_start" not in labels:
-        return False
-    return begins(labels[labels.index("module.on_train_start") + 1 :], "on_train_epoch_end")
-
-
-def left_epoch(d: Difference, ours: Record) -> bool:
-    """An epoch that Lightning takes for ended, and leaves."""
-    leaves = begins(d.theirs, "on_train_epoch_start") and begins(d.ours, "on_train_batch_start")
-    return leaves and first_batch(ours, d.call) > 0
-
-
 def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     lasts = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_last")]
     saves = d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:3], d.ours[:3]])
@@ -524,18 +307,9 @@ def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> 
     return saves and any(part.get("save_top_k") == 0 for part in lasts)
 
 
-def kept_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    places = {
-        f"{part['dirpath']}/{part.get('filename', 'on_exception')}.ckpt"
-        for kind, part in program.callbacks
-        if kind == "OnExceptionCheckpoint"
-    }
-    return d.kind == "files" and d.where == "names" and not d.theirs and bool(places) and set(d.ours) <= places
-
-
 def without_early_configure_model(program: Program, theirs: Record, ours: Record) -> str:
     """Lightning's averaging callbacks call configure_model in their setup."""
-    if not (has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")):
+    if not averages(program):
         return ""
     taken, kept = "", []
     for _, events in by_call(theirs.events).items():
@@ -549,7 +323,7 @@ def without_early_configure_model(program: Program, theirs: Record, ours: Record
 
 def without_load_of_trained_weights(program: Program, theirs: Record, ours: Record) -> str:
     """The module's hook on the weights that train beside an average, behind its call on the average."""
-    if not (has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")):
+    if not averages(program):
         return ""
     hook, kept = "module.on_load_checkpoint", ours.events[:1]
     for event in ours.events[1:]:
@@ -592,7 +366,7 @@ def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
 
 def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Layers that a fit which goes on trains, and their group of the optimizer."""
-    tunes = has(program, "BackboneFinetuning") or has(program, "Unfreezing")
+    tunes = has(program, "BackboneFinetuning")
     goes_on = any("resume" in call or "fit on" in call for call in ([d.call] if d.call else program.calls))
     if not tunes or not goes_on or "-" in (d.theirs, d.ours):
         return False
@@ -640,51 +414,15 @@ def _without_repeated(names: set[str], theirs: list[Any], ours: list[Any]) -> bo
     return taken
 
 
-def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Where a run goes on that was saved at the last batch of an epoch."""
-    if "resume" not in d.call or d.kind != "order":
-        return False
-    ends = (
-        "lr_scheduler_step",
-        "on_train_epoch_end",
-        "on_validation_model_eval",
-        "on_validation_start",
-        "val_dataloader",
-    )
-    if begins(d.ours, "on_train_start") and begins(d.theirs, "on_fit_end"):  # nothing is left but that end
-        return "on_train_epoch_start" not in str(d.ours)
-    return begins(d.ours, *ends) and not begins(d.theirs, *ends)
-
-
 def average_judged(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """The weights that an evaluation takes out of a checkpoint of its own Trainer's fit."""
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    judges = d.call.endswith(("best", "last", "path", "untold")) and not any(each in d.call for each in ("fit", "by "))
-    return averages and judges and d.name in ("weights", "arguments", "returned")
-
-
-def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
-    began = "callback.on_train_epoch_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
-    if d.kind != "order" or not has(program, "OnExceptionCheckpoint") or began:
-        return False
-    return saved_besides(d)
-
-
-def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A second last.ckpt of a run that goes on from the first."""
-    named = d.where == "names" or d.name == "ModelCheckpoint"
-    resumes = any("resume" in call for call in program.calls)
-    if resumes and d.kind == "checkpoint" and d.where.endswith("/last.ckpt"):
-        return d.where.replace("last", "last-v1") in theirs.files.keys() - ours.files.keys()
-    return resumes and named and "last-v" in str(d.theirs) and "last-v" not in str(d.ours)
+    judges = d.call.endswith(("best", "last", "path", "untold"))
+    return averages(program) and judges and d.name in ("weights", "arguments", "returned")
 
 
 def of_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What a resumed fit does whose sanity check raises in Lightning, and what DeviceStatsMonitor logs of the check."""
+    """What a resumed fit does whose sanity check raises in Lightning."""
     written = d.kind in ("rows", "files")
-    if written and has(program, "DeviceStatsMonitor") and any("resume" in call for call in program.calls):
-        return d.where != "names" and len(d.theirs) >= len(d.ours)
     raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
     return any("resume" in call for call in raised) and ("resume" in d.call or written or d.kind == "warnings")
 
@@ -698,7 +436,7 @@ def path_from_start(program: Program, d: Difference, theirs: Record, ours: Recor
     return d.name == "ckpt_path" and (d.kind == "fact" or early) and d.ours is not None
 
 
-SAVES = ("callback.on_save_checkpoint", "lambda.on_save_checkpoint", "module.on_save_checkpoint")
+SAVES = ("callback.on_save_checkpoint", "module.on_save_checkpoint")
 
 
 def saved_before_own(program: Program, theirs: Record, ours: Record) -> str:
@@ -726,3 +464,41 @@ def without_empty_hyperparameters(program: Program, theirs: Record, ours: Record
     for name in more if not program.hyperparameters else ():
         del ours.files[name]
     return "hparams.yaml" if more and not program.hyperparameters else ""
+
+
+def waits_for_mean(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A fit that Lightning's ModelCheckpoint ends at a validation, as the mean of the epoch's training is not there."""
+    monitors = [str(part.get("monitor")) for kind, part in program.callbacks if kind == "ModelCheckpoint"]
+    if d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]]):
+        return any(name.endswith("_epoch") for name in monitors)
+    ended = end(theirs, d.call).get("message") if d.call else str(theirs.ends)
+    return bool(monitors) and "could not find the monitored key" in str(ended)
+
+
+def without_loss(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Two errors for one cause."""
+    return d.name == "raised" and "needs the loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
+
+
+def ranked_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is kept of saves by steps or time where a validation of other weights has given the value."""
+    told = any("is ranked by the value of" in text for _, text in ours.warned)
+    kept = d.name == "ModelCheckpoint" or d.where == "names" or "on_save_checkpoint" in str([d.theirs, d.ours])
+    return warned(d, "earlier weights") or (told and (kept or d.call.endswith("best")))
+
+
+def all_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Files of a ModelCheckpoint that keeps all and looks at no value, where some have the same name."""
+    kept = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_top_k") == -1]
+    versions = [name for name in ours.files if re.search(r"-v\d+\.ckpt$", name) and name not in theirs.files]
+    alike = versions and any("monitor" not in part for part in kept)
+    return bool(alike) and (d.kind in ("files", "checkpoint") or d.name == "ModelCheckpoint")
+
+
+def waits_for_no_validation(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What callbacks save or stop at the end of an epoch, of which Lightning's wait for a validation."""
+    if not validates_nothing(program):
+        return False
+    saves = program.flags.get("check_val_every_n_epoch", 1) != 1
+    stops = has(program, "EarlyStopping") and program.flags.get("val_check_interval", 1.0) != 1.0
+    return saves or stops

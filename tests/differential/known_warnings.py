@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, warned
-from tests.differential.further import program_of
-from tests.differential.program import PLAIN, Act, Program, Scheduler
+from tests.differential.program import PLAIN, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -24,11 +23,10 @@ def _ours(topic: str, program: Program, d: Difference, theirs: Record, ours: Rec
 
 
 SAVED_MID_EPOCH = ("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1})
-AVERAGED = replace(PLAIN, late=True, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),))
 FEWER: dict[str, tuple[str, Program]] = {
-    "summary's precision": (
-        "The summary of a model has the bytes of every precision.",
-        replace(PLAIN, flags={**PLAIN.flags, "precision": "bf16-mixed"}, callbacks=(("ModelSummary", {}),)),
+    "averaging of made layers": (
+        "No warning from WeightAveraging about layers of configure_model: they are copied when training starts.",
+        replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
     ),
     "batch size": (
         "Batches weigh by the samples that the loader drew: no size is guessed from tensors, so no warning about it.",
@@ -38,14 +36,6 @@ FEWER: dict[str, tuple[str, Program]] = {
         "No warning if both the module and a data module define transfer hooks; the data module's come first.",
         replace(PLAIN, data="data module", hooks="working"),
     ),
-    "averaging of made layers": (
-        "No warning from WeightAveraging about layers of configure_model: they are copied when training starts.",
-        AVERAGED,
-    ),
-    "monitor of a manual scheduler": (
-        "No warning about a scheduler's monitor in manual optimization, since its configuration keeps it.",
-        replace(PLAIN, manual=True, schedulers=(Scheduler("plateau", {"monitor": "loss"}),)),
-    ),
     "saves in manual optimization": (
         "No warning about saves in manual optimization: they hold the weights after the step, as any other.",
         replace(PLAIN, manual=True, callbacks=(SAVED_MID_EPOCH,)),
@@ -53,10 +43,6 @@ FEWER: dict[str, tuple[str, Program]] = {
     "folder of checkpoints": (
         "No warning about a folder that holds checkpoints, since none of them is overwritten.",
         replace(PLAIN, calls=("fit", "fit on"), callbacks=(("ModelCheckpoint", {}),)),
-    ),
-    "resumed mid epoch": (
-        "No warning about a resume within an epoch, since it is exact.",
-        replace(PLAIN, train_samples=(8, 4), calls=("fit", "resume mid"), callbacks=(SAVED_MID_EPOCH,)),
     ),
     "scheduler of SWA": (
         "No warning if SWA replaces a scheduler by step.",
@@ -74,31 +60,11 @@ FEWER: dict[str, tuple[str, Program]] = {
         "No warning about shuffling with overfit_batches and an iterable data set, which does not shuffle.",
         replace(PLAIN, train="iterable", flags={**PLAIN.flags, "overfit_batches": 1}),
     ),
-    "nothing to clip": (
-        "No warning about clipping without gradients.",
-        replace(PLAIN, optimizers=("none",), flags={**PLAIN.flags, "gradient_clip_val": 0.1}),
-    ),
-    "hooks of windows": (
-        "No warning about GradientAccumulationScheduler with a module that overrides optimizer_step.",
-        replace(PLAIN, hooks="working", callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
-    ),
-    "best of several": (
-        "A call without a module logs its checkpoint as information, also with several ModelCheckpoints.",
-        replace(
-            PLAIN,
-            calls=("fit", "test untold"),
-            callbacks=(("ModelCheckpoint", {}), ("ModelCheckpoint", {"every_n_train_steps": 1})),
-        ),
-    ),
     "no momentum": (
         "No warning about log_momentum with an SGD and an Adam: each has one, as momentum or as betas.",
         replace(
             PLAIN, manual=True, optimizers=("sgd", "adam"), callbacks=(("LearningRateMonitor", {"log_momentum": True}),)
         ),
-    ),
-    "dataloader_iter": (
-        "A module whose `training_step` takes dataloader_iter is refused in a fit; other calls do not warn about it.",
-        replace(PLAIN, iter_step=True, calls=("test",)),
     ),
 }
 MORE: dict[str, tuple[str, Program]] = {
@@ -118,19 +84,6 @@ MORE: dict[str, tuple[str, Program]] = {
     "loaders that stay": (
         "reload_dataloaders_every_n_epochs warns if the loaders are objects, which stay the same.",
         replace(PLAIN, data="arguments", flags={**PLAIN.flags, "reload_dataloaders_every_n_epochs": 1}),
-    ),
-    "average begins anew": (
-        "WeightAveraging saves nothing before training, and warns if a fit resumes from such a checkpoint.",
-        replace(
-            PLAIN,
-            acts=(Act("raise", "on_fit_start", 1),),
-            calls=("fit", "resume"),
-            callbacks=(("EMAWeightAveraging", {"decay": 0.5}),),
-        ),
-    ),
-    "checkpoint without its metric": (
-        "A save by steps whose metric is never logged gives a warning; Lightning's waits in silence.",
-        program_of(1091),
     ),
     "no effect": (
         "A flag without effect next to another flag gives a warning.",

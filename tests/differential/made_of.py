@@ -21,15 +21,6 @@ class NeedsClosure(torch.optim.SGD):
         return loss
 
 
-class ClosureTwice(torch.optim.SGD):
-    """Evaluates its closure before and after the step."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure()
-        super().step()
-        return closure()
-
-
 def samples(seed: int, count: int) -> list[Tensor]:
     source = torch.Generator().manual_seed(seed)
     return list(torch.randn(count, 3, generator=source))
@@ -58,12 +49,6 @@ class Batches:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._batches)
-
-
-def none_where_negative(parts: list[Tensor]) -> Tensor | None:
-    """A batch, or None where its sum is negative."""
-    batch = torch.stack(parts)
-    return batch if float(batch.sum()) >= 0 else None
 
 
 class Stream(IterableDataset[Tensor]):

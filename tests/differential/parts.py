@@ -28,23 +28,6 @@ def edit(call: str, path: str) -> None:
     torch.save(held, path)
 
 
-def unfreezing(player: Player, epoch: int, train_bn: bool) -> Any:
-    """A callback of the user's that trains the last layer alone until an epoch."""
-    base: Any = player.part("callbacks").BaseFinetuning
-
-    class Unfreezing(base):  # type: ignore[misc]
-        def freeze_before_training(self, pl_module: Any) -> None:
-            player.note("unfreezing.freeze_before_training")
-            self.freeze([pl_module.first, pl_module.norm], train_bn=train_bn)
-
-        def finetune_function(self, pl_module: Any, current: int, optimizer: Any) -> None:
-            player.note("unfreezing.finetune_function", {"epoch": current})
-            if current == epoch:
-                self.unfreeze_and_add_param_group([pl_module.first, pl_module.norm], optimizer, lr=0.01)
-
-    return Unfreezing()
-
-
 def writer(player: Player, interval: str) -> Any:
     """A callback of the user's that writes predictions."""
     base: Any = player.part("callbacks").BasePredictionWriter
@@ -58,9 +41,6 @@ def writer(player: Player, interval: str) -> Any:
             player.note("writer.write_on_epoch_end", {"predictions": predictions, "batch_indices": batch_indices})
 
     return Writer(interval)
-
-
-MADE = {"Unfreezing": unfreezing, "Writer": writer}
 
 
 def extensions_of(program: Program) -> list[str]:

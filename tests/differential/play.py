@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,15 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.differential import parts
-from tests.differential.made_of import (
-    Batches,
-    ClosureTwice,
-    NeedsClosure,
-    Stream,
-    late_layers,
-    none_where_negative,
-    samples,
-)
+from tests.differential.made_of import Batches, NeedsClosure, Stream, late_layers, samples
 from tests.differential.program import Log, Program
 from tests.differential.record import Planted, Record, digest, kinds, look_at_files, plain
 from tests.differential.warned import quiet
@@ -172,8 +162,6 @@ class Player:
                     raise KeyboardInterrupt
                 if act.kind == "stop":
                     self.trainer.should_stop = True
-                if act.kind == "write row":
-                    self.trainer.logger.log_metrics({"mine": 1.5})
                 return act.kind
         return None
 
@@ -204,9 +192,7 @@ class Player:
                 left_out = ("self", "trainer", "pl_module", "args", "kwargs")
                 given = {key: value for key, value in bound.arguments.items() if key not in left_out}
                 self.note(f"{owner}.{name}", given)
-                if name == "on_train_batch_start" and owner == "module" and self.act(name) == "end epoch":
-                    return -1
-                if owner == "module" and name != "on_train_batch_start":
+                if owner == "module":
                     self.act(name)
                 if owner == "callback":
                     self.act(f"callback.{name}")
@@ -251,8 +237,6 @@ class Player:
         size, kind = program.batch_size, program.train
         if kind == "iterable":
             return DataLoader(Stream(first), batch_size=size)
-        if kind == "some None":
-            return DataLoader(first, batch_size=size, collate_fn=none_where_negative)
         if kind == "batches":
             return Batches([torch.stack(first[place : place + size]) for place in range(0, len(first), size)])
         if kind in ("in order", "shuffled", "drop_last"):
@@ -314,11 +298,11 @@ class Player:
             def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
                 return self.evaluate("predict_step", batch, batch_idx, dataloader_idx)
 
-            def train_on(self, batch: Any, indices: dict[str, int]) -> Any:
-                player.note("module.training_step", {"batch": batch, **indices})
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                player.note("module.training_step", {"batch": batch, "batch_idx": batch_idx})
                 act = player.act("training_step")
                 loss = self.loss(batch)
-                player.logs("module", "training_step", self, loss, indices["batch_idx"])
+                player.logs("module", "training_step", self, loss, batch_idx)
                 if program.manual:
                     player.step_by_hand(self, batch)
                     return None
@@ -331,18 +315,7 @@ class Player:
                 player.act("configure_optimizers")
                 return player.configure(self)
 
-        if program.iter_step:
-
-            def training_step(this: Any, dataloader_iter: Iterator[Any]) -> Any:
-                batch, batch_idx, dataloader_idx = next(dataloader_iter)
-                return this.train_on(batch, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx})
-
-        else:
-
-            def training_step(this: Any, batch: Any, batch_idx: int) -> Any:  # type: ignore[misc]
-                return this.train_on(batch, {"batch_idx": batch_idx})
-
-        methods: dict[str, Any] = {"training_step": training_step}
+        methods: dict[str, Any] = {}
         if program.hooks != "callback":
             methods |= self.overridden(base, "module", MODULE_HOOKS)
         if program.hooks == "working":
@@ -370,9 +343,7 @@ class Player:
             return
         schedulers = module.lr_schedulers()
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-            loss = self.trainer.callback_metrics.get("loss")
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(float(loss) if loss is not None else 1.0) if plateau else scheduler.step()
+            scheduler.step()
 
     def configure(self, module: Any) -> Any:
         """What ``configure_optimizers`` returns."""
@@ -405,7 +376,6 @@ class Player:
             "adam": torch.optim.Adam,
             "lbfgs": torch.optim.LBFGS,
             "closure": NeedsClosure,
-            "closure twice": ClosureTwice,
         }[kind]
         player = self
 
@@ -436,26 +406,10 @@ class Player:
             given = dict(settings)
             if "dirpath" in given:
                 given["dirpath"] = str(self.root / given["dirpath"])
-            if given.get("train_time_interval") == "at once":
-                given["train_time_interval"] = timedelta(0)
-            if kind == "LambdaCallback":
-                given = {hook: partial(self.lambda_hook, hook) for hook in given["hooks"]}
-            own = parts.MADE.get(kind)
-            make = partial(own, self) if own is not None else getattr(self.part("callbacks"), kind)
-            made.append(make(**given))
+            made.append(
+                parts.writer(self, **given) if kind == "Writer" else getattr(self.part("callbacks"), kind)(**given)
+            )
         return made
-
-    def lambda_hook(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        self.note(f"lambda.{hook}")
-
-    def make_profiler(self) -> Any:
-        if self.program.profiler is None:
-            return None
-        kind, given = self.program.profiler
-        if not kind[0].isupper():
-            return kind
-        places = {"dirpath": str(self.root / given["dirpath"])} if "dirpath" in given else {}
-        return getattr(self.part("profilers"), kind)(**{**given, **places})
 
     def make_loggers(self) -> Any:
         made: list[Any] = []
@@ -477,8 +431,7 @@ class Player:
                 record.rows.append(("hyperparameters", plain(dict(params), root)))
 
             def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-                told = {name: 0.0 if name.startswith("DeviceStats") else value for name, value in metrics.items()}
-                record.rows.append((step, plain(told)))
+                record.rows.append((step, plain(metrics)))
 
             def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
                 record.rows.append("saved")
@@ -488,34 +441,22 @@ class Player:
 
         return Rows()
 
-    def make_trainer(self, **more: Any) -> Any:
+    def make_trainer(self, **more: Any) -> None:
         flags = {**self.program.flags, **more}
         if self.package == "lockstep":
             flags["order"] = "torch"
             flags["non_finite"] = "ignore"  # Lightning trains on, and what it then does is compared
-        if self.program.single_device:
-            flags["strategy"] = self.part("strategies").SingleDeviceStrategy(self.program.single_device)
-        self.let_go()
-        trainer = self.pl.Trainer(
+        self.trainer = self.pl.Trainer(
             accelerator="cpu",
             devices=1,
             logger=self.make_loggers(),
             enable_progress_bar=False,
-            enable_model_summary=any(kind == "ModelSummary" for kind, _ in self.program.callbacks),
+            enable_model_summary=False,
             enable_checkpointing=any(kind == "ModelCheckpoint" for kind, _ in self.program.callbacks),
             default_root_dir=str(self.root),
             callbacks=self.make_callbacks(),
-            profiler=self.make_profiler(),
             **flags,
         )
-        self.trainer = trainer
-        return trainer
-
-    def let_go(self) -> None:
-        """End torch's profiler, which one of Lightning's else ends where it is collected, in another's midst."""
-        with contextlib.suppress(Exception):  # Lightning's asserts that it has events
-            self.trainer.profiler.teardown(None)
-        self.trainer = None
 
     def make_data(self) -> dict[str, Any]:
         if self.program.data != "data module":
@@ -538,7 +479,6 @@ class Player:
         for number, call in enumerate(self.program.calls):
             self.play_call(f"{number} {call}", call, data)
         look_at_files(self.record, self.root)
-        self.let_go()
         return self.record
 
     def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
@@ -596,23 +536,16 @@ class Player:
         if call == "predict" and self.program.returns is not None:
             return call, {**data, "return_predictions": self.program.returns}
         if not call.startswith("resume ") and call != "resume":
-            method, _, asked = call.replace("resumed by", "fit").partition(" ")
+            method, _, asked = call.partition(" ")
             if asked == "path":
                 asked = str(self.root / "here.ckpt")
                 self.trainer.save_checkpoint(asked)
-            if asked == "missing":
-                asked = str(self.root / "nowhere.ckpt")
             return method, {**data, **({"ckpt_path": asked} if asked not in ("", "untold") else {})}
-        path: str = {"resume last": "last", "resume best": "best"}.get(call, "")
-        if call == "resume mid":
-            found = sorted(self.root.rglob("*step=*.ckpt"))
-            path = str(found[0]) if found else ""
-        if not path:
+        path = "last"
+        if call != "resume last":
             path = str(self.root / "end.ckpt")
             self.trainer.save_checkpoint(path)
             parts.edit(call, path)
-        if path == "best":  # of this Trainer's own callback
-            return "test", {**data, "ckpt_path": "best"}
         self.module = self.make_module()
         self.make_trainer(max_epochs=self.program.flags["max_epochs"] + 1)
         return "fit", {**data, "ckpt_path": path}

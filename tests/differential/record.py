@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TIME = re.compile(r"\.\d{10,}\.")  # in the names of traces
 Event = tuple[str, dict[str, Any]]
 
 
@@ -125,13 +124,12 @@ def look_at_files(record: Record, root: Path) -> None:
     for path in sorted(root.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
-        name = TIME.sub(".<time>.", str(path.relative_to(root)))
+        name = str(path.relative_to(root))
         record.files[name] = "link" if path.is_symlink() else "file"
         if path.suffix == ".csv":
             with path.open() as file:
                 record.files[name] = [
-                    {k: number(v) for k, v in row.items() if v not in ("", None) and "DeviceStats" not in k}
-                    for row in csv.DictReader(file)
+                    {k: number(v) for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(file)
                 ]
         if path.suffix == ".ckpt" and path.is_file():
             record.checkpoints[name] = checkpoint_facts(path)

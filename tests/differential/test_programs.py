@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.differential.compare import Verdict, compare, differences
-from tests.differential.further import program_of
 from tests.differential.known import PAGE, ROWS, Row
+from tests.differential.more import program_of
 from tests.differential.parts import extensions_of
-from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Program, Scheduler
+from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Program
 from tests.differential.record import Record
 from tests.tools.extensions import is_there
 
@@ -62,11 +62,6 @@ FOUND = {
     "outputs of on_train_batch_end held a loss that was not divided by the accumulation": replace(
         PLAIN, flags={**PLAIN.flags, "accumulate_grad_batches": 3}
     ),
-    "schedulers by epoch were not stepped after on_train_batch_start had returned -1": replace(
-        PLAIN,
-        schedulers=(Scheduler("exponential", {"interval": "epoch"}),),
-        acts=(Act("end epoch", "on_train_batch_start", 2),),
-    ),
     "single steps of an evaluation were logged with an epoch, and not seen in its hooks": replace(
         PLAIN, calls=("fit", "test", "test"), logs=(LOSS, Log("test_step", "a", "module", {"on_step": True}))
     ),
@@ -78,28 +73,19 @@ FOUND = {
     "LearningRateMonitor asked a module without optimizers for its rate": replace(
         PLAIN, optimizers=("none",), callbacks=(("LearningRateMonitor", {}),)
     ),
-    "val_check_interval was refused where there are no training batches": replace(
-        PLAIN, flags={**PLAIN.flags, "limit_train_batches": 0, "val_check_interval": 2}
-    ),
-    "values were gone where LearningRateMonitor watched a module without optimizers": program_of(10241),
     "what a hook logged was not in the metrics that the next one looked at": replace(
         PLAIN, logs=(LOSS, Log("on_train_epoch_end", "a", "callback", {}), Log("on_train_start", "b", "callback", {}))
     ),
     "metrics of a loader were not there when the next one began": replace(PLAIN, val_loaders=(3, 4), logs=(LOSS, VAL)),
     "a resume of LBFGS was refused": replace(PLAIN, optimizers=("lbfgs",), calls=("fit", "resume"), batch_size=6),
-    "a training batch that was None went to training_step": replace(PLAIN, train="some None", train_samples=(9, 4)),
     "layers of configure_model were made in float32 under bf16-true": replace(
         PLAIN, late=True, flags={**PLAIN.flags, "precision": "bf16-true"}
     ),
     "the run's seed was drawn from what the user's layers are drawn from": replace(PLAIN, late=True),
-    "SingleDeviceStrategy took no device": replace(PLAIN, single_device="cpu"),
     "a checkpoint that a user had saved again by torch.save was refused": replace(
         PLAIN, calls=("fit", "resume rewritten")
     ),
     "a checkpoint that a user had edited was refused": replace(PLAIN, calls=("fit", "resume edited")),
-    "profilers' reports of one process had the rank in their names": replace(
-        PLAIN, profiler=("SimpleProfiler", {"dirpath": "profiles", "filename": "perf"})
-    ),
     "single steps of a second fit's validations were not counted anew": replace(
         PLAIN, calls=("fit", "fit on"), logs=(LOSS, Log("validation_step", "a", "module", {"on_step": True}))
     ),
@@ -113,12 +99,6 @@ FOUND = {
         PLAIN,
         flags={**PLAIN.flags, "log_every_n_steps": 3},
         logs=(LOSS, Log("validation_step", "a", "module", {}), Log("on_train_batch_end", "a", "callback", {})),
-    ),
-    "DeviceStatsMonitor counted the batches of each loader by itself": replace(
-        PLAIN,
-        val_loaders=(2, 4, 3),
-        flags={**PLAIN.flags, "log_every_n_steps": 3},
-        callbacks=(("DeviceStatsMonitor", {}),),
     ),
     "one name logged twice in a hook, once by the hook's defaults and once as these say, was refused": replace(
         PLAIN,

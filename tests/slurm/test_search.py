@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("lockstep.extensions.search.search", reason="needs the extension search")
 
-from lockstep.extensions.search.search import Search, Status, look
+from lockstep.extensions.search.search import Search, Status, query_trials
 from lockstep.extensions.search.trials import TrialFolder, read_events
 from tests.slurm.conftest import PROJECT
 from tests.slurm.lab import Lab
@@ -52,7 +52,7 @@ def standing(slurm: Lab, search: Search) -> list[Status]:
     before = dict(os.environ)
     os.environ["SLURM_CONF"] = slurm.environ["SLURM_CONF"]
     try:
-        statuses, trouble = look(search)
+        statuses, trouble = query_trials(search)
     finally:
         os.environ.clear()
         os.environ.update(before)

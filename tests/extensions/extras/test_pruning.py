@@ -170,14 +170,6 @@ def test_every_rewind_goes_to_the_initial_values() -> None:
     assert pruning.seen == 3
 
 
-def test_what_is_pruned_stays_zero_while_training_goes_on() -> None:
-    net = module_of(lockstep)
-    quiet(max_epochs=EPOCHS, callbacks=ModelPruning("l1_unstructured", apply_pruning=lambda e: e == 0)).fit(net, data())
-    zeros = sum(int((p == 0).sum()) for p in net.parameters())
-    assert zeros == round(0.5 * sum(p.numel() for p in net.parameters()))
-    assert not any(part._forward_pre_hooks for part in net.modules())
-
-
 @pytest.mark.parametrize("permanent", [True, False])
 def test_checkpoints_hold_masks_only_if_they_are_not_permanent(permanent: bool, tmp_path: Path) -> None:
     net = module_of(lockstep)
@@ -404,29 +396,6 @@ def test_it_tells_how_much_is_pruned(caplog: pytest.LogCaptureFixture) -> None:
         "L1Unstructured pruned: 16/32 (50.00%) -> 24/32 (75.00%)",
     ]
     assert sum(" by 0.5: " in message for message in caplog.messages) == 4
-
-
-@pytest.mark.parametrize("rewinds", [False, True])
-def test_several_of_the_same_parameters_by_other_methods(rewinds: bool, tmp_path: Path) -> None:
-    """They were refused, since their one `state_key` would keep one state: that of the masks, which are the model's."""
-
-    def callbacks(net: Any) -> list[ModelPruning]:
-        pairs, keep = [(net.body[0], "weight")], {"use_lottery_ticket_hypothesis": rewinds}
-        smallest_first = ModelPruning("l1_unstructured", pairs, apply_pruning=lambda e: e % 2 == 0, amount=0.5, **keep)
-        at_random = ModelPruning("random_unstructured", pairs, apply_pruning=lambda e: e % 2 == 1, amount=0.25, **keep)
-        return [smallest_first, at_random]
-
-    torch.manual_seed(3)
-    whole = module_of(lockstep)
-    quiet(max_epochs=3, callbacks=callbacks(whole)).fit(whole, data())
-    assert int((whole.body[0].weight != 0).sum()) == 5  # 24, 12, 9, 5
-    begun, resumed = module_of(lockstep), module_of(lockstep)
-    quiet(max_steps=5, max_epochs=3, callbacks=[*callbacks(begun), Saver(str(tmp_path))]).fit(begun, data())
-    for parameter in resumed.parameters():
-        parameter.data.fill_(0.5)
-    quiet(max_epochs=3, callbacks=callbacks(resumed)).fit(resumed, data(), ckpt_path=tmp_path / "saved.ckpt")
-    assert torch.equal(resumed.body[0].weight != 0, whole.body[0].weight != 0)
-    assert torch.equal(resumed.head.weight, whole.head.weight)
 
 
 def test_several_that_keep_other_states_are_refused() -> None:

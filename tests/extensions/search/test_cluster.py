@@ -20,7 +20,7 @@ from lockstep.extensions.search import trial_process
 from lockstep.extensions.search.cluster import SlurmCluster
 from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.extensions.search.queue import SlurmRefused
-from lockstep.extensions.search.search import Search, look
+from lockstep.extensions.search.search import Search, query_trials
 from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
@@ -157,7 +157,7 @@ def test_one_array_job_for_a_thousand_trials(tmp_path: Path, slurm: FakeSlurm) -
     assert [(each["event"], each["job"]) for each in told] == [("submitted", "101_999")]
     slurm.says("squeue", "".join(f"101_{number}|PENDING|||\n" for number in range(1000)))
     began = time.process_time()
-    statuses, _ = look(search(tmp_path))
+    statuses, _ = query_trials(search(tmp_path))
     assert time.process_time() - began < 1
     assert {status.state for status in statuses} == {"pending"}
 
@@ -243,7 +243,7 @@ def test_without_slurm_the_trials_run_here_if_asked(tmp_path: Path, monkeypatch:
         return float(hparams.lr)
 
     of(tmp_path, local=True, job_time=90).optimize_parallel_cluster_cpu(main, 3, "job")
-    statuses, _ = look(search(tmp_path))
+    statuses, _ = query_trials(search(tmp_path))
     assert [status.state for status in statuses] == ["completed", "failed", "completed"]
     assert statuses[1].error == "ValueError: not at 90"
     assert statuses[2].metrics == {"value": 0.01}
@@ -283,7 +283,7 @@ def test_a_queue_that_is_full_after_the_second_job(tmp_path: Path, slurm: FakeSl
 def test_an_answer_of_sbatch_without_a_number_is_shown(tmp_path: Path, slurm: FakeSlurm) -> None:
     program = slurm.folder / "bin" / "sbatch"
     program.write_text("#!/bin/sh\necho welcome\n")
-    with pytest.raises(SlurmRefused, match="sbatch printed 'welcome' instead of the number of the job"):
+    with pytest.raises(SlurmRefused, match="sbatch printed 'welcome' instead of a job number"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
 
 
@@ -375,7 +375,7 @@ def test_an_exception_is_the_trials_last_word(
 
     with pytest.raises(KeyError):
         of(tmp_path).optimize_parallel_cluster_cpu(main, 3, "job")
-    statuses, _ = look(search(tmp_path))
+    statuses, _ = query_trials(search(tmp_path))
     assert (statuses[1].state, statuses[1].error) == ("failed", "KeyError: 'no such layer'")
 
 
@@ -393,7 +393,7 @@ def test_a_function_that_leaves_by_sys_exit(
             run()
     else:
         run()
-    assert look(search(tmp_path))[0][1].state == state
+    assert query_trials(search(tmp_path))[0][1].state == state
 
 
 def test_another_rank_notes_its_failure_alone(

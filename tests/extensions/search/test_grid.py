@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.extensions.search.grid import Options, Range, Space, numbers, options_of, range_of, through
+from lockstep.extensions.search.grid import Options, Range, Space, convert, make_options, make_range, numbers
 from lockstep.ground.errors import MisconfigurationException
 
 LISTS = st.lists(st.lists(st.integers(), min_size=1, max_size=4), min_size=1, max_size=4)
@@ -28,33 +28,33 @@ def test_the_grid_is_the_product_with_the_first_option_slowest(lists: list[list[
 @given(LISTS, st.integers(0, 1 << 40))
 def test_a_random_search_over_lists_takes_each_combination_once(lists: list[list[int]], seed: int) -> None:
     space = Space({str(at): Options(tuple(range(len(values)))) for at, values in enumerate(lists)})
-    drawn = [tuple(space.drawn(seed, number).values()) for number in range(space.size)]
+    drawn = [tuple(space.draw(seed, number).values()) for number in range(space.size)]
     assert len(set(drawn)) == space.size
 
 
 def test_a_grid_of_a_billion_combinations_takes_under_a_megabyte() -> None:
     tracemalloc.start()
     try:
-        values = [options_of("--x", range(1000), int) for _ in range(2)]
+        values = [make_options("--x", range(1000), int) for _ in range(2)]
         space = Space(
-            {"a": values[0], "b": values[1], "c": range_of("--c", 1, 1000, 1000, type=int)}
-            | {"d": range_of("--d", 1e-4, 1.0, 10**9, log_base=10)}
+            {"a": values[0], "b": values[1], "c": make_range("--c", 1, 1000, 1000, type=int)}
+            | {"d": make_range("--d", 1e-4, 1.0, 10**9, log_base=10)}
         )
         assert space.size == 10**18
         with pytest.raises(MisconfigurationException, match=r"nb_trials=9, but the grid has 10+ combinations \(a 1000"):
             numbers(space, "grid_search", 9)
         assert space.at(10**18 - 1) == {"a": 999, "b": 999, "c": 1000, "d": 1.0}
-        assert len({str(space.drawn(1, number)) for number in range(50)}) == 50
+        assert len({str(space.draw(1, number)) for number in range(50)}) == 50
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
 
 
 def test_a_draw_depends_on_seed_and_number_alone() -> None:
-    space = Space({"lr": range_of("--lr", 1e-4, 1e-1, log_base=10), "layers": Options((16, 32, 64))})
+    space = Space({"lr": make_range("--lr", 1e-4, 1e-1, log_base=10), "layers": Options((16, 32, 64))})
     # the same on each machine and in each process: numbers that were seen once; a power's last bits may differ
-    assert space.drawn(0, 3) == {"lr": pytest.approx(0.041613138550176516, rel=1e-14), "layers": 32}
-    assert space.drawn(1, 3) != space.drawn(0, 3)
+    assert space.draw(0, 3) == {"lr": pytest.approx(0.041613138550176516, rel=1e-14), "layers": 32}
+    assert space.draw(1, 3) != space.draw(0, 3)
 
 
 @settings(max_examples=50)
@@ -65,7 +65,7 @@ def test_points_of_a_range_ascend_from_low_to_high(
     low, high = sorted([one, other])
     if whole:
         low, high = float(int(low) + 1), float(int(high) + 1)
-    made = range_of("--x", low, high, samples, 10 if log else None, int if whole else float)
+    made = make_range("--x", low, high, samples, 10 if log else None, int if whole else float)
     points = [made[at] for at in range(len(made))]
     assert points == sorted(points)
     assert points[0] == low
@@ -77,16 +77,15 @@ def test_points_of_a_range_ascend_from_low_to_high(
 
 
 def test_a_logarithmic_range_has_equal_factors() -> None:
-    made = range_of("--lr", 1e-4, 1e-1, 4, 10)
+    made = make_range("--lr", 1e-4, 1e-1, 4, 10)
     assert [made[at] for at in range(4)] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
 
 
 def test_integers_that_fall_together_count_once() -> None:
-    assert [*map(range_of("--x", 1, 100, 8, 2, int).__getitem__, range(len(range_of("--x", 1, 100, 8, 2, int))))] == [
-        1, 2, 4, 7, 14, 27, 52, 100,
-    ]  # fmt: skip
-    assert len(range_of("--x", 1, 3, 10, None, int)) == 3
-    assert len(range_of("--x", 1, 3, 10, 2, int)) == 3
+    points = make_range("--x", 1, 100, 8, 2, int)
+    assert [points[at] for at in range(len(points))] == [1, 2, 4, 7, 14, 27, 52, 100]
+    assert len(make_range("--x", 1, 3, 10, None, int)) == 3
+    assert len(make_range("--x", 1, 3, 10, 2, int)) == 3
 
 
 def test_a_list_among_the_options_is_each_trials_own() -> None:
@@ -107,7 +106,7 @@ def test_a_list_among_the_options_is_each_trials_own() -> None:
 )
 def test_options_that_cannot_be_are_refused(options: Any, kind: Any, said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
-        options_of("--lr", options, kind)
+        make_options("--lr", options, kind)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_options_that_cannot_be_are_refused(options: Any, kind: Any, said: str) 
 )
 def test_ranges_that_cannot_be_are_refused(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
-        range_of("--lr", *arguments)
+        make_range("--lr", *arguments)
 
 
 @pytest.mark.parametrize("strategy", ["grid_search", "random_search"])
@@ -151,5 +150,5 @@ def test_optuna_ran_no_more_trials_than_lists_have_combinations() -> None:
 
 
 def test_a_type_that_takes_text_gets_text() -> None:
-    assert through("--x", True, lambda text: text.lower() == "true") is True
-    assert through("--x", None, int) is None
+    assert convert("--x", True, lambda text: text.lower() == "true") is True
+    assert convert("--x", None, int) is None

@@ -14,11 +14,11 @@ from lockstep.extensions.search.sbatch import (
     Batch,
     Option,
     ScriptTrials,
-    minutes_of,
     module_command,
     option,
     quoted,
     text,
+    to_minutes,
 )
 from lockstep.ground.errors import MisconfigurationException
 
@@ -128,7 +128,7 @@ def test_a_module_that_cannot_be_loaded_is_named() -> None:
         (Option("ntasks-per-node", "4"), r"contradicts --ntasks-per-node=8 of the script: set per_experiment_nb_gpus"),
         (Option("nodes", "2"), r"--nodes=2 of sbatch contradicts --nodes=12 .*: set per_experiment_nb_nodes"),
         (Option("ntasks", "95"), r"--ntasks=95 of sbatch, but 12 node\(s\) with 8 task\(s\) each make 96"),
-        (Option("open-mode", "truncate"), r"contradicts --open-mode=append of the script: leave it out"),
+        (Option("open-mode", "truncate"), r"contradicts --open-mode=append of the script: remove it"),
         (Option("no such"), r"--no such of sbatch does not exist. Use its long name"),
         (Option("comment", "two\nlines"), r"--comment='two\\nlines' cannot be written to a batch script"),
     ],
@@ -165,4 +165,4 @@ def test_a_value_of_1_was_taken_for_true_and_lost() -> None:
     [("15", 15), (15, 15), ("15:30", 15.5), ("2:00:00", 120), ("1-12", 2160), ("1-12:30", 2190), ("x", None)],
 )
 def test_time_limits_in_minutes(given: str | int, minutes: float | None) -> None:
-    assert minutes_of(given) == minutes
+    assert to_minutes(given) == minutes

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.extensions.search import queue
 from lockstep.extensions.search.queue import QueuedJob, SlurmRefused
-from lockstep.extensions.search.search import Limits, Search, exhausted, found_at, look, ranges, state_of
+from lockstep.extensions.search.search import Limits, Search, exhausted, found_at, query_trials, ranges, state_of
 from lockstep.extensions.search.trials import STDERR, TrialFolder, read_events
 from tests.extensions.search.fake_slurm import FakeSlurm
 
@@ -81,7 +81,7 @@ def test_the_state_of_a_trial(events: tuple[str, ...], slurm: str | None, state:
 def test_a_state_is_unknown_where_slurm_cannot_be_asked(tmp_path: Path, slurm: FakeSlurm) -> None:
     TrialFolder.of(tmp_path, 0).note("submitted", job="5")
     slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    statuses, trouble = look(Search(tmp_path))
+    statuses, trouble = query_trials(Search(tmp_path))
     assert statuses[0].state == "unknown"
     assert trouble == "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
@@ -90,9 +90,9 @@ def test_a_job_that_failed_before_python_tells_its_last_line(tmp_path: Path, slu
     trial = TrialFolder.of(tmp_path, 0)
     trial.note("submitted", job="5")
     slurm.says("squeue", "5|FAILED|node3|NonZeroExitCode\n")
-    assert "check that node3 sees" in look(Search(tmp_path))[0][0].error
+    assert "check that node3 sees" in query_trials(Search(tmp_path))[0][0].error
     (trial.path / STDERR).write_text("bash: module: command not found\nlockstep: the module x could not be loaded\n")
-    assert look(Search(tmp_path))[0][0].error == "lockstep: the module x could not be loaded"
+    assert query_trials(Search(tmp_path))[0][0].error == "lockstep: the module x could not be loaded"
 
 
 def test_restarts_are_limited_apart_for_preemptions_and_failures(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -101,7 +101,7 @@ def test_restarts_are_limited_apart_for_preemptions_and_failures(tmp_path: Path,
     for each in told(*events):
         trial.note(**{name: value for name, value in each.items() if name not in ("time", "host")})
     slurm.says("squeue", "6|FAILED||\n")
-    status = look(Search(tmp_path))[0][0]
+    status = query_trials(Search(tmp_path))[0][0]
     assert (status.state, status.history.preemptions, status.history.failures) == ("failed", 1, 2)
     assert exhausted(status, Limits(preemptions=1, failures=3)) == ""
     assert exhausted(status, Limits(failures=2)) == "trial 0 failed 2 time(s), max_failures is 2"
@@ -127,7 +127,7 @@ def test_numbers_in_few_words() -> None:
 
 def test_jobs_in_the_queue(slurm: FakeSlurm) -> None:
     slurm.says("squeue", "120_7|PENDING||JobArrayTaskLimit\n120_8|RUNNING|node2|None\n119|COMPLETED|node1|None\n")
-    assert queue.look(["120_7", "120_8"]) == {
+    assert queue.query_jobs(["120_7", "120_8"]) == {
         "120_7": QueuedJob("PENDING", "", "JobArrayTaskLimit"),
         "120_8": QueuedJob("RUNNING", "node2", ""),
     }
@@ -138,39 +138,23 @@ def test_jobs_in_the_queue(slurm: FakeSlurm) -> None:
 def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_slurmdbd(slurm: FakeSlurm) -> None:
     slurm.refuses("squeue", "slurm_load_jobs error: Invalid job id specified")
     slurm.says("sacct", "5|CANCELLED by 0|node1\n7_1|COMPLETED|node2\n7_[2-3]|PENDING|None assigned\n")
-    assert queue.look(["5", "7_1", "8"]) == {
+    assert queue.query_jobs(["5", "7_1", "8"]) == {
         "5": QueuedJob("CANCELLED", "node1"),
         "7_1": QueuedJob("COMPLETED", "node2"),
     }
-
-
-def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_the_file_of_jobcomp(
-    tmp_path: Path, slurm: FakeSlurm
-) -> None:
-    """Without slurmdbd; a job that was requeued has a line for each start, of which the last counts."""
-    log = tmp_path / "jobcomp.txt"
-    log.write_text(
-        "JobId=5 UserId=root(0) Name=a JobState=PENDING Partition=main NodeList=node1\n"
-        "JobId=5 UserId=root(0) Name=a JobState=NODE_FAIL Partition=main NodeList=node2\n"
-        "JobId=6 ArrayJobId=4 ArrayTaskId=1 UserId=root(0) JobState=TIMEOUT NodeList=node3\n"
-        "JobId=9 UserId=root(0) Name=a JobState=FAILED NodeList=node2\n"
-    )
     slurm.refuses("sacct", "Slurm accounting storage is disabled")
-    slurm.says("scontrol", f"JobCompLoc              = {log}\nJobCompType             = jobcomp/filetxt\n")
-    assert queue.look(["5", "4_1"]) == {"5": QueuedJob("NODE_FAIL", "node2"), "4_1": QueuedJob("TIMEOUT", "node3")}
-    slurm.says("scontrol", "JobCompType             = jobcomp/none\n")
-    assert queue.look(["5", "4_1"]) == {}
+    assert queue.query_jobs(["5"]) == {}
 
 
 def test_commands_that_are_missing_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> None:
     (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(queue, "SECONDS", 0.2)
-    with pytest.raises(SlurmRefused, match=r"squeue did not answer within 0\.2 seconds"):
-        queue.look(["5"])
+    with pytest.raises(SlurmRefused, match=r"squeue did not finish within 0\.2 seconds"):
+        queue.query_jobs(["5"])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmRefused, match=r"squeue is not on PATH\. Use a machine with SLURM"):
-        queue.look(["5"])
-    assert not queue.is_there()
+        queue.query_jobs(["5"])
+    assert not queue.is_available()
 
 
 def test_the_number_of_a_job_of_another_cluster(slurm: FakeSlurm) -> None:

@@ -19,9 +19,10 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from lockstep.extensions.search import journal, study  # noqa: E402
-from lockstep.extensions.search.grid import Options, SearchSettings, Space, range_of  # noqa: E402
+from lockstep.extensions.search.grid import Options, SearchSettings, Space, make_range  # noqa: E402
 from lockstep.extensions.search.journal import CorruptJournal, StudyJournal  # noqa: E402
 from lockstep.extensions.search.lock import FileLock, holding  # noqa: E402
+from lockstep.extensions.search.parser import Hyperparameters  # noqa: E402
 from lockstep.extensions.search.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.extensions.search.trials import JOURNAL, TrialFolder  # noqa: E402
 from lockstep.extensions.search.trials_command import trials  # noqa: E402
@@ -30,7 +31,7 @@ from lockstep.ground.rank import rank_zero_only  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-SPACE = Space({"lr": range_of("--lr", 1e-4, 1e-1, log_base=10, type=float), "layers": Options((16, 32, 64))})
+SPACE = Space({"lr": make_range("--lr", 1e-4, 1e-1, log_base=10, type=float), "layers": Options((16, 32, 64))})
 
 
 def settings(**given: Any) -> SearchSettings:
@@ -59,7 +60,7 @@ def played(folder: Path, number: int, values: list[float], **given: Any) -> str:
 def test_a_number_asked_again_has_the_same_values(tmp_path: Path) -> None:
     first = StudyTrial(settings(), 7, tmp_path)
     values = first.draw()
-    first.rest()
+    first.stop_heartbeat()
     again = StudyTrial(settings(), 7, tmp_path)  # of a job that was requeued
     assert again.draw() == values
     assert again.finish(7, "completed", 1.0) == "completed"
@@ -95,7 +96,7 @@ def test_trials_draw_different_values_and_the_same_seed_draws_the_same(tmp_path:
         trials = [StudyTrial(settings(seed=seed), number, tmp_path / name) for number in range(4)]
         drawn.append([trial.draw()["lr"] for trial in trials])
         for trial in trials:
-            trial.rest()
+            trial.stop_heartbeat()
     assert len(set(drawn[0])) == 4
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
@@ -152,7 +153,7 @@ def test_a_start_that_begins_anew_kept_the_reports_of_the_one_before(told: Any, 
         trial.report(step, 100.0)
     if told:
         trial.finish(0, told, None)
-    trial.rest()  # or its process was killed
+    trial.stop_heartbeat()  # or its process was killed
     again = StudyTrial(settings(), 0, tmp_path)
     again.draw()
     again.resume(0)
@@ -167,7 +168,7 @@ def test_a_start_that_resumes_takes_over_the_reports_before_its_checkpoint(tmp_p
     trial.draw()
     for step in range(4):
         trial.report(step, float(step))
-    trial.rest()
+    trial.stop_heartbeat()
     again = StudyTrial(settings(), 0, tmp_path)
     again.draw()
     again.resume(2)
@@ -242,13 +243,14 @@ def test_other_ranks_wait_for_what_rank_0_draws(tmp_path: Path, monkeypatch: pyt
     trial = StudyTrial(settings(), 5, tmp_path)
     values = trial.draw()
     thread.join()
-    trial.rest()
+    trial.stop_heartbeat()
     assert found == [values]
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    assert study.start(settings(), 5, tmp_path)[1] == values
+    options = Hyperparameters.of({}, settings())
+    assert vars(options.draw(5, tmp_path)) == values
     monkeypatch.setattr(study, "PATIENCE", 0.2)
     with pytest.raises(TimeoutError, match="rank 0 has drawn no values"):
-        study.start(settings(), 6, tmp_path)
+        options.draw(6, tmp_path)
 
 
 # -- heartbeats -----------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def silenced(folder: Path, number: int) -> StudyTrial:
     trial = StudyTrial(settings(), number, folder)
     trial.draw()
     trial.report(0, 3.0)
-    trial.rest()
+    trial.stop_heartbeat()
     beat = TrialFolder.of(folder, number).path / BEAT
     os.utime(beat, (time.time() - 1000, time.time() - 1000))
     return trial

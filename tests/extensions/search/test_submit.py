@@ -92,7 +92,7 @@ def test_the_script_goes_to_sbatch(
             ["train.py", "--time", "5"],
             "is not longer than minutes_to_checkpoint_before_walltime (lockstep submit: --save-before) 5, in minutes",
         ),
-        (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4 does not go with"),
+        (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4 contradicts"),
         (["train.py", "--sbatch", "nodes=3"], "--nodes=3 of sbatch contradicts --nodes=1 of the script: set"),
         (["train.py", "--sbatch", "a b=3"], "option --a b=3 of sbatch does not exist"),
         (["--nodes", "2", "train.py", "--nodes", "3"], "lockstep submit: --nodes is given both before and after train"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.run import main
-from lockstep.extensions.search.search import Search, look
+from lockstep.extensions.search.search import Search, query_trials
 from lockstep.extensions.search.table import order_by, text
 from lockstep.extensions.search.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
 from tests.extensions.search.fake_slurm import FakeSlurm
@@ -99,7 +99,7 @@ def test_a_thousand_trials_are_shown_in_less_than_a_second(tmp_path: Path, slurm
         (trial.path / EVENTS).write_bytes(b"".join((trial.path / EVENTS).read_bytes().splitlines(True)[:2]))
     slurm.says("squeue", "".join(f"10_{number}|RUNNING|node1|None\n" for number in range(1000)))
     began = time.process_time()
-    statuses, _ = look(search)
+    statuses, _ = query_trials(search)
     shown = text("digits", statuses, order_by(statuses, None, None))
     assert time.process_time() - began < 1
     assert len(slurm.calls("squeue")) == 1
@@ -145,10 +145,10 @@ def test_trials_of_an_array_are_submitted_anew_as_one(tmp_path: Path, slurm: Fak
     [
         (["--resubmit", "4"], "trial 4 is completed. Only failed, preempted"),
         (["--resubmit", "2"], "trial 2 is pending"),
-        (["--resubmit", "9"], "there is no trial '9'; the search has 6. Use failed, preempted"),
+        (["--resubmit", "9"], "there is no trial '9'; the search has 6 trial(s). Use failed, preempted"),
         (["--resubmit", "faled"], "there is no trial 'faled'"),
         (["--cancel", "x"], "there is no trial 'x'"),
-        (["--sort", "loss"], "--sort loss: no trial has logged this metric. Logged: val_loss, val_accuracy"),
+        (["--sort", "loss"], "--sort loss: no trial has logged this metric. Logged metrics: val_loss, val_accuracy"),
     ],
 )
 def test_what_cannot_be_done(
@@ -179,7 +179,7 @@ def test_cancelling(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixt
     assert slurm.calls("scancel") == [["12"]]
     assert "cancelled: trial(s) 2" in capsys.readouterr().err
     slurm.says("squeue", QUEUE.replace("12|PENDING", "12|CANCELLED"))
-    assert look(search)[0][2].state == "cancelled"
+    assert query_trials(search)[0][2].state == "cancelled"
 
 
 def test_watching_until_all_is_over(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,5 +216,5 @@ def test_a_failed_start_tells_its_last_line(tmp_path: Path, slurm: FakeSlurm) ->
     trial.note("submitted", job="5")
     (trial.path / STDERR).write_text("srun: error: Unable to create step\n")
     slurm.says("squeue", "5|FAILED||NonZeroExitCode\n")
-    statuses, _ = look(Search(tmp_path / "x"))
+    statuses, _ = query_trials(Search(tmp_path / "x"))
     assert "srun: error: Unable to create step" in text("x", statuses, None)

@@ -1,1 +1,1 @@
-"""Callbacks and searches that not every training needs: averages of weights, pruning, spikes, throughput, the Tuner."""
+"""Optional callbacks and searches: averages of weights, pruning, spike detection, throughput, the Tuner."""

@@ -1,4 +1,4 @@
-"""ModelPruning: sets weights to zero during training, by torch's pruning methods."""
+"""ModelPruning: sets weights to zero during training, with torch's pruning methods."""
 
 from __future__ import annotations
 
@@ -25,24 +25,19 @@ if TYPE_CHECKING:
 # -- pruning methods -----------------------------------------------------------------------------------------
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "ln_structured": prune.ln_structured,
-    "l1_unstructured": prune.l1_unstructured,
-    "random_structured": prune.random_structured,
-    "random_unstructured": prune.random_unstructured,
+METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "ln_structured": (prune.ln_structured, prune.LnStructured),
+    "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured),
+    "random_structured": (prune.random_structured, prune.RandomStructured),
+    "random_unstructured": (prune.random_unstructured, prune.RandomUnstructured),
 }
-METHODS: dict[str, Any] = {
-    "ln_structured": prune.LnStructured,
-    "l1_unstructured": prune.L1Unstructured,
-    "random_structured": prune.RandomStructured,
-    "random_unstructured": prune.RandomUnstructured,
-}
+"""Function and class of each pruning method in torch, by name."""
 
 
 def find_method(
     pruning_fn: str | Callable[..., Any], is_global: bool, dim: int | None, norm: int | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the pruning method and its arguments.
+    """Resolve the arguments of ModelPruning to a pruning method and its keyword arguments.
 
     Args:
         pruning_fn: the ``pruning_fn`` of ModelPruning.
@@ -57,7 +52,7 @@ def find_method(
     Raises:
         MisconfigurationException: the arguments are invalid or do not go together.
     """
-    names = [name for name, function in FUNCTIONS.items() if pruning_fn is function]
+    names = [name for name, (function, _) in METHODS.items() if pruning_fn is function]
     if names or isinstance(pruning_fn, str):
         return _method_by_name(names[0] if names else str(pruning_fn).lower(), is_global, dim, norm)
     is_method = inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)
@@ -72,7 +67,7 @@ def find_method(
     elif is_global or not callable(pruning_fn):
         hint = " (the class, not an instance)" if isinstance(pruning_fn, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
+            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): it is expected to be a str in {list(METHODS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
             "function `fn(module, name=..., amount=...)`."
         )
@@ -80,23 +75,25 @@ def find_method(
 
 
 def _method_by_name(name: str, is_global: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
-    if name not in FUNCTIONS:
-        raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): it must be one of {list(FUNCTIONS)}.")
+    if name not in METHODS:
+        raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): it must be one of {list(METHODS)}.")
     options: dict[str, Any] = {}
     if name.endswith("_structured"):
         if dim is None:
             raise MisconfigurationException(
-                f"ModelPruning({name!r}): the `pruning_dim` should be provided, because whole slices are removed."
+                f"ModelPruning({name!r}): the `pruning_dim` should be provided, the dimension along which slices are "
+                "removed."
             )
         options["dim"] = dim
     if name == "ln_structured":
         if norm is None:
-            raise MisconfigurationException(f"ModelPruning({name!r}): the `pruning_norm` should be provided.")
+            raise MisconfigurationException(f"ModelPruning({name!r}): the `pruning_norm` should be provided, e.g. 2.")
         options["n"] = norm
+    function, method = METHODS[name]
     if is_global:
-        _check_type(METHODS[name])
-        return METHODS[name], options
-    return partial(FUNCTIONS[name], **options), {}
+        _check_type(method)
+        return method, options
+    return partial(function, **options), {}
 
 
 def _check_type(method: type[prune.BasePruningMethod]) -> None:
@@ -196,8 +193,8 @@ class ModelPruning(Callback):
         self._use_global_unstructured = use_global_unstructured
         self.pruning_fn, self._options = find_method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self.amount = amount
-        self._given: ParameterList = parameters_to_prune
-        self._given_names: list[str] = []
+        self._requested: ParameterList = parameters_to_prune
+        self._requested_names: list[str] = []
         self._parameters_to_prune: ParameterList = parameters_to_prune
         self._parameter_names = tuple(parameter_names or self.PARAMETER_NAMES)
         self._apply_pruning = apply_pruning
@@ -232,7 +229,7 @@ class ModelPruning(Callback):
         modules = [module for module in pl_module.modules() if not isinstance(module, CONTAINERS)]
         if not parameters_to_prune:
             names = parameter_names or ModelPruning.PARAMETER_NAMES
-            return [(module, name) for name in names for module in modules if _holds(module, name)]
+            return [(module, name) for name in names for module in modules if _has_parameter(module, name)]
         if not isinstance(parameters_to_prune, (list, tuple)) or not all(map(_is_pair, parameters_to_prune)):
             raise MisconfigurationException(
                 f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): it must be a list of tuples with 2 "
@@ -246,18 +243,18 @@ class ModelPruning(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the parameters to prune, and save their initial values if they are needed later."""
         # After unpickling in another process, the pairs refer to modules of that process.
-        if self._given_names and not {id(part) for part, _ in self._given} <= set(map(id, pl_module.modules())):
-            self._given = _by_name(pl_module, self._given_names)
+        if self._requested_names and not {id(part) for part, _ in self._requested} <= set(map(id, pl_module.modules())):
+            self._requested = _by_name(pl_module, self._requested_names)
         if trainer.strategy.cuts_parameters:
             raise MisconfigurationException(
                 f"ModelPruning does not work with {type(trainer.strategy).__name__}, because each rank would prune its "
                 'shard of a parameter separately. Use strategy="ddp".'
             )
         refuse_lazy(pl_module, "ModelPruning")
-        found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
+        found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         self._names = _names_of(pl_module, self._parameters_to_prune)
-        self._given_names = _names_of(pl_module, self._given)
+        self._requested_names = _names_of(pl_module, self._requested)
         self._loaded = None
         if stage == "fit":
             self._last_masks = {}
@@ -265,7 +262,7 @@ class ModelPruning(Callback):
             if self._use_lottery_ticket_hypothesis and not self._resample_parameters:
                 self._originals = {name: value.detach().clone() for name, value in self._values()}
         self._remove_hook()
-        self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._accept, stage == "fit"))
+        self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._convert_loaded, stage == "fit"))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the masks of a resumed fit.
@@ -296,12 +293,12 @@ class ModelPruning(Callback):
             self._run(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune if ``prune_on_train_epoch_end`` is False, within a fit only."""
+        """Prune after a validation within a fit, if ``prune_on_train_epoch_end`` is False."""
         if not self._prune_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace masks by zeros with ``make_pruning_permanent``."""
+        """With ``make_pruning_permanent``, remove the masks. Pruned elements become zeros."""
         if self._make_pruning_permanent:
             self._last_masks = self._masks()
             self.make_pruning_permanent(pl_module)
@@ -382,7 +379,7 @@ class ModelPruning(Callback):
                     del part._forward_pre_hooks[key]
 
     def _zeros(self) -> list[tuple[int, int]]:
-        """Return the numbers of pruned and of all elements of each parameter."""
+        """Return the number of pruned elements and of all elements for each parameter."""
         masks = dict(self._live_masks())
         return [
             (int((masks[name] == 0).sum()) if name in masks else 0, value.numel()) for name, value in self._values()
@@ -417,10 +414,10 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        """A key that contains the given parameters, so that several layers can have callbacks of their own."""
-        if not self._given:
+        """Key of the callback's state. It contains the given parameters, so that keys of several callbacks differ."""
+        if not self._requested:
             return super().state_key
-        return self._generate_state_key(parameters=[_label(pair) for pair in self._given])
+        return self._generate_state_key(parameters=[_label(pair) for pair in self._requested])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, the masked values, and the initial values, by parameter names."""
@@ -431,16 +428,16 @@ class ModelPruning(Callback):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for :meth:`on_fit_start`."""
+        """Store the state, which :meth:`on_fit_start` restores."""
         self._loaded = {key: dict(state_dict.get(key, {})) for key in ("masks", "hidden", "originals")}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save products instead of masks with ``make_pruning_permanent``. The model keeps its masks."""
+        """With ``make_pruning_permanent``, save pruned weights without masks. The model keeps its masks."""
         if self._make_pruning_permanent:
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
-    def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        """Let the model load weights with masks and without: as products, or as unmasked values.
+    def _convert_loaded(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        """Convert a state_dict with masks, so that the model, which has none, can load it.
 
         The masks themselves are restored in :meth:`on_fit_start`, when the optimizers have the parameters.
         """
@@ -457,19 +454,14 @@ class ModelPruning(Callback):
             self._loaded = {"masks": masks, "hidden": {}, "originals": {}}
 
 
-def _holds(module: nn.Module, name: str) -> bool:
+def _has_parameter(module: nn.Module, name: str) -> bool:
     """Return True if a module has a parameter, pruned or not."""
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
 def _is_pair(pair: object) -> bool:
     """Return True if this is a pair ``(module, name)``."""
-    return (
-        isinstance(pair, (list, tuple))
-        and len(pair) == 2
-        and isinstance(pair[0], nn.Module)
-        and isinstance(pair[1], str)
-    )
+    return isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(isinstance, pair, (nn.Module, str)))
 
 
 def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
@@ -477,7 +469,9 @@ def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
     known = set(map(id, modules))
     strange = [type(module).__name__ for module, _ in pairs if id(module) not in known]
     lacking = [
-        f"{type(module).__name__}.{name}" for module, name in pairs if id(module) in known and not _holds(module, name)
+        f"{type(module).__name__}.{name}"
+        for module, name in pairs
+        if id(module) in known and not _has_parameter(module, name)
     ]
     if strange or lacking:
         raise MisconfigurationException(
@@ -487,7 +481,7 @@ def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
 
 
 def _label(pair: object) -> str:
-    """Return a label of a pair ``(module, name)`` from class, shape and name. Works for unchecked input, too."""
+    """Return class, shape and parameter name of a pair ``(module, name)`` as text. Invalid pairs are accepted."""
     if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         return repr(pair)
     value = getattr(pair[0], f"{pair[1]}_orig", getattr(pair[0], str(pair[1]), None))
@@ -538,7 +532,7 @@ def _pruned_names(module: nn.Module) -> list[str]:
 
 
 def _merge(state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Replace parameters and masks in a state_dict by their products."""
+    """Replace pruned parameters and their masks in a state_dict by products of the two."""
     changed = cast(dict[str, Any], state)
     for name in names:
         if f"{name}_orig" in changed and f"{name}_mask" in changed:

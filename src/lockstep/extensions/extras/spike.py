@@ -1,4 +1,4 @@
-"""SpikeDetection: ends training when the loss jumps, and writes which batches to leave out."""
+"""SpikeDetection: ends training when the loss jumps, and records which batches to skip."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 
+SAVED = ("last_val", "mode", "warmup", "atol", "rtol")
+"""Attributes in the callback's state, under their own names."""
+
+
 class TrainingSpikeException(RuntimeError):
     """Error that :class:`SpikeDetection` raises on every rank when the loss jumps.
 
@@ -41,7 +45,7 @@ class SpikeDetection(Callback):
     The loss of a batch is a spike if it is worse than that of the previous batch, and its distance from the running
     mean is at least ``atol`` *and* at least ``rtol`` times the running mean. Each rank checks its own loss; a spike on
     any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both to
-    a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to leave them out of the next run.
+    a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to skip them in the next run.
 
     At every batch, reading the loss waits for the device, and several ranks exchange a message.
 
@@ -100,12 +104,12 @@ class SpikeDetection(Callback):
     ) -> None:
         """Check the batch's loss, with the same result on all ranks."""
         with trainer.strategy.with_all_ranks():
-            self._judge(trainer, _loss(outputs), batch_idx)
+            self._check_loss(trainer, _loss(outputs), batch_idx)
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        self._judge(trainer, None, batch_idx)
+        self._check_loss(trainer, None, batch_idx)
 
-    def _judge(self, trainer: Trainer, loss: float | None, batch_idx: int) -> None:
+    def _check_loss(self, trainer: Trainer, loss: float | None, batch_idx: int) -> None:
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
         # All ranks must raise at the same batch, or the others would wait in their next collective.
@@ -146,11 +150,7 @@ class SpikeDetection(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return settings, recorded batches and recent losses. Those of rank 0 represent all ranks."""
         return {
-            "last_val": self.last_val,
-            "mode": self.mode,
-            "warmup": self.warmup,
-            "atol": self.atol,
-            "rtol": self.rtol,
+            **{name: getattr(self, name) for name in SAVED},
             "bad_batches": list(self.bad_batches),
             "bad_batches_path": self.exclude_batches_path,
             "recent": list(self._recent),
@@ -158,11 +158,7 @@ class SpikeDetection(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state, except for the path, which belongs to this run."""
-        self.last_val = float(state_dict["last_val"])
-        self.mode = state_dict["mode"]
-        self.warmup = state_dict["warmup"]
-        self.atol = state_dict["atol"]
-        self.rtol = state_dict["rtol"]
+        vars(self).update({name: state_dict[name] for name in SAVED}, last_val=float(state_dict["last_val"]))
         self.bad_batches = list(state_dict["bad_batches"])
         # Lightning's checkpoints have no running mean.
         self._recent = deque(state_dict.get("recent", ()), maxlen=self._recent.maxlen)

@@ -183,14 +183,8 @@ class StochasticWeightAveraging(Callback):
                     f"StochasticWeightAveraging starts in epoch {epoch}, after its first epoch {self.swa_start}, "
                     "because the resumed run was not averaging."
                 )
-            replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
             self._install(trainer)
             trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)
-            if replaced:
-                rank_zero_info(
-                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate instead of "
-                    f"{replaced[0]}."
-                )
         # A resumed fit may have added the weights of this epoch already.
         if epoch > self._latest_update_epoch:
             self._update(pl_module)
@@ -201,7 +195,7 @@ class StochasticWeightAveraging(Callback):
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the average in a resumed run that was interrupted after its last epoch, and does not train again."""
+        """Write the average into the model if a run resumes after its last epoch, and so does not train again."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------
@@ -225,11 +219,15 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Install ``SWALR``, in place of the scheduler if there is one."""
+        """Create ``SWALR``, which replaces the scheduler if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
-            raise _refused("swa_lrs", rates, f"the optimizer has {len(optimizer.param_groups)} parameter groups")
+            raise _refused(
+                "swa_lrs",
+                rates,
+                f"the optimizer has {len(optimizer.param_groups)} parameter groups, and each needs a rate",
+            )
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate
         self._scheduler = SWALR(
@@ -241,7 +239,10 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler_state is not None:
             self._scheduler.load_state_dict(self._scheduler_state)
         for config in configs:
-            rank_zero_info(f"StochasticWeightAveraging: SWALR replaces {type(config.scheduler).__name__} from now on.")
+            rank_zero_info(
+                "StochasticWeightAveraging: from now on, SWALR sets the learning rate instead of "
+                f"{type(config.scheduler).__name__}."
+            )
         configs[:] = [LRSchedulerConfig(cast(Any, self._scheduler))]
 
     @torch.no_grad()
@@ -270,14 +271,13 @@ class StochasticWeightAveraging(Callback):
         if self._done or not self._average or not over:
             return
         self._done = True
-        module = pl_module
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
+            for name, parameter in pl_module.named_parameters():
                 if name in self._average:
                     parameter.copy_(self._average[name])
         layers = [
             layer
-            for layer in module.modules()
+            for layer in pl_module.modules()
             if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
         ]
         if not layers:
@@ -292,7 +292,7 @@ class StochasticWeightAveraging(Callback):
 
     @torch.no_grad()
     def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
-        """Set the statistics of BatchNorm to the mean over all batches of all ranks."""
+        """Recompute the statistics of BatchNorm layers as the mean over all batches on all ranks."""
         momenta = [layer.momentum for layer in layers]
         for layer in layers:
             layer.reset_running_stats()

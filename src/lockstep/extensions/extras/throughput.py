@@ -1,4 +1,4 @@
-"""Throughput: batches, samples and operations per second, operations of a model, and the peak of a device."""
+"""Throughput meter, and functions for the operations of a model and the peak performance of a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn
 def measure_flops(
     model: torch.nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the floating-point operations of one forward, or of forward and backward.
+    """Return the floating-point operations of one forward pass, with ``loss_fn`` also of the backward pass.
 
     The model may be on the "meta" device; nothing is computed then.
 
@@ -63,13 +63,13 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     name = device_name(device)
     rows = (row for pattern, row in CHIPS if re.search(pattern, name.lower()))
     table = None if "mig" in name.lower() else next(rows, None)
-    if table is None:
-        rank_zero_warn(f"The peak operations per second of {name!r} are not known, so no MFU is computed.")
-        return None
     matmul = torch.get_float32_matmul_precision()
-    key = TFLOAT32 if dtype is torch.float32 and matmul != "highest" and TFLOAT32 in table else dtype
-    if key not in table:
-        rank_zero_warn(f"The peak operations per second of {name!r} in {dtype} are not known, so no MFU is computed.")
+    key = TFLOAT32 if table and dtype is torch.float32 and matmul != "highest" and TFLOAT32 in table else dtype
+    if table is None or key not in table:
+        rank_zero_warn(
+            f"The peak operations per second of {name!r} in {dtype} are not known, so no MFU is computed. Pass "
+            "available_flops= to compute it."
+        )
         return None
     return int(table[key] * TERA)
 
@@ -78,7 +78,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 class _Rising:
-    """The newest values of a counter that only increases."""
+    """Newest values of a counter that must increase with each update."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -91,7 +91,7 @@ class _Rising:
                 "it is the total so far."
             )
 
-    def grown(self) -> float:
+    def increase(self) -> float:
         return self.values[-1] - self.values[0]
 
 
@@ -149,13 +149,13 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Time of the newest update; 0 before the first."""
+        """Time of the newest update in seconds; 0 before the first."""
         return self._time.values[-1] if self._time.values else 0.0
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Record the progress of the work. An update that is refused changes nothing.
+        """Record the totals so far. An invalid update raises an error and records nothing.
 
         Args:
             time: seconds since the start.
@@ -166,17 +166,15 @@ class Throughput:
 
         Raises:
             ValueError: a total does not rise, there are fewer samples than batches or fewer items than samples, or
-                ``lengths`` was left out before.
+                ``lengths`` was missing in an earlier update.
         """
-        if samples < batches:
-            raise ValueError(f"Throughput.update(samples={samples}, batches={batches}): samples must not be fewer.")
-        if lengths is not None:
-            if lengths < samples:
-                raise ValueError(
-                    f"Throughput.update(lengths={lengths}, samples={samples}): lengths must not be smaller."
-                )
-            if len(self._lengths.values) != len(self._samples.values):
-                raise ValueError("Throughput.update(lengths=...): it must be set in every update or in none.")
+        if samples < batches or (lengths is not None and lengths < samples):
+            raise ValueError(
+                f"Throughput.update({batches=}, {samples=}, {lengths=}): there are fewer samples than batches or "
+                "fewer items than samples. Pass totals since the start."
+            )
+        if lengths is not None and len(self._lengths.values) != len(self._samples.values):
+            raise ValueError("Throughput.update(lengths=...): it must be set in every update or in none.")
         given = [(self._time, time), (self._batches, batches), (self._samples, samples), (self._lengths, lengths)]
         totals = [(counter, value) for counter, value in given if value is not None]
         # All are checked before any is recorded, so that a refused update changes nothing.
@@ -195,10 +193,13 @@ class Throughput:
         metrics: dict[str, int | float] = {each.name: each.values[-1] for each in counters if each.values}
         if len(self._time.values) < (self._time.values.maxlen or 0):
             return metrics
-        elapsed = self._time.grown()
-        rates = {"batches_per_sec": self._batches.grown() / elapsed, "samples_per_sec": self._samples.grown() / elapsed}
+        elapsed = self._time.increase()
+        rates = {
+            "batches_per_sec": self._batches.increase() / elapsed,
+            "samples_per_sec": self._samples.increase() / elapsed,
+        }
         if len(self._lengths.values) == self._lengths.values.maxlen:
-            rates["items_per_sec"] = self._lengths.grown() / elapsed
+            rates["items_per_sec"] = self._lengths.increase() / elapsed
         if len(self._flops) == self._flops.maxlen:
             # operations up to the oldest update are before the window
             rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / elapsed
@@ -211,7 +212,7 @@ class Throughput:
         return metrics
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Drop all recorded updates."""
         for counter in (self._time, self._batches, self._samples, self._lengths):
             counter.values.clear()
         self._flops.clear()

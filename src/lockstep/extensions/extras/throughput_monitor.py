@@ -110,7 +110,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Measure, and log at the end of each window that logs, when the optimizer step is done."""
+        """Measure the batch. Log after every ``log_every_n_steps``-th accumulation window."""
         if not trainer.is_global_zero:
             return
         self._update(trainer, pl_module, RunningStage.TRAINING, batch)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 CHUNK = 64
-"""Number of tensors that one call of torch averages; limits the memory for products."""
+"""Number of tensors in a ``torch._foreach`` call, which limits the memory for intermediate products."""
 
 
 class WeightAveraging(Callback):
@@ -58,7 +58,7 @@ class WeightAveraging(Callback):
         self._use_buffers = use_buffers
         self._kwargs = kwargs
         self._average: AveragedModel | None = None
-        self._shown = False
+        self._is_swapped_in = False
         self._loaded: dict[str, Any] | None = None
         self._latest_step: int | None = None
         self._latest_epoch = -1
@@ -76,7 +76,7 @@ class WeightAveraging(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start a new fit with a new average."""
         if stage == "fit":
-            self._average, self._shown, self._loaded = None, False, None
+            self._average, self._is_swapped_in, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,7 +115,7 @@ class WeightAveraging(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Update after an optimizer step, which the last micro-batch of a window makes."""
+        """Update the average after an optimizer step, if `should_update` returns True for the step."""
         # Compared with the last step, because only the last micro-batch of a window steps, and some steps are skipped.
         step = trainer.global_step
         assert self._latest_step is not None, "a batch before on_train_start"
@@ -128,10 +128,7 @@ class WeightAveraging(Callback):
         WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update after an epoch, if `should_update` returns True for it."""
-        self._end_epoch(trainer, pl_module)
-
-    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Update the average after an epoch, if `should_update` returns True for the epoch."""
         # Called from two hooks, and again after a resume: one update an epoch.
         epoch = trainer.current_epoch
         if epoch > self._latest_epoch:
@@ -147,22 +144,22 @@ class WeightAveraging(Callback):
         """
         if trainer.state.fn == "fit":
             if trainer.is_last_batch and not trainer.sanity_checking:
-                self._end_epoch(trainer, pl_module)
-            self._show(trainer, pl_module)
+                WeightAveraging.on_train_epoch_end(self, trainer, pl_module)
+            self._swap_in(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue with the current weights."""
         if trainer.state.fn == "fit":
-            self._hide(pl_module)
+            self._swap_out(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the model. The current weights are kept for later checkpoints."""
-        self._show(trainer, pl_module)
+        self._swap_in(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the current weights if the run ends during a validation."""
         if trainer.state.fn == "fit":
-            self._hide(pl_module)
+            self._swap_out(pl_module)
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -190,7 +187,7 @@ class WeightAveraging(Callback):
         here = {name: average[name].detach() if name in average else value for name, value in in_model.items()}
         if not self._has_average():
             here = in_model
-        average, current = (in_model, here) if self._shown else (here, in_model)
+        average, current = (in_model, here) if self._is_swapped_in else (here, in_model)
         checkpoint["state_dict"] = average
         checkpoint["current_model_state"] = current
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
@@ -201,7 +198,7 @@ class WeightAveraging(Callback):
         Outside a fit the model uses the average in ``"state_dict"``, and the average of an earlier fit is dropped.
         """
         if trainer.state.fn != "fit":
-            self._average, self._shown, self._loaded = None, False, None
+            self._average, self._is_swapped_in, self._loaded = None, False, None
             return
         if "current_model_state" not in checkpoint:
             rank_zero_warn(
@@ -210,7 +207,7 @@ class WeightAveraging(Callback):
             )
             return
         # Copied, because a sharded engine reads a checkpoint into the model's memory, which the load below overwrites.
-        average = {name: _copied(value) for name, value in checkpoint["state_dict"].items()}
+        average = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in checkpoint["state_dict"].items()}
         self._loaded = {"average": average, "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
         # Both in the dict and in the model: strategies load the model before or after this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
@@ -223,7 +220,9 @@ class WeightAveraging(Callback):
         kept = super().__getstate__()
         average = self._average
         if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
-            kept.update(_average=None, _shown=False)  # shards are meaningless in a process outside their device mesh
+            kept.update(
+                _average=None, _is_swapped_in=False
+            )  # shards are meaningless in a process outside their device mesh
         return kept
 
     def _check(self, pl_module: LightningModule) -> None:
@@ -249,8 +248,8 @@ class WeightAveraging(Callback):
     def _has_average(self) -> bool:
         return self._average is not None and int(self._average.n_averaged) > 0
 
-    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._has_average() and not self._shown:
+    def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_average() and not self._is_swapped_in:
             assert self._average is not None
             buffers = list(self._average.module.buffers())
             # Buffers are not reduced and may differ between ranks; all show those of rank 0.
@@ -260,16 +259,16 @@ class WeightAveraging(Callback):
                     for own, first in zip(buffers, sent, strict=True):
                         own.copy_(first)
             self._swap(pl_module)
-            self._shown = True
+            self._is_swapped_in = True
 
-    def _hide(self, pl_module: LightningModule) -> None:
-        if self._shown:
+    def _swap_out(self, pl_module: LightningModule) -> None:
+        if self._is_swapped_in:
             self._swap(pl_module)
-            self._shown = False
+            self._is_swapped_in = False
 
     @torch.no_grad()
     def _swap(self, pl_module: LightningModule) -> None:
-        """Exchange values and not tensors, because optimizers and gradient buckets refer to the tensors."""
+        """Exchange the values of model and average, but not the tensors, which optimizers and gradient buckets use."""
         assert self._average is not None
         for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
@@ -277,12 +276,12 @@ class WeightAveraging(Callback):
             averaged.copy_(before)
 
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """Return the average by all names in the model; tied weights have several."""
+        """Return the averaged tensors by their names in the model. Tied weights have several names."""
         assert self._average is not None
         self._check(pl_module)
-        module = pl_module
-        average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
-        named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(pl_module), strict=True)}
+        parameters = pl_module.named_parameters(remove_duplicate=False)
+        named = chain(parameters, pl_module.named_buffers(remove_duplicate=False))
         return {name: average[id(tensor)] for name, tensor in named}
 
 
@@ -355,7 +354,7 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``AveragedModel``'s arguments for tensors of several kinds: whole, or sharded over different meshes.
+    """Return ``AveragedModel``'s arguments for unsharded tensors mixed with tensors on several meshes.
 
     torch's ``_foreach`` functions, which average many tensors at once, accept only one kind in a call.
     """
@@ -379,10 +378,6 @@ def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 def _kind(tensor: Tensor) -> tuple[object, object]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-
-
-def _copied(value: object) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _tensors(module: nn.Module) -> chain[Tensor]:

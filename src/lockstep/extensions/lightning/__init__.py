@@ -1,1 +1,1 @@
-"""For users who come from Lightning: scripts that run unchanged, `lockstep migrate`, and LightningCLI."""
+"""Tools for users of Lightning: unchanged scripts under lockstep, `lockstep migrate`, and LightningCLI."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -80,14 +79,14 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """Return a class, or the annotated return type of a function."""
+    """Return a class unchanged, or the annotated return type of a function."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation
 
 
 def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the hyperparameters of one class of the config that ``save_hyperparameters`` saves.
+    """Return the hyperparameters that ``save_hyperparameters`` saves for one class in the config.
 
     Args:
         dumped: the config as plain values.
@@ -234,30 +233,6 @@ def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[st
     return merged
 
 
-def flat_arguments(model: jsonargparse.Namespace) -> dict[str, Any]:
-    """Return a model's parsed arguments by dotted name."""
-    flat = vars(model.as_flat())
-    return {re.sub(r"\b(init_args|dict_kwargs)\.", "", name): value for name, value in flat.items()}
-
-
-def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict[str, Any]) -> str:
-    """Describe which arguments come from a checkpoint, and which from the command line instead.
-
-    Args:
-        before: arguments without the checkpoint.
-        saved: arguments with all hyperparameters of the checkpoint.
-        chosen: arguments with the hyperparameters that the command line does not override.
-    """
-    taken = [f"model.{key}={value!r:.60}" for key, value in chosen.items() if key not in before or before[key] != value]
-    by_hand = [
-        f"model.{key}={value!r:.60} (saved: {saved.get(key)!r:.60})"
-        for key, value in chosen.items()
-        if key not in saved or saved[key] != value
-    ]
-    parts = (("from the checkpoint", taken), ("from the command line", by_hand))
-    return "; ".join(f"{', '.join(arguments)} {source}" for source, arguments in parts if arguments)
-
-
 # -- the command line ----------------------------------------------------------------------------------------
 
 
@@ -371,7 +346,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the Trainer's methods that are subcommands, with their arguments that the command line leaves out."""
+        """Return the Trainer methods that are subcommands, each with the arguments that the command line omits."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -484,7 +459,7 @@ class LightningCLI:
         return parser.parse_object(given, **options)
 
     def _take_from_checkpoint(self, args: ArgsType) -> None:
-        """Take the model's arguments from the hyperparameters in ``ckpt_path``, unless the command line has them."""
+        """Use the hyperparameters in ``ckpt_path`` for model arguments that the command line does not set."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):
@@ -498,22 +473,18 @@ class LightningCLI:
             saved = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
             own = [given.pop(key, None) or jsonargparse.Namespace() for key in ("init_args", "dict_kwargs")]
             given["dict_kwargs"] = jsonargparse.Namespace({**vars(own[0]), **dict(vars(own[1]))})
-        # Both are parsed on top of the config, so that its other values are kept.
-        before, merged = self.config, merge_given(saved, given)
+        # Parsed on top of the config, so that its other values are kept.
+        merged = {subcommand: {"model": merge_given(saved, given)}}
         try:
-            all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)
-            self.config = self.parser.parse_object({subcommand: {"model": merged}}, before)
+            self.config = self.parser.parse_object(merged, self.config)
         except SystemExit:
             sys.stderr.write(f"--ckpt_path {path}: its hyperparameters do not fit the model's arguments (see above).\n")
             raise
-        sources = (flat_arguments(config[subcommand]["model"]) for config in (before, all_saved, self.config))
-        report = arguments_report(*sources)
-        if report:
-            rank_zero_info(f"LightningCLI, --ckpt_path {path}: {report}")
+        rank_zero_info(f"LightningCLI: model arguments that are not given here come from --ckpt_path {path}.")
 
     @property
     def config_dump(self) -> dict[str, Any]:
-        """Config of the subcommand as plain values, from when the first class was created."""
+        """Config of the subcommand as plain values, dumped when the first class is created."""
         if self._dumped is None:
             text = self.parser.dump(self.config, skip_link_targets=False, skip_unset=False, format="yaml")
             dumped = yaml.safe_load(text)
@@ -552,7 +523,7 @@ class LightningCLI:
         if "callbacks" not in config:
             rank_zero_warn(
                 f"{self.trainer_class.__qualname__} has no argument `callbacks`, so the callbacks of the command line, "
-                "including the one that saves the config, are left out."
+                "including the one that saves the config, are ignored."
             )
             return self.trainer_class(**config)
         own = [*several(config["callbacks"]), *callbacks, *several(self.trainer_defaults.get("callbacks"))]
@@ -567,7 +538,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """Return the result of the model's ``configure_optimizers`` if the command line has the optimizer.
+        """Return what the model's ``configure_optimizers`` returns if the command line selects the optimizer.
 
         Args:
             lightning_module: the model.

@@ -1,4 +1,4 @@
-"""``lockstep migrate``: changes a script for Lightning, of 2019 or of today, to one for lockstep.
+"""``lockstep migrate``: changes a script for Lightning, from any version since 2019, to use lockstep.
 
 It prints a diff of imports and Trainer flags to stdout, and to stderr, by line, what to do by hand and what differs for
 this script. It does not import or run the script, and leaves the bodies of functions unchanged. In a config (.yaml,
@@ -62,7 +62,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*.py")) if not re.search(r"/(\.|site-packages/)", f"/{file}")]
     if not found:
-        raise MisconfigurationException(f"there is no script in the folder {path}")
+        raise MisconfigurationException(f"there is no script (*.py) in the folder {path}")
     if not found[0].is_file():
         raise MisconfigurationException(f"{path} does not exist (in {Path.cwd()})")
     if path.suffix == ".ipynb":
@@ -77,7 +77,7 @@ def _is_config(file: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Return text, with its line ends unchanged, and encoding.
+    """Return the text of a file, with unchanged line endings, and its encoding.
 
     Raises:
         MisconfigurationException: the file is not valid Python, YAML or JSON.
@@ -124,7 +124,7 @@ class ReportLine:
 
 def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
     if not changed and not notes:
-        yield f"{name}: nothing to do: it does not use Lightning"
+        yield f"{name}: nothing to do: the file does not use Lightning"
     elif not changed or written:
         yield f"{name}: {'written' if changed else 'no line has to change'}"
     differs = "differences for this script (docs/from-lightning.md has more)"
@@ -137,9 +137,11 @@ def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool
 # -- a script --------------------------------------------------------------------------------------------------
 
 
-GONE = "\0"
+DROPPED = "\0"
 """Placeholder for a removed argument; this character cannot occur in a Python file."""
-CLEARED = re.compile(rf"(?m)^[ \t]*{GONE}[ \t]*,?[ \t]*(#.*)?(\r\n|\n)|{GONE}[ \t]*,[ \t]*|,[ \t]*{GONE}|{GONE}")
+CLEARED = re.compile(
+    rf"(?m)^[ \t]*{DROPPED}[ \t]*,?[ \t]*(#.*)?(\r\n|\n)|{DROPPED}[ \t]*,[ \t]*|,[ \t]*{DROPPED}|{DROPPED}"
+)
 """A removed argument: with its line and comment if it has its own line, else with a comma."""
 
 
@@ -164,28 +166,30 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             script.import_from(node)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            path = script.meant(node.value.func)
+            path = script.resolve(node.value.func)
             script.names |= {ast.unparse(target): path for target in node.targets if path.endswith(".Trainer")}
     if not script.names:
         return text, script.notes
     # By convention these names hold a Trainer, also where the script does not create it.
     script.names |= dict.fromkeys(("trainer", "self.trainer"), f"{ROOT}.Trainer")
     for node in script.nodes:
-        if isinstance(node, ast.Call) and script.meant(node.func).endswith(".Trainer"):
+        if isinstance(node, ast.Call) and script.resolve(node.func).endswith(".Trainer"):
             _flags(script, node)
         elif isinstance(node, ast.Attribute):
-            script.report_refused(node, ast.unparse(node), script.meant(node) or ROOT)
+            script.report_refused(node, ast.unparse(node), script.resolve(node) or ROOT)
         elif isinstance(node, ast.Constant) and lockstep_module(str(node.value)):
             script.notes.append(
                 ReportLine(
-                    node.lineno, f"the text {node.value!r:.60} names Lightning: change it to lockstep?", weight=2
+                    node.lineno,
+                    f"the text {node.value!r:.60} contains a name of Lightning. Check whether it must be changed.",
+                    weight=2,
                 )
             )
     return script.edited(), [*script.notes, *found_in(script)]
 
 
 class _Script:
-    """Text of a script, edits by positions of its syntax tree, and its names for objects of lockstep."""
+    """Script with its syntax tree, pending edits, and the names that it uses for objects of lockstep."""
 
     def __init__(self, text: str, name: str) -> None:
         self.nodes = list(ast.walk(ast.parse(text, name)))
@@ -196,11 +200,11 @@ class _Script:
         self.edits: list[tuple[int, int, str]] = []  #: start, end, and new text
 
     def span(self, node: ast.expr | ast.keyword | ast.alias | ast.stmt) -> tuple[int, int]:
-        """Return start and end of a node."""
+        """Return start and end of a node, in bytes of the text."""
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[end_line - 1] + end
 
-    def of(self, node: ast.expr | ast.keyword) -> str:
+    def text_of(self, node: ast.expr | ast.keyword) -> str:
         """Return the text of a node."""
         return self._data[slice(*self.span(node))].decode()
 
@@ -243,8 +247,8 @@ class _Script:
                 self.names[alias.asname or alias.name] = f"{home}.{alias.name}"
             self.report_refused(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
 
-    def meant(self, node: ast.expr) -> str:
-        """Return the path of an expression in lockstep, as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.
+    def resolve(self, node: ast.expr) -> str:
+        """Resolve an expression to a path in lockstep, such as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.
 
         Return "" if it is unknown.
         """
@@ -253,12 +257,12 @@ class _Script:
         known = self.names.get(ast.unparse(node), "")
         if known or isinstance(node, ast.Name):
             return known
-        base = self.meant(node.value)
+        base = self.resolve(node.value)
         return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
         """Yield the classes of Lightning that a class derives from."""
-        for path in map(self.meant, node.bases):
+        for path in map(self.resolve, node.bases):
             kind = "Callback" if path.startswith(f"{ROOT}.callbacks.") else path.rpartition(".")[2]
             if kind in ("LightningModule", "LightningDataModule", "Callback"):
                 self.names[node.name] = f"{ROOT}.{kind}"
@@ -315,8 +319,8 @@ def _strings(text: str, is_json: bool) -> Iterator[tuple[int, int, str]]:
 # -- flags of the Trainer --------------------------------------------------------------------------------------
 
 
-class _Open:
-    """A value that is known only when the script runs, by its text."""
+class _Unknown:
+    """Placeholder for a value that is known only when the script runs. Its repr is the text in the script."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -326,7 +330,7 @@ class _Open:
 
 
 def _flags(script: _Script, call: ast.Call) -> None:
-    """Replace old flags by today's, and report what depends on values that are unknown here."""
+    """Replace old Trainer flags with today's, and report those that depend on unknown values."""
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
@@ -336,8 +340,9 @@ def _flags(script: _Script, call: ast.Call) -> None:
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
     old = old_flags_of(today, {name: value for name, value in values.items() if name in OLD_FLAGS})
     together = {name: value for name, value in old.items() if name in TOGETHER}
-    if together:
-        _translate(script, given, _together(values, today), together, today)
+    if together:  # they and the accelerator determine together on which devices the run takes place
+        names = [k for k in values if k in TOGETHER or (k == "accelerator" and today[k] is not values[k])]
+        _translate(script, given, names, together, today)
     for name in old.keys() - TOGETHER:
         _translate(script, given, [name], {name: old[name]}, today)
 
@@ -346,12 +351,7 @@ def _value(script: _Script, node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        return _Open(script.of(node))
-
-
-def _together(values: Today, today: Today) -> list[str]:
-    """Return the arguments of a call that determine together where it runs."""
-    return [name for name in values if name in TOGETHER or (name == "accelerator" and today[name] is not values[name])]
+        return _Unknown(script.text_of(node))
 
 
 def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
@@ -365,14 +365,14 @@ def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, s
     report = "its meaning today depends on the value; a warning reports it when the script runs."
     found = Translation()
     read = (today[flag] for flag in ("accelerator", "devices", "num_nodes", "strategy") if old.keys() & TOGETHER)
-    is_open = _some_open((*old.values(), *read))
+    is_open = _has_unknown((*old.values(), *read))
     try:
         found = meaning(old, today, FLAGS, here=False)
         if found.callbacks or found.resume is not None:
             report = f"today {', '.join(found.spelled)}."
         elif found.flags.keys() & others:
             report = f"today {', '.join(found.spelled)}, but this flag is also set."
-        elif not is_open or _some_open(found.flags.values()):
+        elif not is_open or _has_unknown(found.flags.values()):
             report = ""
     except (TypeError, ValueError) as error:
         if not is_open or REMOVED in str(error):
@@ -380,13 +380,13 @@ def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, s
     return found, report
 
 
-def _some_open(values: Iterable[object]) -> bool:
+def _has_unknown(values: Iterable[object]) -> bool:
     """Return True if a value is known only when the script runs."""
-    return any(isinstance(value, _Open) for value in values)
+    return any(isinstance(value, _Unknown) for value in values)
 
 
 def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str], old: Today, today: Today) -> None:
-    """Replace old flags that have a meaning together by today's flags.
+    """Replace a group of old flags that are interpreted together with today's flags.
 
     Args:
         given: arguments of the call by name.
@@ -397,12 +397,12 @@ def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str],
     places = [given[name] for name in names]
     found, report = _meaning(old, today, given.keys() - set(names))
     if report:
-        what = f"Trainer({', '.join(map(script.of, places)):.90})"
+        what = f"Trainer({', '.join(map(script.text_of, places)):.90})"
         script.notes.append(ReportLine(places[0].lineno, f"{what}: {report}", weight=0))
         return
     script.notes += [ReportLine(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
     text = ", ".join(f"{flag}={value!r}" for flag, value in found.flags.items() if value != today[flag])
-    script.edits += [(*script.span(place), (place is places[0] and text) or GONE) for place in places]
+    script.edits += [(*script.span(place), (place is places[0] and text) or DROPPED) for place in places]
 
 
 # -- rows of the report ----------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 
 
 def found_in(script: _Script) -> Iterator[ReportLine]:
-    """Yield the rows for what a script uses. Differences are reported once, at the line of the first use."""
+    """Yield the report lines for what a script uses. A difference is reported once, at the line of its first use."""
     reported: set[str] = set()
     for line, used in sorted({*_used(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
@@ -423,11 +423,11 @@ def found_in(script: _Script) -> Iterator[ReportLine]:
 
 
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
-    """Yield what a script uses, as keys of the table: ``flag Trainer(devices)``, ``name self.log``, ``name LBFGS``."""
+    """Yield line and table key for all that a script uses, such as ``flag Trainer(devices)`` and ``name self.log``."""
     trainers = []
     for node in script.nodes:
         if isinstance(node, ast.Call):
-            path = script.meant(node.func)
+            path = script.resolve(node.func)
             if path.endswith(".Trainer"):
                 trainers.append(node.lineno)
             function = (path or ast.unparse(node.func)).rpartition(".")[2]
@@ -435,8 +435,10 @@ def _used(script: _Script) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, f"flag {function}({used})") for used in _argument(keyword))
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
-            of = "trainer" if script.meant(node.value).endswith(".Trainer") else owner
-            yield from ((node.lineno, f"name {name}") for name in (node.attr, f"{of}.{node.attr}", script.meant(node)))
+            of = "trainer" if script.resolve(node.value).endswith(".Trainer") else owner
+            yield from (
+                (node.lineno, f"name {name}") for name in (node.attr, f"{of}.{node.attr}", script.resolve(node))
+            )
         elif isinstance(node, ast.Assign):
             yield from ((node.lineno, f"name {ast.unparse(target)}=") for target in node.targets)
         elif isinstance(node, ast.ClassDef):

@@ -76,11 +76,11 @@ LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 """Type of a module's argument that creates a scheduler from an optimizer."""
 
 Registered = dict[str, tuple[Any, str]]
-"""By key of the config: the class, or a tuple of base classes, and the argument that it is linked to."""
+"""Class (or tuple of base classes) and linked argument, by key of the config."""
 
 
 class LightningArgumentParser(jsonargparse.ArgumentParser):
-    """A parser of command lines, config files and environment variables.
+    """Parser for command lines, config files and environment variables.
 
     Args:
         *args: arguments of `jsonargparse.ArgumentParser`.
@@ -136,7 +136,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             The added keys.
 
         Raises:
-            MisconfigurationException: the class is none of these.
+            MisconfigurationException: the class is not a subclass of one of these.
         """
         if callable(lightning_class) and not isinstance(lightning_class, type):
             lightning_class = jsonargparse.class_from_function(lightning_class)
@@ -210,7 +210,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         return optimizers, schedulers
 
     def class_and_arguments(self, key: str, parsed: object) -> Any:
-        """Return the parsed value of an optimizer or scheduler, with ``class_path`` added if the class is fixed."""
+        """Return the parsed value for an optimizer or scheduler, with ``class_path`` added if the class is fixed."""
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
 

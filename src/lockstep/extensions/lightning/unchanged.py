@@ -63,7 +63,7 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 class WarningCache(set[str]):
-    """Messages that were issued; each is issued once."""
+    """Set of issued messages. Each message is issued only once."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Warn on rank 0."""
@@ -77,10 +77,10 @@ class WarningCache(set[str]):
         """Log a message on rank 0."""
         self._once(message, functools.partial(rank_zero_info, **kwargs))
 
-    def _once(self, message: str, give: Callable[[str], object]) -> None:
+    def _once(self, message: str, issue: Callable[[str], object]) -> None:
         if message not in self:
             self.add(message)
-            give(message)
+            issue(message)
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
@@ -90,11 +90,11 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Do nothing: lockstep does not issue these warnings."""
+    """Do nothing, because lockstep does not issue these warnings."""
 
 
 def cli_lightning_logo() -> None:
-    """Do nothing: Lightning prints its logo here."""
+    """Do nothing. Lightning prints its logo here."""
 
 
 _TORCHVISION_AVAILABLE = importlib.util.find_spec("torchvision") is not None
@@ -151,9 +151,6 @@ def _get_rank() -> int:
 # -- the switch ---------------------------------------------------------------------------------------------
 
 
-COMMAND = "lockstep run --lightning"
-
-
 def enter() -> None:
     """Resolve Lightning's import names to lockstep, in this process and in those that it starts.
 
@@ -167,16 +164,16 @@ def enter() -> None:
         raise MisconfigurationException(
             f"lockstep.lightning: `{strangers[0]}` is imported already (from "
             f"{getattr(sys.modules[strangers[0]], '__file__', 'an unknown place')}), so its classes cannot be "
-            f"replaced. Switch before its first import, with `{COMMAND} script.py`, or with "
+            f"replaced. Switch before its first import, with `lockstep run --lightning script.py`, or with "
             "`%load_ext lockstep.lightning` in the first cell of a new kernel"
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         warnings.warn(
             "lockstep.lightning: Python was started with -E, -I or -S, so processes started from here cannot import "
-            "Lightning's names. Leave the option out",
+            "Lightning's names. Remove the option",
             stacklevel=2,
         )
-    LIGHTNING.install(_put)
+    LIGHTNING.install(_install_names)
 
 
 class _Quiet(logging.Filter):
@@ -191,7 +188,7 @@ def leave() -> None:
     LIGHTNING.remove()
 
 
-def _put() -> Callable[[], None]:
+def _install_names() -> Callable[[], None]:
     FINDER.version, take_back = hand_down_names()
     put_first()
     quiet = _Quiet()

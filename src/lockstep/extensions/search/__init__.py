@@ -1,1 +1,1 @@
-"""Searches over hyperparameters: the options, the trials and their folders, on one machine and on SLURM."""
+"""Hyperparameter searches on one machine and on SLURM."""

@@ -18,7 +18,7 @@ from lockstep.extensions.search import queue, sbatch, snapshot
 from lockstep.extensions.search.parser import Hyperparameters, describe
 from lockstep.extensions.search.sbatch import Batch, Option, ScriptTrials
 from lockstep.extensions.search.search import SCRIPT, SEARCH, SEARCHED, Search, submit_trials
-from lockstep.extensions.search.trial_process import OwnSaving, has_saved, of_hparams, run_trial
+from lockstep.extensions.search.trial_process import OwnSaving, has_saved, run_trial, wrap_main
 from lockstep.extensions.search.trials import STDERR, STDOUT, TrialFolder, folders
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
@@ -68,7 +68,7 @@ class SlurmCluster:
         snapshot: copy the files that git tracks, and run the trials on the copy.
         dry_run: write everything and submit nothing.
         local: run the trials on this machine if SLURM is missing.
-        max_preemptions, max_failures: how often a trial may be started again after each of the two.
+        max_preemptions, max_failures: how often a trial may be started again after a preemption, and after a failure.
 
     Raises:
         MisconfigurationException: an argument is invalid.
@@ -141,15 +141,15 @@ class SlurmCluster:
     def set_checkpoint_save_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Set ``fn(**kwargs)`` to save a trial that is stopped outside a fit. It is called on each rank."""
+        """Register ``fn(**kwargs)`` to save a trial that is stopped outside a fit. It is called on each rank."""
         self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Set ``fn(**kwargs)`` to load what an earlier start of the trial has saved with the other function.
+        """Register ``fn(**kwargs)`` to load what an earlier start of the trial has saved with the save function.
 
-        It is called before ``main``, or at once if ``main`` itself sets it.
+        It is called before ``main``, or at once if ``main`` itself registers it.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -196,28 +196,23 @@ class SlurmCluster:
         self._optimize(train_function, nb_trials, job_name, job_display_name, 0)
 
     def _optimize(
-        self,
-        main: Callable[..., object],
-        nb_trials: int | None,
-        job_name: str,
-        display_name: str | None,
-        gpus: int,
+        self, main: Callable[..., object], nb_trials: int | None, job_name: str, display_name: str | None, gpus: int
     ) -> None:
         # Counted also in a trial's process, which passes the earlier calls of the script to reach its own.
-        call, here, main = next(_calls), trial_here(), of_hparams(main, lambda: self)
+        call, here, main = next(_calls), trial_here(), wrap_main(main, lambda: self)
         if here is not None:
             if Search(Path(here.folder).parent).settings().get("call", 0) == call:
                 run_trial(main, self.hyperparam_optimizer, self._saving, here)
             return
         search = self._search(job_name)
         self._check(nb_trials, gpus)
-        if not self.dry_run and not queue.is_there():
+        if not self.dry_run and not queue.is_available():
             if not self.local:
                 raise MisconfigurationException(
                     "there is no SLURM on this machine (sbatch is not on PATH). Use SlurmCluster(local=True) to run "
                     "the trials here, or SlurmCluster(dry_run=True) to only write the scripts"
                 )
-            self._play_here(search, main, nb_trials, gpus)
+            self._run_here(search, main, nb_trials, gpus)
             return
         # A dry run leaves no events, and its folders are replaced.
         if any(trial.events() for trial in search.trials()):
@@ -262,7 +257,7 @@ class SlurmCluster:
         return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
-        """Raise for numbers below their minimum, and for numbers that do not go together."""
+        """Raise if a number is below its minimum, or if two settings contradict each other."""
         least = {
             "nb_trials": (nb_trials, 1),
             "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),
@@ -282,7 +277,7 @@ class SlurmCluster:
         if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.draws_late:
             raise MisconfigurationException("nb_trials=None: strategy='optuna' needs a number of trials. Set nb_trials")
 
-    def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
+    def _run_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
         """Run the trials on this machine, as many at a time as its devices allow.
 
         Raises:
@@ -324,7 +319,7 @@ class SlurmCluster:
             _clear(search)
             words, folder, variables = self._command(search)
             with ThreadPoolExecutor(WRITERS) as pool:
-                trials = list(pool.map(_written, self._drawn(search, nb_trials)))
+                trials = list(pool.map(_write_folder, self._draw_all(search, nb_trials)))
             search.write(
                 {
                     "name": name,
@@ -351,7 +346,7 @@ class SlurmCluster:
             ) from error
         return trials
 
-    def _drawn(self, search: Search, nb_trials: int | None) -> Iterator[tuple[TrialFolder, dict[str, Any] | None]]:
+    def _draw_all(self, search: Search, nb_trials: int | None) -> Iterator[tuple[TrialFolder, dict[str, Any] | None]]:
         """Yield each trial's folder with its values; None if the values are drawn when the trial starts."""
         options = self.hyperparam_optimizer
         if options is None:
@@ -369,7 +364,7 @@ class SlurmCluster:
         words = command_line(__main__, sys.argv, sys.orig_argv)
         if words is None:
             raise MisconfigurationException(
-                "SlurmCluster submits the running script, but there is none. Save the code as a file"
+                "SlurmCluster submits the running script, but there is none. Save the code as a file and run it"
             )
         python = words[:1] if self.python_cmd is None else shlex.split(self.python_cmd)
         folder = started_in or "/"
@@ -380,7 +375,7 @@ class SlurmCluster:
         return [*python, *copied.words[1:]], copied.folder, variables
 
     def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
-        """Return the resources and options of the script of these trials, with a placeholder for the command."""
+        """Return the batch script settings for these trials, with a placeholder for the command."""
         # %4a is SLURM's pattern for the array's task, with four digits as in the folders' names.
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"
@@ -417,7 +412,7 @@ class SlurmCluster:
         return int(str(given))
 
 
-def _written(drawn: tuple[TrialFolder, Mapping[str, Any] | None]) -> TrialFolder:
+def _write_folder(drawn: tuple[TrialFolder, Mapping[str, Any] | None]) -> TrialFolder:
     trial, values = drawn
     # SLURM writes the job's output here. Before 23.02 a job fails without any message if the folder is missing.
     trial.path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The space of a search: options and ranges, and its points by number, computed on demand."""
+"""Search space of options and ranges. Its combinations are numbered and computed on demand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
 LARGEST_PERMUTED = 1 << 62
-"""Up to this number, combinations are permuted. In larger spaces each trial draws its own; repetitions are unlikely."""
+"""Largest space whose combinations are permuted. In a larger one each trial draws its own; repeats are unlikely."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """A hyperparameter that takes one of some values.
+    """Hyperparameter with a list of possible values.
 
     Attributes:
         values: the values, at least one, of any type.
@@ -42,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Range:
-    """A hyperparameter that takes numbers from ``low`` to ``high``, both included.
+    """Hyperparameter with a range of possible numbers from ``low`` to ``high``, both included.
 
     Attributes:
         low: the smallest number.
@@ -64,17 +64,17 @@ class Range:
         return self.samples if self._whole is None else len(self._whole)
 
     def __getitem__(self, at: int) -> Any:
-        """Return a point of the grid. Points are evenly spaced from ``low`` to ``high``."""
-        return self.given(self._spaced(at) if self._whole is None else self._whole[at])
+        """Return point number ``at`` of the grid. Points are evenly spaced from ``low`` to ``high``."""
+        return self.convert(self._spaced(at) if self._whole is None else self._whole[at])
 
     def draw(self, random: Random) -> Any:
-        """Draw a number of the range uniformly on its scale."""
+        """Draw a number from the range, uniformly on its linear or logarithmic scale."""
         if self.whole and not self.log:
-            return self.given(random.randint(int(self.low), int(self.high)))
-        return self.given(self._between(random.random()))
+            return self.convert(random.randint(int(self.low), int(self.high)))
+        return self.convert(self._between(random.random()))
 
-    def given(self, number: float) -> Any:
-        """Convert a number to the value of the trial."""
+    def convert(self, number: float) -> Any:
+        """Convert a number in the range to the value that a trial gets."""
         return number if self.type is None else self.type(number)
 
     @cached_property
@@ -101,7 +101,7 @@ Dimension = Options | Range
 
 
 class Space:
-    """All combinations of some hyperparameters, numbered from 0; the first hyperparameter varies slowest.
+    """Combinations of hyperparameter values, numbered from 0. The first hyperparameter varies slowest.
 
     Combinations are computed on demand: memory and time do not depend on their number.
 
@@ -135,8 +135,8 @@ class Space:
             found.append((name, dimension[at]))
         return dict(reversed(found))
 
-    def drawn(self, seed: int, number: int) -> dict[str, Any]:
-        """Return the combination of trial `number` of a random search. It depends on `seed` and `number` only.
+    def draw(self, seed: int, number: int) -> dict[str, Any]:
+        """Draw the combination for trial `number` of a random search. It depends on `seed` and `number` only.
 
         If all hyperparameters are lists, no combination is repeated in the first `size` trials.
 
@@ -164,7 +164,7 @@ STRATEGIES = ("grid_search", "random_search", "optuna")
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Space and strategy of a search.
+    """Space, strategy and sampling settings of a search.
 
     Attributes:
         strategy: one of `STRATEGIES`.
@@ -185,8 +185,8 @@ class SearchSettings:
     types: Mapping[str, Callable[[Any], Any] | None] = field(default_factory=dict)
 
 
-def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:
-    """Convert the values of a list by the option's type.
+def make_options(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:
+    """Create an option's list of values to try, each converted by the option's type.
 
     Args:
         option: name of the option, for errors.
@@ -201,7 +201,7 @@ def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], 
         raise MisconfigurationException(
             f"opt_list({option!r}, options={values!r}): options must be a list of the values to try"
         )
-    found = tuple(through(option, value, type) for value in values)
+    found = tuple(convert(option, value, type) for value in values)
     if not found:
         raise MisconfigurationException(
             f"opt_list({option!r}, options=[]): there is no value to try. Add one, or declare the option with "
@@ -210,8 +210,8 @@ def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], 
     return Options(found)
 
 
-def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
-    """Convert a value as argparse would, had it been typed on the command line.
+def convert(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
+    """Convert a value by an option's type, as argparse converts a word of the command line.
 
     Raises:
         MisconfigurationException: the type rejects it.
@@ -231,7 +231,7 @@ def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
         ) from error
 
 
-def range_of(
+def make_range(
     option: str,
     low: float | None,
     high: float | None,
@@ -272,7 +272,7 @@ def range_of(
         check(low == int(low) and high == int(high), ", type=int", "low and high must be integers")
         return Range(int(low), int(high), whole, log, nb_samples)
     made = Range(float(low), float(high), whole, log, nb_samples, None if type is float else type)
-    through(option, made.low, made.type)
+    convert(option, made.low, made.type)
     return made
 
 
@@ -281,7 +281,7 @@ def _is_finite(number: object) -> bool:
 
 
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
-    """Return the numbers of a search's trials.
+    """Return the trial numbers of a search.
 
     A grid, and a random search of lists, end after the last combination. Optuna may repeat combinations.
 
@@ -301,8 +301,9 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
         raise MisconfigurationException(f"nb_trials={nb_trials!r}: it must be an integer of at least 1")
     if in_grid and space.size > nb_trials:
+        counts = " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())
         raise MisconfigurationException(
-            f"nb_trials={nb_trials}, but the grid has {space.size} combinations ({_counts(space)}). Use "
+            f"nb_trials={nb_trials}, but the grid has {space.size} combinations ({counts}). Use "
             f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for some of them"
         )
     if strategy == "random_search" and space.is_listed and space.size < nb_trials:
@@ -312,7 +313,3 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
         )
         nb_trials = space.size
     return range(space.size if in_grid else nb_trials)
-
-
-def _counts(space: Space) -> str:
-    return " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())

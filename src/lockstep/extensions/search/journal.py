@@ -1,4 +1,4 @@
-"""Optuna's journal file of a study, with a check of the lines after each write.
+"""Journal file of an Optuna study whose lines are read back and checked after each write.
 
 A line is an operation, and trials are numbered by the lines before them. A partial line, left by a killed writer or a
 network file system, must be removed: the next line would be appended to it.
@@ -29,7 +29,7 @@ class CorruptJournal(RuntimeError):
 
 
 class StudyJournal(JournalFileBackend):
-    """Optuna's journal file that detects partial lines when they are written, or else when they are read.
+    """Journal file for Optuna that detects partial lines on writing, or else on reading.
 
     Args:
         path: path of the file, which is created.
@@ -41,7 +41,7 @@ class StudyJournal(JournalFileBackend):
         super().__init__(path, self._file_lock)  # type: ignore[arg-type]  # Optuna's base class of locks is private
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append operations, one line each, and read them back.
+        """Append operations, one line each, and check them by reading them back.
 
         Raises:
             CorruptJournal: the file does not contain what was written.
@@ -52,7 +52,7 @@ class StudyJournal(JournalFileBackend):
             append(self._path, data)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """Yield the operations from a number on, without an unfinished last line.
+        """Yield the operations starting with number ``log_number_from``, without an unfinished last line.
 
         Raises:
             CorruptJournal: a line is not an operation; the message has its number.
@@ -76,7 +76,7 @@ def _is_operation(operation: object) -> bool:
 
 
 def _count_valid_lines(path: str) -> int:
-    """Return the number of lines before the first damaged one.
+    """Return the number of valid lines before the first damaged line.
 
     Optuna 4 reads all lines before it yields the first, so the yielded ones cannot be counted.
     """
@@ -92,7 +92,7 @@ def _count_valid_lines(path: str) -> int:
 
 
 def append(path: str, data: bytes) -> None:
-    """Append whole lines to a file and read them back. The caller holds the lock.
+    """Append complete lines to a file and check them by reading them back. The caller must hold the lock.
 
     A partial line of a killed writer is removed first.
 

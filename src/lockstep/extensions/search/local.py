@@ -1,4 +1,4 @@
-"""Trials of a search on this machine: one process each, several at a time, with their shares of the devices."""
+"""Runs the trials of a search on this machine, several at a time, each in a process with its share of the devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL = "call.pkl"
 """File in the folder of a search with the pickled function and options, read by the trials' processes."""
 PROGRAM = "lockstep.extensions.search.local_trial"
 """Module that runs as a trial's process."""
-LOOK = 0.02
+POLL = 0.02
 """Seconds between checks of the processes."""
 GRACE = 5.0
 """Seconds that a trial has to end after an interrupt before it is killed."""
@@ -53,7 +53,7 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trials:
-    """Trials to run, and how to run them.
+    """Trials of a search, and settings for running them on this machine.
 
     Attributes:
         folder: folder of the search.
@@ -102,7 +102,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
                     running[_Process(trial, trials, devices)] = devices
                 if not running:
                     break
-                time.sleep(LOOK)
+                time.sleep(POLL)
                 for process in [each for each in running if each.code() is not None]:
                     free.append(running.pop(process))
                     outcomes[process.trial.number] = process.outcome(trials)
@@ -116,7 +116,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
 
 @contextlib.contextmanager
 def _exclusively(folder: Path) -> Iterator[None]:
-    """Hold the lock of a search, so that no other process runs it.
+    """Hold the lock of a search folder, so that no other process runs the same search.
 
     Raises:
         MisconfigurationException: another process runs it.
@@ -163,7 +163,7 @@ def _write_call(call: object, folder: Path) -> None:
 
 
 def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[TrialFolder]:
-    """Yield the trials that have not completed, with their values written, and record the outcomes of the others."""
+    """Yield the trials still to run, after writing their values. Record the outcomes of completed trials."""
     for number, values in trials.values:
         trial = TrialFolder.of(trials.folder, number)
         known = trial.values()
@@ -239,7 +239,7 @@ def _end(processes: Sequence[_Process]) -> None:
         process.signal(signal.SIGTERM)
     until = time.monotonic() + GRACE
     while any(process.code() is None for process in processes) and time.monotonic() < until:
-        time.sleep(LOOK)
+        time.sleep(POLL)
     for process in processes:
         process.signal(signal.SIGKILL)
         process._process.wait()

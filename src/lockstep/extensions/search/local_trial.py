@@ -1,4 +1,4 @@
-"""Process of a trial on this machine: ``python -m lockstep.extensions.search.local_trial FOLDER``.
+"""Entry point of a trial's process: ``python -m lockstep.extensions.search.local_trial FOLDER``.
 
 `lockstep.extensions.search.local` starts it. Ranks that its Trainer starts with ``strategy="ddp"`` run the same
 command.
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from lockstep.extensions.search.local import CALL
 from lockstep.extensions.search.parser import Hyperparameters
-from lockstep.extensions.search.trial_process import OwnSaving, of_hparams, run_trial
+from lockstep.extensions.search.trial_process import OwnSaving, run_trial, wrap_main
 from lockstep.launch.attempts import trial_here
 from lockstep.launch.environment import visible_devices
 from lockstep.launch.spawn import unpack
 
 
 def main(folder: str) -> None:
-    """Call the function of the search with the hyperparameters of a trial.
+    """Call the user's function with the hyperparameters of a trial.
 
     Args:
         folder: folder of the trial.
@@ -30,7 +30,7 @@ def main(folder: str) -> None:
     here = trial_here()
     assert here is not None
     # test-tube passes the GPUs as the second argument.
-    function = of_hparams(function, lambda: ",".join(visible_devices()))
+    function = wrap_main(function, lambda: ",".join(visible_devices()))
     run_trial(function, Hyperparameters.of(options, settings), OwnSaving(), here)
 
 

@@ -1,4 +1,4 @@
-"""A lock for processes of several nodes: a symbolic link that names its holder, and is taken over if that is dead."""
+"""Lock for processes on several nodes. A symbolic link names the holder; the lock of a dead holder is taken over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_PAUSE = 0.05
 
 
 class FileLock:
-    """A lock for processes of several nodes: a symbolic link next to the file that names its holder.
+    """Lock on a file for processes on several nodes, taken by creating a symbolic link that names the holder.
 
     Optuna's own tools lock the journal with the same link. The lock of a dead process is taken over at once on the same
     host. A lock from another host is taken over when it has not changed for `grace` seconds.
@@ -52,7 +52,7 @@ class FileLock:
         return True
 
     def take(self) -> str:
-        """Take the lock and return "", or return its holder if that may still run.
+        """Take the lock and return "". If another process that may still run holds the lock, return its name instead.
 
         Raises:
             OSError: the folder cannot be written, or its file system has no symbolic links.
@@ -79,14 +79,14 @@ class FileLock:
             os.unlink(self.link)
 
     def _holder(self) -> tuple[str, float] | None:
-        """Return the holder of the lock and the time since when it is held; None if it is free."""
+        """Return the lock's holder and the time at which it took the lock, or None if the lock is free."""
         try:
             return os.readlink(self.link), os.lstat(self.link).st_mtime
         except FileNotFoundError:
             return None
 
     def _break(self, stale: tuple[str, float]) -> None:
-        """Remove a stale lock, unless it has changed meanwhile."""
+        """Remove a stale lock, unless another process has taken it meanwhile."""
         with open(self._path, "rb") as file:
             # Only one process at a time compares and removes. File systems without flock lose that protection.
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def holding(lock: FileLock) -> Iterator[None]:
 
 
 def _identity() -> str:
-    """Return an identifier of this process: host, boot, process namespace, pid, start time."""
+    """Return a text that identifies this process by host, boot, process namespace, pid and start time."""
     return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
 
 

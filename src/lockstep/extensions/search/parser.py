@@ -19,26 +19,27 @@ from lockstep.extensions.search.grid import (
     Range,
     SearchSettings,
     Space,
+    convert,
+    make_options,
+    make_range,
     numbers,
-    options_of,
-    range_of,
-    through,
 )
 from lockstep.extensions.search.local import TrialOutcome, Trials, run, share_devices
 from lockstep.extensions.search.trials import End
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.rank import rank_zero_only
 from lockstep.launch.environment import visible_devices
 
 if TYPE_CHECKING:
     from lockstep.extensions.search.study import StudyTrial
 
 _running: StudyTrial | None = None
-"""Trial of a study that runs in this process."""
+"""Study trial that is running in this process."""
 
 
 def running_trial() -> StudyTrial | None:
-    """Return the trial of a study that this process has started and not ended, or None."""
+    """Return the study trial that is running in this process, or None."""
     return _running
 
 
@@ -78,7 +79,7 @@ class Hyperparameters(argparse.Namespace):
         return self._search is not None and self._search.strategy == "optuna"
 
     def trials(self, nb_trials: int | None = None) -> Iterator[Hyperparameters]:
-        """Return an iterator that creates the trials. They are the same in every process with the same options.
+        """Return an iterator over the trials, which are the same in every process with the same options.
 
         Args:
             nb_trials: largest number of trials; None for the whole grid.
@@ -94,15 +95,15 @@ class Hyperparameters(argparse.Namespace):
                 "starts. Use optimize_parallel(fn, nb_trials), SlurmCluster, or draw(number, folder)"
             )
         wanted = numbers(search.space, search.strategy, nb_trials)
-        return (self._of(number, search) for number in wanted)
+        return (self._trial(number, search) for number in wanted)
 
     def generate_trials(self, nb_trials: int | None = None) -> list[Hyperparameters]:
         """Return the trials as a list (test-tube's name)."""
         return list(self.trials(nb_trials))
 
-    def _of(self, number: int, search: SearchSettings) -> Hyperparameters:
+    def _trial(self, number: int, search: SearchSettings) -> Hyperparameters:
         grid = search.strategy == "grid_search"
-        values = search.space.at(number) if grid else search.space.drawn(search.seed, number)
+        values = search.space.at(number) if grid else search.space.draw(search.seed, number)
         return self._with(values, number)
 
     def _with(self, values: Mapping[str, Any], number: int | None) -> Hyperparameters:
@@ -149,7 +150,7 @@ class Hyperparameters(argparse.Namespace):
             if json.dumps(_plain(candidate)) == text:
                 return candidate
         if search is not None and isinstance(value, str):
-            return through(name, value, search.types.get(name))
+            return convert(name, value, search.types.get(name))
         return value
 
     # -- a study ---------------------------------------------------------------------------------------------
@@ -167,18 +168,18 @@ class Hyperparameters(argparse.Namespace):
         Raises:
             ModuleNotFoundError: Optuna is not installed.
         """
-        from lockstep.extensions.search.study import start
+        from lockstep.extensions.search.study import StudyTrial
 
         global _running
-        search = self._known_search("draw")
-        trial, values = start(search, number, Path(folder))
+        trial = StudyTrial(self._known_search("draw"), number, Path(folder))
+        values = trial.draw() if rank_zero_only.rank == 0 else trial.wait()
         if _running is not None:
-            _running.rest()
+            _running.stop_heartbeat()
         _running = trial
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Report to the study how the trial that :meth:`draw` started in this process ended. Do nothing without one.
+        """Report the end of the trial that :meth:`draw` started in this process to the study, if there is one.
 
         Args:
             number: number of the trial.
@@ -223,7 +224,9 @@ class Hyperparameters(argparse.Namespace):
                 running search or another one (other options, lists, ranges, strategy or mode).
             RuntimeError: all trials failed.
         """
-        return self._play(train_function, nb_trials, share_devices(visible_devices(), _workers(nb_workers)), log_path)
+        return self._run_trials(
+            train_function, nb_trials, share_devices(visible_devices(), _workers(nb_workers)), log_path
+        )
 
     def optimize_parallel_cpu(
         self,
@@ -233,7 +236,7 @@ class Hyperparameters(argparse.Namespace):
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
         """Run the trials without GPUs, which are hidden from them. Arguments as for :meth:`optimize_parallel`."""
-        return self._play(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
+        return self._run_trials(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
 
     def optimize_parallel_gpu(
         self,
@@ -263,9 +266,9 @@ class Hyperparameters(argparse.Namespace):
             )
         wanted = max_nb_trials if nb_trials is None else nb_trials
         devices = found if nb_workers is None else found[: _workers(nb_workers)]
-        return self._play(train_function, wanted, list(devices), log_path)
+        return self._run_trials(train_function, wanted, list(devices), log_path)
 
-    def _play(
+    def _run_trials(
         self,
         function: Callable[..., object],
         nb_trials: int | None,
@@ -288,7 +291,7 @@ class Hyperparameters(argparse.Namespace):
                 if self.draws_late:
                     from lockstep.extensions.search.study import StudyTrial
 
-                    StudyTrial(search, number, folder).lose()
+                    StudyTrial(search, number, folder).mark_failed()
 
             keeps = log_path is not None
             trials = Trials(folder, describe(self), values, keeps, list(devices), self.with_values, on_lost)
@@ -296,7 +299,7 @@ class Hyperparameters(argparse.Namespace):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], settings: SearchSettings) -> Hyperparameters:
-        """Create hyperparameters of a search from its options."""
+        """Create hyperparameters from options and the settings of a search."""
         found = cls(**options)
         found._search = settings
         return found
@@ -314,7 +317,7 @@ class Hyperparameters(argparse.Namespace):
 
 
 def describe(options: Hyperparameters) -> dict[str, Any]:
-    """Describe a search by JSON values: strategy, mode, and the possible values of each option."""
+    """Return strategy, mode and the possible values of each option as JSON values, to compare searches."""
     search = options._known_search("search")
     dimensions = search.space.dimensions
     found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
@@ -453,7 +456,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         """
         action = self.add_argument(*args, **kwargs)
         if tunable or options is not None:
-            values = options_of(args[0] if args else "", options, self._type_of(action))
+            values = make_options(args[0] if args else "", options, self._type_of(action))
             if tunable:
                 self._tunable[action.dest] = (action, values)
         return action
@@ -486,7 +489,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         action = self.add_argument(*args, **kwargs)
         if tunable or low is not None or high is not None:
             name = args[0] if args else ""
-            points = range_of(name, low, high, nb_samples, log_base, self._type_of(action))
+            points = make_range(name, low, high, nb_samples, log_base, self._type_of(action))
             if tunable:
                 self._tunable[action.dest] = (action, points)
         return action
@@ -495,7 +498,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     add_opt_argument_range = opt_range
 
     def json_config(self, *args: str, **kwargs: Any) -> argparse.Action:
-        """Add an option that names a JSON file, or a YAML file (``.yaml``, ``.yml``), with values of other options.
+        """Add an option that names a JSON file, or a YAML file (``.yaml``, ``.yml``), with values for other options.
 
         The command line overrides the file, and the file overrides defaults. Unknown names are kept.
 
@@ -504,7 +507,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             kwargs: arguments of ``add_argument``; ``default`` is a path.
         """
         if not args or not all(name.startswith(tuple(self.prefix_chars)) for name in args):
-            raise MisconfigurationException(f"json_config{args}: the name must start with dashes, as --config")
+            raise MisconfigurationException(f"json_config{args}: the name must start with dashes, such as --config")
         action = self.add_argument(*args, **kwargs)
         self._configs.append(action)
         return action
@@ -559,7 +562,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return SearchSettings(self.strategy, self.seed, self.mode, self.sampler, self.pruner, Space(there), types)
 
     def _type_of(self, action: argparse.Action) -> Callable[[Any], Any] | None:
-        """Return the conversion of an option's value. For options with several words it converts each word."""
+        """Return the function that converts an option's value. For an option with several words it converts each."""
         kind = None if action.type is None else self._registry_get("type", action.type, action.type)
         if kind is None or action.nargs in (None, "?"):
             return kind
@@ -586,7 +589,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """Return the words of each option of a command line, without calling the user's types and actions."""
+        """Return each option's unconverted words from a command line, without calling the user's types and actions."""
         probe = argparse.ArgumentParser(
             add_help=False,
             prefix_chars=self.prefix_chars,
@@ -601,7 +604,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return probe.parse_known_args(args)[0]
 
     def _checked(self, action: argparse.Action, value: Any) -> Any:
-        value = through("/".join(action.option_strings) or action.dest, value, self._type_of(action))
+        value = convert("/".join(action.option_strings) or action.dest, value, self._type_of(action))
         if action.choices is not None and value not in action.choices:
             there = ", ".join(map(repr, action.choices))
             raise MisconfigurationException(f"{action.dest}: {value!r} is not one of {there}")

@@ -63,7 +63,7 @@ class PruneTrial(Callback):
 
     @property
     def state_key(self) -> str:
-        """A separate state for each ``monitor``."""
+        """Key of the callback's state, a separate one for each ``monitor``."""
         return self._generate_state_key(monitor=self.monitor)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,7 +76,7 @@ class PruneTrial(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report to the study from which earlier report the fit continues, as recorded in its checkpoint."""
+        """Report to the study how many earlier reports are in the checkpoint from which the fit continues."""
 
         def begin(trial: StudyTrial) -> bool:
             trial.resume(self.checks)
@@ -120,7 +120,7 @@ class PruneTrial(Callback):
             trainer.should_stop = True
 
     def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
-        """Call ``ask`` on rank 0 and return its answer, or raise its error, on all ranks. Without a trial: False."""
+        """Call ``ask`` on rank 0 and return its result, or raise its error, on all ranks. The default is False."""
         answer: bool | str = False
         problem: Exception | None = None
         if trainer.is_global_zero and self._trial is not None:

@@ -1,4 +1,4 @@
-"""SLURM's queue: submission, cancellation and states of jobs, with slurmdbd and without."""
+"""Submits, cancels and queries jobs through SLURM's commands."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 60
-"""Time limit of a SLURM command."""
+"""Time limit for a SLURM command."""
 MANY = 1000
-"""Number of jobs, at most, in the arguments of one command."""
+"""Largest number of jobs in the arguments of one command."""
 
 
 class SlurmRefused(RuntimeError):
@@ -28,7 +28,7 @@ class QueuedJob:
     reason: str = ""  #: why it is waiting, or failed
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Return True if this machine has SLURM's commands."""
     return shutil.which("sbatch") is not None
 
@@ -43,10 +43,10 @@ def submit(*words: str | Path, text: str | None = None) -> str:
     Raises:
         SlurmRefused: sbatch is missing or failed.
     """
-    output = _do(["sbatch", "--parsable", *map(str, words)], text)
+    output = _run(["sbatch", "--parsable", *map(str, words)], text)
     found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)  # after the semicolon: the name of a cluster
     if found is None:
-        raise SlurmRefused(f"sbatch printed {output.strip()!r:.300} instead of the number of the job")
+        raise SlurmRefused(f"sbatch printed {output.strip()!r:.300} instead of a job number")
     return found[1]
 
 
@@ -57,14 +57,14 @@ def cancel(jobs: Iterable[str]) -> None:
         SlurmRefused: scancel is missing or failed.
     """
     for part in _parts(list(jobs)):
-        _do(["scancel", *part])
+        _run(["scancel", *part])
 
 
-def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
-    """Query the states of jobs. Jobs that SLURM no longer has are left out.
+def query_jobs(jobs: Iterable[str]) -> dict[str, QueuedJob]:
+    """Query the states of jobs. Jobs that SLURM no longer knows are omitted.
 
-    The controller drops jobs some minutes after their end (MinJobAge). Dropped jobs are looked up with sacct
-    (slurmdbd), or else in the file of jobcomp/filetxt.
+    The controller drops jobs some minutes after their end (MinJobAge). Dropped jobs are looked up with sacct, if the
+    cluster has slurmdbd.
 
     Args:
         jobs: numbers such as ``120``, or ``120_7`` for a task of an array.
@@ -87,7 +87,7 @@ def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
 def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
     words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r", f"--jobs={','.join(numbers)}"]
     try:
-        output = _do(words)
+        output = _run(words)
     except SlurmRefused as refused:
         # squeue fails like this if it was queried for one job and the controller has dropped it.
         if "Invalid job id" in str(refused):
@@ -99,36 +99,17 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Look up jobs that the controller has dropped."""
+    """Look up jobs that the controller has dropped in the accounts of sacct."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):
             words = ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
-            for line in _do([*words, f"--jobs={','.join(part)}"]).splitlines():
+            for line in _run([*words, f"--jobs={','.join(part)}"]).splitlines():
                 name, state, nodes = [*line.split("|"), "", "", ""][:3]
                 if state:
                     found[name] = QueuedJob(state.split()[0], nodes)  # "CANCELLED by 0"
     except SlurmRefused:  # no slurmdbd
-        return _in_jobcomp(set(numbers))
-    return found
-
-
-def _in_jobcomp(numbers: set[str]) -> dict[str, QueuedJob]:
-    """Look up jobs in the file of jobcomp/filetxt, which has a line for each ended start of a job."""
-    try:
-        config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", _do(["scontrol", "show", "config"]), re.MULTILINE))
-        if config.get("JobCompType") != "jobcomp/filetxt":
-            return {}
-        text = Path(config["JobCompLoc"]).read_text(errors="replace")
-    except (SlurmRefused, OSError, KeyError):
         return {}
-    found = {}
-    for line in text.splitlines():
-        fields = dict(re.findall(r"(\w+)=(\S*)", line))
-        array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
-        if (array or fields.get("JobId")) in numbers:
-            name = f"{array}_{task}" if array and task else fields["JobId"]
-            found[name] = QueuedJob(fields.get("JobState", ""), fields.get("NodeList", ""))
     return found
 
 
@@ -136,8 +117,8 @@ def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
     return (jobs[at : at + MANY] for at in range(0, len(jobs), MANY))
 
 
-def _do(words: Sequence[str], text: str | None = None) -> str:
-    """Run a command of SLURM and return its output."""
+def _run(words: Sequence[str], text: str | None = None) -> str:
+    """Run a SLURM command and return its output."""
     try:
         # In its own session: Ctrl-C must not end sbatch between the controller's answer and the reading of its output.
         done = subprocess.run(
@@ -148,7 +129,7 @@ def _do(words: Sequence[str], text: str | None = None) -> str:
             f"{words[0]} is not on PATH. Use a machine with SLURM, or add SLURM's folder to PATH"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmRefused(f"{words[0]} did not answer within {SECONDS} seconds") from None
+        raise SlurmRefused(f"{words[0]} did not finish within {SECONDS} seconds") from None
     except OSError as error:
         raise SlurmRefused(f"{words[0]}: {error}") from None
     if done.returncode:

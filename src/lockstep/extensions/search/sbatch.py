@@ -1,4 +1,4 @@
-"""Text of a batch script for ``sbatch``: a pure function of the job's settings."""
+"""Builds the text of a batch script for ``sbatch`` from the settings of a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Option:
 
 @dataclass(frozen=True)
 class ScriptTrials:
-    """Trials that a script runs: one of a search, or all of them as an array job."""
+    """Trials that a batch script runs, either one of a search or all of them as an array job."""
 
     search: str  #: the folder of the search
     number: int | None = None  #: None for an array job, where SLURM_ARRAY_TASK_ID is the number
@@ -93,7 +93,7 @@ FROM = {
     "output": "log_path (lockstep submit: --output)",
     "error": "log_path",
 }
-"""Options that every script has, and the arguments that set them."""
+"""Arguments that set an option of the script, by the option's name."""
 
 SHORT = {
     "A": "account", "a": "array", "c": "cpus-per-task", "C": "constraint", "D": "chdir", "e": "error", "J": "job-name",
@@ -117,17 +117,19 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
     """
     name = cmd.lstrip("-")
     if value is False:
-        raise MisconfigurationException(f"{cmd}=False: options of sbatch cannot be turned off. Leave it out")
+        raise MisconfigurationException(
+            f"{cmd}=False: options of sbatch cannot be turned off. Remove this call of add_slurm_cmd"
+        )
     # Compared by identity, because 1 equals True but is a value.
     bare = value is None or value is True or value == ""
     return Option(SHORT.get(name, name), None if bare else str(value), comment)
 
 
-def minutes_of(time: str | int | None) -> float | None:
-    """Convert a time limit of sbatch to minutes; None if it has none of sbatch's formats.
+def to_minutes(time: str | int | None) -> float | None:
+    """Convert a time limit for sbatch to minutes. Return None if the text is not in one of sbatch's formats.
 
     Example:
-        >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
+        >>> to_minutes("2:00:00"), to_minutes("15"), to_minutes("1-12"), to_minutes("15:30"), to_minutes("UNLIMITED")
         (120.0, 15.0, 2160.0, 15.5, None)
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", str(time))
@@ -142,7 +144,7 @@ def minutes_of(time: str | int | None) -> float | None:
 
 
 def text(batch: Batch) -> str:
-    """Return the text of the script.
+    """Return the text of a job's batch script.
 
     Raises:
         MisconfigurationException: an option has an invalid name or value or contradicts the script, or the time limit
@@ -161,11 +163,11 @@ def text(batch: Batch) -> str:
         cd -- /home/me || exit 1
         srun --kill-on-bad-exit=1 --export=ALL python train.py --name 'a b'
     """
-    minutes = minutes_of(batch.time)
+    minutes = to_minutes(batch.time)
     if minutes is not None and minutes <= batch.signal_minutes:
         raise MisconfigurationException(
             f"{FROM['time']} {batch.time} is not longer than {FROM['signal']} {batch.signal_minutes}, in minutes, so "
-            "the job would be requeued as soon as it starts. Increase the first, or set the second to 0"
+            "the job would be requeued as soon as it starts. Increase the time limit, or set those minutes to 0"
         )
     lines = ["#!/bin/bash", *_options(batch), ""]
     if batch.trials is not None:
@@ -191,7 +193,7 @@ def module_command(module: str) -> str:
 
 
 def _options(batch: Batch) -> list[str]:
-    """Return the lines for sbatch. The user's options replace equal ones of the script, to keep their comments."""
+    """Return the ``#SBATCH`` lines. A user's option replaces an equal option of the script, to keep its comment."""
     own = _own_options(batch)
     for option in batch.options:
         _check(option, own, batch)
@@ -229,23 +231,23 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
-    """Raise for an option that contradicts the script."""
+    """Raise if an option of the user contradicts the script."""
     given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
         raise MisconfigurationException(f"{given} does not exist. Use its long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
-        way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
+        way = f"set {FROM[option.name]} instead" if option.name in FROM else "remove it"
         raise MisconfigurationException(f"{given} contradicts --{option.name}={own[option.name]} of the script: {way}")
     tasks = batch.nodes * batch.tasks_per_node
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
-            f"{given}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks} tasks. Leave it "
-            "out, or set the numbers of nodes and tasks per node"
+            f"{given}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks} tasks. Remove "
+            "it, or set the numbers of nodes and tasks per node"
         )
 
 
 def _lines(option: Option) -> list[str]:
-    """Return the lines of an option: its comment, if any, and the option."""
+    """Return the ``#SBATCH`` line of an option, after its comment if there is one."""
     comment, line = " ".join(option.comment.split()), f"#SBATCH --{option.name}"
     if option.value is not None:
         value = option.value

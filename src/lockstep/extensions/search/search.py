@@ -1,4 +1,4 @@
-"""Folder of a search: its trials, the state of each, and their submission to SLURM."""
+"""Search folders, the states of their trials, and the submission of trials to SLURM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.ground.errors import MisconfigurationException
 SEARCH = "search.json"
 SCRIPT = "job.sh"
 SEARCHED = "searched"
-"""Key of the settings with the description of the search."""
+"""Key for the description of the search, in its settings."""
 
 UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
 PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
 CANCELLED, UNKNOWN = "cancelled", "unknown"
 FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
-"""States that do not change without a command."""
+"""Trial states that do not change until a user resubmits the trial."""
 
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -75,7 +75,7 @@ class Status:
 
 
 class Search:
-    """The folder of a search.
+    """Folder of a search, with its settings and trials.
 
     Args:
         path: path of the folder: ``log_path`` and the name of the search.
@@ -90,7 +90,7 @@ class Search:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
     def claim(self, description: Mapping[str, Any]) -> None:
-        """Write the description of the search, or compare it with the one in the folder.
+        """Write the search's description to the folder, or compare it with the description that is there.
 
         Args:
             description: description of the search by name, as JSON values.
@@ -124,13 +124,13 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """Number of restarts allowed for its trials."""
+        """Numbers of restarts allowed for each trial."""
         settings, standard = self.settings(), Limits()
         most = settings.get("max_preemptions", standard.preemptions)
         return Limits(most, settings.get("max_failures", standard.failures))
 
     def trials(self) -> list[TrialFolder]:
-        """Return its trials, sorted by number."""
+        """Return the trials in this folder, sorted by number."""
         return folders(self.path)
 
 
@@ -139,7 +139,7 @@ def _as_text(description: Mapping[str, Any], name: str) -> str:
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
-    """Return the searches at a path: the folder of one, or a ``log_path`` with several."""
+    """Return the searches at a path, which is a search folder or a ``log_path`` that contains several."""
     if folders(path):
         return [Search(path)]
     return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
@@ -148,14 +148,14 @@ def found_at(path: str | os.PathLike[str]) -> list[Search]:
 # -- states of trials ----------------------------------------------------------------------------------------
 
 
-def look(search: Search) -> tuple[list[Status], str]:
-    """Return the states of a search's trials, and why SLURM did not answer ("" if it did)."""
+def query_trials(search: Search) -> tuple[list[Status], str]:
+    """Return the states of a search's trials, and SLURM's error message ("" if SLURM answered)."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     jobs: dict[str, QueuedJob] = {}
     trouble = ""
     try:
-        jobs = queue.look(history.job for history in histories if history.job and not _is_over(history))
+        jobs = queue.query_jobs(history.job for history in histories if history.job and not _is_over(history))
     except SlurmRefused as refused:
         trouble = str(refused)
     statuses = []
@@ -174,7 +174,7 @@ def look(search: Search) -> tuple[list[Status], str]:
 
 
 def _is_over(history: TrialHistory) -> bool:
-    """Return True if the state does not depend on SLURM."""
+    """Return True if the trial has completed, so that its state no longer depends on SLURM."""
     return history.current is not None and history.current.end == "completed"
 
 
@@ -227,7 +227,7 @@ def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
 
 
 def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
-    """Submit trials whose folders and scripts exist: each as a job, or all as one array job.
+    """Submit trials whose folders and scripts exist, each as its own job or all as one array job.
 
     Args:
         search: search of the trials.
@@ -301,7 +301,7 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 
 def exhausted(status: Status, limits: Limits) -> str:
-    """Return the limit that forbids another start of a trial, or "" if none does."""
+    """Explain which limit forbids another start of a trial. Return "" if none does."""
     history = status.history
     # A preemption counts when another start follows it; the current one has none yet.
     lost = history.preemptions + (status.state == PREEMPTED)

@@ -1,4 +1,4 @@
-"""A copy of the code that git tracks, so that waiting trials run the code that was submitted."""
+"""Copies the code that git tracks, so that waiting trials run the code that was submitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class Copied:
-    """A command that runs copied code.
+    """Command that runs copied code.
 
     Attributes:
         words: words of the command.
@@ -56,7 +56,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     if not is_module and os.path.relpath(script, top) not in names:
         raise MisconfigurationException(
             f"snapshot=True copies the files that git tracks, but git does not track {script!r}. Run git add for it, "
-            "or leave snapshot out"
+            "or omit snapshot=True"
         )
     shutil.rmtree(target, ignore_errors=True)
     for name in names:
@@ -84,7 +84,7 @@ def _git(folder: str, *words: str) -> str:
         done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, errors="surrogateescape")
     except FileNotFoundError:
         raise MisconfigurationException(
-            "snapshot=True copies the files that git tracks, but git is not on PATH. Install git, or leave snapshot out"
+            "snapshot=True copies the files that git tracks, but git is not on PATH. Install git, or omit snapshot=True"
         ) from None
     if done.returncode:
         raise MisconfigurationException(

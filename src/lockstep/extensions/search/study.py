@@ -1,4 +1,4 @@
-"""Optuna study in a journal file that all nodes see: draws the values of trials and records their reports and ends."""
+"""Draws the values of trials in an Optuna study, and records their reports and ends in a journal file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.extensions.search.journal import StudyJournal
 from lockstep.extensions.search.lock import FileLock, holding
 from lockstep.extensions.search.trials import JOURNAL, End, TrialFolder
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.ground.rank import log, rank_zero_only
+from lockstep.ground.rank import log
 
 try:
     import optuna
@@ -28,9 +28,9 @@ except ModuleNotFoundError:
 NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
 """User attributes of an entry: number of the trial, report at which it was pruned, why it was considered dead."""
 BEAT = "heartbeat"
-"""File in a trial's folder that a running trial touches."""
+"""File in a trial's folder that a running trial touches as its heartbeat."""
 DRAWS = ".draw.lock"
-"""Suffix of the journal's path for the lock held while a trial starts, reports or ends."""
+"""Suffix of the lock file that is held while a trial starts, reports or ends."""
 PERIOD = 10.0
 """Seconds between heartbeats."""
 DEAD = 120.0
@@ -50,7 +50,7 @@ _STATES = {end: state for state, end in _ENDS.items()}
 
 
 class StudyTrial:
-    """A trial of a study, by its number in the search. It can be pickled.
+    """Trial of a study, identified by its number in the search. It can be pickled.
 
     If a trial has reported and starts again, the new start is another entry of the study with the same number and
     values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports
@@ -74,7 +74,7 @@ class StudyTrial:
     # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """Return the trial's values, drawn if it has none, and start its heartbeat.
+        """Return the trial's values, after drawing missing ones, and start its heartbeat.
 
         Raises:
             MisconfigurationException: the study has other options or another mode.
@@ -107,7 +107,7 @@ class StudyTrial:
         )
 
     def _start_entry(self) -> FrozenTrial:
-        """Return the trial's entry in the study, which is running or ended; create it if needed."""
+        """Return the trial's entry in the study, after creating or restarting it if needed."""
         if self._entry() is None:
             enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
             if enqueued:  # values that a user has enqueued in the study
@@ -140,13 +140,13 @@ class StudyTrial:
             if isinstance(dimension, Options):
                 values[name] = dimension[_labels(dimension).index(params[name])]
             else:
-                values[name] = dimension.given(params[name])
+                values[name] = dimension.convert(params[name])
         return values
 
     # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Prepare the trial's entry for a fit that starts, with the earlier reports that the fit continues.
+        """Prepare the trial's entry for a fit, with the reports that are in the fit's checkpoint.
 
         Args:
             checks: number of reports in the fit's checkpoint; 0 without one.
@@ -160,9 +160,9 @@ class StudyTrial:
             if entry.intermediate_values:  # from an earlier fit in this process
                 entry = self._add_entry(entry, keeps=False)
             if earlier:
-                self._take_over(entry, earlier[-1], checks)
+                self._copy_reports(entry, earlier[-1], checks)
 
-    def _take_over(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
+    def _copy_reports(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
         """Copy the first ``checks`` reports of an earlier entry."""
         for step, value in earlier.intermediate_values.items():
             if step < checks:
@@ -202,7 +202,7 @@ class StudyTrial:
         """
         if number != self.number:
             raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
-        self.rest()
+        self.stop_heartbeat()
         with self._drawing():
             entry = self._entry()
             if entry is None:
@@ -212,7 +212,8 @@ class StudyTrial:
             if state == "completed" and PRUNED_AT in entry.user_attrs:
                 state = "pruned"
             if state == "completed":
-                value = _last(entry) if value is None else float(value)
+                if value is None and entry.last_step is not None:
+                    value = entry.intermediate_values[entry.last_step]
                 if value is None or math.isnan(value):
                     log.warning(
                         "trial %d ended with the value %s, so it counts as failed. Return a number from the function, "
@@ -226,14 +227,14 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry. If that has failed, replace it by a running one with its values and reports."""
+        """Return the trial's entry. A failed entry is replaced by a running copy with its values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
     def _add_entry(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
-        """Add a running entry with the values of an entry, and with its reports if ``keeps``, and return it.
+        """Add a running copy of an entry, with its reports only if ``keeps``, and return the copy.
 
-        An entry that is still running becomes FAIL.
+        The original entry becomes FAIL if it is still running.
         """
         if entry.state == TrialState.RUNNING:
             self._study.tell(entry.number, state=TrialState.FAIL)
@@ -250,14 +251,14 @@ class StudyTrial:
         )
         return self._known_entry()
 
-    def lose(self) -> None:
+    def mark_failed(self) -> None:
         """Mark the trial as failed, if it is running in the study but its process has ended."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
                 self._study.tell(entry.number, state=TrialState.FAIL)
 
-    def rest(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Stop the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -339,18 +340,6 @@ class StudyTrial:
         return found
 
 
-def start(settings: SearchSettings, number: int, folder: Path) -> tuple[StudyTrial, dict[str, Any]]:
-    """Start or continue a trial in this process, and return it with its values.
-
-    Args:
-        settings: settings of the search.
-        number: number of the trial.
-        folder: folder of the search, visible to all nodes.
-    """
-    trial = StudyTrial(settings, number, folder)
-    return trial, trial.draw() if rank_zero_only.rank == 0 else trial.wait()
-
-
 def fail_dead(folder: Path) -> list[int]:
     """Mark the trials without a heartbeat as failed, and return their numbers.
 
@@ -396,17 +385,11 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
     return dead
 
 
-def _last(entry: FrozenTrial) -> float | None:
-    """Return the last reported value, or None."""
-    step = entry.last_step
-    return None if step is None else entry.intermediate_values[step]
-
-
 # -- hyperparameters in Optuna --------------------------------------------------------------------------------
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    """Draw a hyperparameter."""
+    """Draw the value of a hyperparameter with Optuna."""
     if isinstance(dimension, Options):
         return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:

@@ -84,8 +84,8 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
     tasks = options.tasks_per_node or options.gpus_per_node or 1
     if options.gpus_per_node and tasks != options.gpus_per_node:
         raise MisconfigurationException(
-            f"--tasks-per-node {tasks} does not go with --gpus-per-node {options.gpus_per_node}, because each task "
-            "uses one GPU. Leave --tasks-per-node out"
+            f"--tasks-per-node {tasks} contradicts --gpus-per-node {options.gpus_per_node}, because each task "
+            "uses one GPU. Remove --tasks-per-node"
         )
     parts = [each.partition("=") for each in options.sbatch]
     more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]

@@ -44,7 +44,7 @@ class Order:
         return -value if self.largest else value
 
     def lines(self, statuses: Iterable[Status]) -> list[str]:
-        """Return a line that names the best of the trials that have ended, or no line without such trials."""
+        """Return a line about the best trial that has ended, or an empty list if none has."""
         ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
         if not ended:
             return []
@@ -71,17 +71,17 @@ def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | Non
         metric = usual[0]
     elif metric not in names:
         there = ", ".join(names) or "nothing yet"
-        raise MisconfigurationException(f"--sort {metric}: no trial has logged this metric. Logged: {there}")
+        raise MisconfigurationException(f"--sort {metric}: no trial has logged this metric. Logged metrics: {there}")
     return Order(metric, any(part in metric.lower() for part in LARGEST) if largest is None else largest)
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all rows, in the order of their first occurrence."""
+    """Return the keys of all rows, in the order of their first occurrence."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names whose values differ between rows; all names if there is only one row."""
+    """Return the keys whose values differ between rows, or all keys if there is only one row."""
     names = names_in(rows)
     if len(rows) < 2:
         return names
@@ -139,9 +139,9 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
     yield "trial", lambda status: str(status.trial.number), False
     yield "state", lambda status: status.state, True
     for name in values:
-        yield name, lambda status, name=name: _of(status.values, name), False  # type: ignore[misc]
+        yield name, lambda status, name=name: _cell_of(status.values, name), False  # type: ignore[misc]
     for name in metrics:
-        yield name, lambda status, name=name: _of(status.metrics, name), False  # type: ignore[misc]
+        yield name, lambda status, name=name: _cell_of(status.metrics, name), False  # type: ignore[misc]
     yield "node", lambda status: status.node, True
     yield "restarts", lambda status: str(status.history.restarts), False
     yield "seconds", lambda status: f"{seconds(status):.0f}", False
@@ -149,7 +149,7 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
         yield "why", lambda status: _printable(status.error), True
 
 
-def _of(found: Mapping[str, Any], name: str) -> str:
+def _cell_of(found: Mapping[str, Any], name: str) -> str:
     """Return the cell of a value, or "" if it is missing."""
     return _cell(found[name]) if name in found else ""
 

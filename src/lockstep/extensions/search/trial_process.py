@@ -1,4 +1,4 @@
-"""A trial's process: calls the user's function with the trial's values, and records how it ends."""
+"""Calls the user's function with a trial's values, in the trial's process, and records how the trial ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OwnSaving:
 
 
 def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
-    """Call ``main(hparams)`` as the trial ``here``.
+    """Call ``main(hparams)`` in a process of the trial ``here``, and record its start, result and end.
 
     Rank 0 records the start and the end; each rank records its own failure. The return value of ``main``, a number or a
     dict of numbers, is the result of the trial.
@@ -57,7 +57,7 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
         with start.acts_on_signals():
             if has_saved(here):
                 saving.call_load()
-            metrics, value = metrics_of(main(start.hparams))
+            metrics, value = to_metrics(main(start.hparams))
     except Superseded:  # not a failure: the newer start records the trial's end
         raise
     except BaseException as error:
@@ -75,7 +75,7 @@ def has_saved(here: Trial) -> bool:
 
 
 class _Start:
-    """One start of a trial, in the process of one of its ranks.
+    """Start of a trial in the process of one of its ranks.
 
     Args:
         options: options of the script, replaced by the trial's values.
@@ -221,16 +221,16 @@ def takes_cluster(main: Callable[..., Any]) -> bool:
     return places[1].default is places[1].empty or places[1].name == "cluster"
 
 
-def of_hparams(main: Callable[..., object], second: Callable[[], object]) -> Callable[[Any], object]:
+def wrap_main(main: Callable[..., object], second: Callable[[], object]) -> Callable[[Any], object]:
     """Wrap a function to take the hyperparameters only. A second parameter receives the result of ``second()``."""
     return (lambda hparams: main(hparams, second())) if takes_cluster(main) else main
 
 
-def metrics_of(returned: object) -> tuple[dict[str, float], float | None]:
+def to_metrics(returned: object) -> tuple[dict[str, float], float | None]:
     """Convert the return value of a trial's function to metrics by name, and its value if it is a number.
 
     Example:
-        >>> metrics_of(0.5), metrics_of({"loss": 1, "name": "x"}), metrics_of(None)
+        >>> to_metrics(0.5), to_metrics({"loss": 1, "name": "x"}), to_metrics(None)
         (({'value': 0.5}, 0.5), ({'loss': 1.0}, None), ({}, None))
     """
     if isinstance(returned, Mapping):
@@ -251,7 +251,7 @@ def _number(value: object) -> float | None:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an exception as in the last line of its traceback.
+    """Format an exception as in the last line of its traceback.
 
     Example:
         >>> error_line(ValueError("no such thing"))

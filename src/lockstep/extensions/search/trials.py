@@ -1,4 +1,4 @@
-"""A trial's folder on disk: its values, events and metrics."""
+"""Folder of a trial on disk, with the trial's values, events and metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class TrialFolder:
         self.path = Path(path)
         found = _NAME.fullmatch(self.path.name)
         if found is None:
-            raise ValueError(f"{os.fspath(path)!r} is not a trial's folder, whose name is trial_ and four digits")
+            raise ValueError(
+                f"{os.fspath(path)!r} is not a trial's folder, which is named trial_ with at least four digits"
+            )
         self.number = int(found[1])
 
     @classmethod
@@ -73,7 +75,7 @@ class TrialFolder:
     # -- values --------------------------------------------------------------------------------------------
 
     def write_values(self, values: Mapping[str, Any]) -> None:
-        """Write the hyperparameters, and create the folder.
+        """Write the hyperparameters to the folder, which is created if needed.
 
         Raises:
             MisconfigurationException: a value cannot be converted to JSON.
@@ -123,7 +125,7 @@ class TrialFolder:
         return _read_json(self.path / RESULT) or {}
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return all logged lines in order."""
+        """Return all logged metrics, with one dict for each call of :meth:`log`."""
         return list(_lines(self.path / METRICS))
 
     def last_line(self) -> str:
@@ -222,11 +224,8 @@ class TrialHistory:
     @property
     def preemptions(self) -> int:
         """Number of restarts that were not resubmissions after a failure."""
-        return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in self._pairs)
-
-    @property
-    def _pairs(self) -> list[tuple[Attempt, Attempt]]:
-        return list(zip(self.attempts, self.attempts[1:], strict=False))
+        pairs = zip(self.attempts, self.attempts[1:], strict=False)
+        return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in pairs)
 
     @property
     def restarts(self) -> int:

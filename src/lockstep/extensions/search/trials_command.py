@@ -55,7 +55,7 @@ def trials(words: Sequence[str]) -> int:
         raise MisconfigurationException(f"{given.path} contains several searches. Use one of them: {names}")
     try:
         if given.cancel:
-            statuses, _ = _look(found[0])
+            statuses, _ = _query_trials(found[0])
             if given.cancel != "all":
                 flag = f"--cancel {given.cancel}"
                 statuses = _numbered(statuses, given.cancel, flag, "all, or numbers of trials")
@@ -116,15 +116,15 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
         time.sleep(max(given.watch, 0.1))
 
 
-def _look(search: Search) -> tuple[list[Status], str]:
-    """Return the states of the trials, and why SLURM did not answer ("" if it did)."""
+def _query_trials(search: Search) -> tuple[list[Status], str]:
+    """Return the states of the trials, and SLURM's error message ("" if SLURM answered)."""
     # Dead trials of a study are marked here, because there may be no other trial left that would do so.
     if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
         from lockstep.extensions.search.study import fail_dead
 
         with contextlib.suppress(PermissionError):  # the table needs read access only
             fail_dead(search.path)
-    return searches.look(search)
+    return searches.query_trials(search)
 
 
 def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
@@ -132,7 +132,7 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
     shown: list[Status] = []
     rows = []
     for search in found:
-        statuses, trouble = _look(search)
+        statuses, trouble = _query_trials(search)
         shown += statuses
         order = table.order_by(statuses, given.sort, given.largest)
         if given.sort is not None and order is not None:
@@ -166,7 +166,7 @@ def _resubmit(search: Search, given: argparse.Namespace, reported: set[str]) -> 
     Raises:
         SlurmRefused: SLURM did not answer, so that a trial may still run; or sbatch failed.
     """
-    statuses, trouble = _look(search)
+    statuses, trouble = _query_trials(search)
     if trouble:
         raise SlurmRefused(f"SLURM did not report the states of the trials, so none is resubmitted: {trouble}")
     chosen = _chosen(statuses, given.resubmit)
@@ -210,6 +210,6 @@ def _numbered(statuses: Sequence[Status], what: str, flag: str, way: str) -> lis
     unknown = [word for word in what.split(",") if word.strip() not in by_number]
     if unknown:
         raise MisconfigurationException(
-            f"{flag}: there is no trial {unknown[0]!r}; the search has {len(statuses)}. Use {way}"
+            f"{flag}: there is no trial {unknown[0]!r}; the search has {len(statuses)} trial(s). Use {way}"
         )
     return [by_number[word.strip()] for word in what.split(",")]

@@ -92,11 +92,6 @@ def test_it_takes_all_its_steps_through_a_short_loader() -> None:
     assert len(find(Slope(), numbers(4), {"max_epochs": 1}, num_training=11, **FREE).results["lr"]) == 11
 
 
-def test_validation_across_epochs_does_not_disturb_it() -> None:
-    flags = {"check_val_every_n_epoch": None, "val_check_interval": 100}
-    assert len(find(Net(), Data(), flags, num_training=12, **FREE).results["lr"]) == 12
-
-
 def test_accumulated_batches_are_one_step() -> None:
     module = Slope()
     finder = find(module, numbers(8), {"accumulate_grad_batches": 2}, num_training=4, update_attr=False)
@@ -326,37 +321,6 @@ def test_the_fit_goes_on_with_the_rate_and_its_schedule() -> None:
     assert best is not None
     assert rates.seen == pytest.approx([best, best * 0.9, best * 0.81])
     assert module.lr == best
-
-
-class AtTheStart(Rates):
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(pl_module.lr)
-
-
-def test_a_callback_before_the_finder_began_with_the_rate_of_before() -> None:
-    first, finder = AtTheStart(), LearningRateFinder(num_training_steps=30)
-    quiet(callbacks=[first, finder], max_epochs=1).fit(Net(), datamodule=Data())
-    assert finder.optimal_lr is not None
-    assert first.seen == pytest.approx([finder.optimal_lr.suggestion()] * 2)
-
-
-class ByName(Callback):
-    """Its hooks of set-up have their stage by name alone, as Lightning gives it."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def setup(self, trainer: Any, pl_module: Any, *, stage: str) -> None:
-        self.seen.append(f"setup {stage}")
-
-    def teardown(self, trainer: Any, pl_module: Any, *, stage: str) -> None:
-        self.seen.append(f"teardown {stage}")
-
-
-def test_a_search_gives_callbacks_their_stage_by_name() -> None:
-    callback = ByName()
-    Tuner(quiet(callbacks=[callback])).lr_find(Net(), datamodule=Data(), num_training=5)
-    assert callback.seen == ["setup fit", "teardown fit"]
 
 
 def test_in_mid_fit_the_optimizer_goes_on_with_the_rate() -> None:

@@ -31,12 +31,12 @@ from lockstep.trainer import Trainer
 
 MODES = ("power", "binsearch")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-"""Stage whose loaders are varied, by method of the Trainer."""
+"""Stage whose batch size is searched, by method of the Trainer."""
 
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """Settings of a search.
+    """Settings of a search for the batch size.
 
     Raises:
         ValueError: a setting is invalid.
@@ -99,18 +99,18 @@ class _Counter(Callback):
     """Ends a trial of manual optimization after a number of batches, because its steps cannot be counted."""
 
     def __init__(self, batches: int) -> None:
-        self._left = batches
+        self._remaining = batches
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        self._left -= 1
-        if self._left <= 0:
+        self._remaining -= 1
+        if self._remaining <= 0:
             trainer.should_stop = True
 
 
 def check_data(trainer: Trainer, name: str) -> None:
-    """Raise if the batch size of the call's loaders cannot be varied.
+    """Raise if a search cannot change the batch size of the loaders.
 
     Raises:
         MisconfigurationException: loaders are given as objects, there are several processes, or the attribute does not
@@ -135,7 +135,7 @@ def check_data(trainer: Trainer, name: str) -> None:
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search inside a call of the Trainer, set the attribute to the result and return it.
+    """Search for the batch size within a Trainer call, set the attribute to the result and return it.
 
     Return None in a ``fast_dev_run``.
 
@@ -153,7 +153,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
     def fits(size: int) -> bool:
         set_everywhere(trainer, batch_arg_name, size)
         try:
-            samples[0] = _try(trainer, snapshot, settings.steps_per_trial)
+            samples[0] = _run_trial(trainer, snapshot, settings.steps_per_trial)
         except (RuntimeError, MemoryError) as error:
             if not is_oom_error(error):
                 raise
@@ -181,11 +181,13 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
         raise
     set_everywhere(trainer, batch_arg_name, found)
     _make_loaders_again(trainer)
-    rank_zero_info(f"`{batch_arg_name}` is now {found} ({', '.join(places_of(trainer, batch_arg_name))}).")
+    rank_zero_info(
+        f"The batch size finder set `{batch_arg_name}` to {found} ({', '.join(places_of(trainer, batch_arg_name))})."
+    )
     return found
 
 
-def _try(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
+def _run_trial(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
     """Run one trial and return the number of samples in the data set; 0 if unknown."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
@@ -209,7 +211,7 @@ def _samples(loaders: object) -> int:
 
 
 def _make_loaders_again(trainer: Trainer) -> None:
-    """Let the call create its loaders again, with the new batch size."""
+    """Drop the loaders of the Trainer call, which then creates them with the new batch size."""
     if trainer.state.fn is not TrainerFn.FITTING:
         loop = getattr(trainer, f"{trainer.state.fn}_loop")
         if loop.feed is not None:
@@ -231,7 +233,7 @@ def _make_loaders_again(trainer: Trainer) -> None:
 
 
 class BatchSizeFinder(Callback):
-    """Finds the largest batch size that fits into memory when a call starts, and continues with it.
+    """Finds the largest batch size that fits into memory when a Trainer call starts, and runs the call with it.
 
     The loaders must come from hooks of the module or of a data module that read the attribute.
 
@@ -285,12 +287,8 @@ class BatchSizeFinder(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.scale_batch_size(trainer, pl_module)
 
+    on_test_start = on_predict_start = on_fit_start
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn is TrainerFn.VALIDATING:  # not the validation of a fit
             self.scale_batch_size(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.scale_batch_size(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.scale_batch_size(trainer, pl_module)

@@ -44,7 +44,7 @@ FORGETTING = 0.98
 
 
 class LRFinder:
-    """Result of a range test.
+    """Result of a learning rate range test.
 
     Args:
         mode: "exponential" or "linear".
@@ -65,7 +65,7 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step of the test, counted from 0."""
+        """Return the learning rate for a step of the range test. Steps are counted from 0."""
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -79,8 +79,8 @@ class LRFinder:
         Return None, with a warning, if fewer than two finite losses remain.
 
         Args:
-            skip_begin: number of results to leave out at the start.
-            skip_end: number of results to leave out at the end.
+            skip_begin: number of results to skip at the start.
+            skip_end: number of results to skip at the end.
         """
         inner = range(len(self.results["loss"]))[skip_begin : -skip_end or None]
         counted = [i for i in inner if math.isfinite(self.results["loss"][i])]
@@ -134,7 +134,7 @@ _LRFinder = LRFinder
 
 
 class _RangeTestRates(LRScheduler):
-    """Scheduler that sets the rates of a range test, one a step."""
+    """Scheduler with the rates of a range test, one per step."""
 
     def __init__(self, optimizer: Optimizer, finder: LRFinder) -> None:
         self._finder = finder
@@ -202,7 +202,7 @@ class _RateRecorder(Callback):
 
 
 def _mean_loss(trainer: Trainer, window: list[float]) -> float:
-    """Return the loss of a window of micro-batches, the same on all ranks; NaN if no rank has one. Collective."""
+    """Return the mean loss of an accumulation window over all ranks, or NaN if no rank has a loss. Collective."""
     total, count, ranks = sum(window), float(len(window)), trainer.world_size
     if ranks > 1:
         device = trainer.strategy.root_device
@@ -213,7 +213,7 @@ def _mean_loss(trainer: Trainer, window: list[float]) -> float:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """Settings of a range test.
+    """Settings of a learning rate range test.
 
     Raises:
         ValueError: a setting is invalid.
@@ -241,17 +241,13 @@ class RangeTest:
 
 def _attribute_name(trainer: Trainer, attr_name: str) -> str:
     kind = type(trainer.lightning_module).__name__
-    for name in (attr_name,) if attr_name else NAMES:
+    names = (attr_name,) if attr_name else NAMES
+    for name in names:
         if places_of(trainer, name):
             return name
-    if attr_name:
-        raise AttributeError(
-            f"lr_find(attr_name={attr_name!r}): neither {kind} nor the data module has this attribute, also not in "
-            "hparams."
-        )
     raise AttributeError(
-        f"lr_find(update_attr=True): neither {kind} nor the data module has `lr` or `learning_rate`, also not in "
-        "hparams. Set attr_name to your attribute, or use update_attr=False."
+        f"lr_find(update_attr=True, {attr_name=}): neither {kind} nor the data module has `{'` or `'.join(names)}`, "
+        "also not in hparams. Set attr_name to your attribute, or use update_attr=False."
     )
 
 
@@ -295,14 +291,14 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
         rank_zero_info(f"The learning rate finder stopped after {len(finder.results['lr'])} of {num_training} steps.")
     rate = finder.suggestion() if settings.update_attr and trainer.interruption is None else None
     if rate is not None:
-        _take(trainer, name, rate)
+        _use_rate(trainer, name, rate)
     return finder
 
 
-def _take(trainer: Trainer, name: str, rate: float) -> None:
-    """Continue the fit with the rate."""
+def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
+    """Set the found rate, with which the fit continues."""
     set_everywhere(trainer, name, rate)
-    rank_zero_info(f"`{name}` is now {rate} ({', '.join(places_of(trainer, name))}).")
+    rank_zero_info(f"The learning rate finder set `{name}` to {rate} ({', '.join(places_of(trainer, name))}).")
     if not has_started(trainer):
         configure_again(trainer)
         return
@@ -393,7 +389,7 @@ class LearningRateFinder(Callback):
         elif self._found is not None:
             name = _attribute_name(trainer, self._settings.attr_name)
             set_everywhere(trainer, name, self._found)  # the optimizers got their rate from the checkpoint
-            rank_zero_info(f"`{name}` is {self._found}, found earlier in this run, so no other test is made.")
+            rank_zero_info(f"`{name}` is {self._found}, found earlier in this run, so no range test runs.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rate that was found."""

@@ -1,4 +1,4 @@
-"""A trial: some windows of training, or some batches of an evaluation, after which everything is restored."""
+"""Runs a trial, a short training or evaluation after which the Trainer and the model are restored."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _optimizer_state(optimizer: Optimizer) -> Any:
-    """Copy the attributes of torch's optimizers, exactly; of other optimizers their ``state_dict``."""
+    """Copy all attributes of an optimizer from torch, or the ``state_dict`` of any other optimizer."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return _copied(copy.deepcopy(optimizer.state_dict()))
     groups = [{**_copied({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
@@ -161,7 +161,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
 
 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
-    """Yield the generators of the given loaders, because a trial draws from them."""
+    """Yield the random generators of the given loaders, which a trial advances."""
     for loaders in given.values():
         for loader in unpack(loaders, "")[0] if loaders is not None else ():
             for holder in (loader, getattr(loader, "sampler", None)):
@@ -191,6 +191,10 @@ LOOPS = {
 }
 
 
+def _users_property(name: str) -> Any:
+    return property(lambda silent: getattr(silent._logger, name, None))
+
+
 class SilentLogger(DummyLogger):
     """Logger that drops everything that a trial logs, with name and folders of the user's logger."""
 
@@ -198,34 +202,13 @@ class SilentLogger(DummyLogger):
         super().__init__()
         self._logger = logger
 
-    @property
-    def name(self) -> Any:
-        """Name of the user's logger."""
-        return self._logger.name
-
-    @property
-    def version(self) -> Any:
-        """Version of the user's logger."""
-        return self._logger.version
-
-    @property
-    def save_dir(self) -> Any:
-        """Save directory of the user's logger."""
-        return getattr(self._logger, "save_dir", None)
-
-    @property
-    def root_dir(self) -> Any:
-        """Root directory of the user's logger."""
-        return getattr(self._logger, "root_dir", None)
-
-    @property
-    def log_dir(self) -> Any:
-        """Log directory of the user's logger."""
-        return getattr(self._logger, "log_dir", None)
+    name, version, save_dir, root_dir, log_dir = map(
+        _users_property, ("name", "version", "save_dir", "root_dir", "log_dir")
+    )
 
 
 def refuse_several_processes(trainer: Trainer, what: str) -> None:
-    """Raise for several ranks.
+    """Raise if the Trainer has several ranks.
 
     Raises:
         MisconfigurationException: the Trainer starts several processes, or is one of several.
@@ -239,7 +222,7 @@ def refuse_several_processes(trainer: Trainer, what: str) -> None:
 
 
 def refuse_without_undo(trainer: Trainer, what: str) -> None:
-    """Raise if steps cannot be undone.
+    """Raise if the strategy cannot undo optimizer steps.
 
     Raises:
         MisconfigurationException: the Trainer spawns processes, or its strategy has state that cannot be restored.
@@ -251,7 +234,7 @@ def refuse_without_undo(trainer: Trainer, what: str) -> None:
         )
     if trainer.world_size > 1 and not trainer.strategy.undoes_steps:
         raise MisconfigurationException(
-            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot. "
+            f"{what} must undo its steps; {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot. "
             'Search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
             "Trainer(devices=1), and use the result in this Trainer."
         )
@@ -312,7 +295,7 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
 
 @contextmanager
 def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
-    """Let the Trainer work on another session, with new loops."""
+    """Switch the Trainer to another session with new loops, within a with-block."""
     names = ("session", "fit_loop", *LOOPS)
     before = {name: vars(trainer)[name] for name in names}
     outer = trainer.session
@@ -370,7 +353,7 @@ def evaluate(trainer: Trainer) -> Any:
 
 
 def configure_again(trainer: Trainer) -> None:
-    """Call ``configure_optimizers`` again before the first window, because it may depend on the result."""
+    """Call ``configure_optimizers`` again before training starts, because it may depend on the search's result."""
     strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)
@@ -388,7 +371,7 @@ def has_started(trainer: Trainer) -> bool:
 
 
 def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the holders of the attribute as (description, object, whether it is an item of a mapping)."""
+    """Yield (name, object, whether the object is a mapping) for all objects that have the attribute."""
     for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
         if owner is None:
             continue
@@ -399,17 +382,17 @@ def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def places_of(trainer: Trainer, name: str) -> list[str]:
-    """Return the holders of the attribute: "model", "model.hparams", "datamodule", "datamodule.hparams"."""
+    """Return the names of the objects that have the attribute, such as "model" and "datamodule.hparams"."""
     return [word for word, _, _ in _holders(trainer, name)]
 
 
 def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
-    """Return the attribute's value by holder."""
+    """Return the attribute's value in each object that has it, by the object's name."""
     return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
 
 
 def set_everywhere(trainer: Trainer, name: str, value: object) -> None:
-    """Set the attribute in all holders. A dict from :func:`values_of` sets each holder's own value."""
+    """Set the attribute in all objects that have it. A dict from :func:`values_of` sets a separate value in each."""
     for word, holder, item in list(_holders(trainer, name)):
         own = value[word] if isinstance(value, dict) else value
         if item:

@@ -193,7 +193,7 @@ def _check_callbacks(trainer: Trainer, kind: type) -> None:
 
 
 class _OnlySetUp(Callback):
-    """The setup and teardown of a user's callback; no other hook of it runs in a search."""
+    """Callback for a search that calls only the setup and teardown of a user's callback."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -207,11 +207,7 @@ class _OnlySetUp(Callback):
 
 @contextmanager
 def _prepared(
-    trainer: Trainer,
-    fn: TrainerFn,
-    model: LightningModule,
-    given: dict[str, Any],
-    datamodule: LightningDataModule | None,
+    trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
     """Prepare a call of the Trainer up to the start of its loop, and restore the Trainer afterwards.
 
@@ -219,7 +215,7 @@ def _prepared(
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.
     """
     watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
-    trainer._attach(fn, model, given, datamodule)
+    trainer._attach(fn, model, given, data)
     session = trainer.session
     # Callbacks that watch a run, and other searches, have nothing to set up for a trial.
     only_set_up = [_OnlySetUp(callback) for callback in session.base_callbacks if not isinstance(callback, watching)]
