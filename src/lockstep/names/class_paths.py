@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -71,15 +70,6 @@ def import_named(name: str) -> None:
         module = import_module(f"{ROOT}.{face}")
         if name in module.__all__:
             getattr(module, name)
-
-
-def import_all() -> None:
-    """Import all classes with short names."""
-    for face in FACES:
-        module = import_module(f"{ROOT}.{face}")
-        for name in module.__all__:
-            with suppress(ImportError):  # its extra is not installed
-                getattr(module, name)
 
 
 # -- configs -------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Union
 
@@ -16,7 +18,8 @@ from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.module import LightningModule
-from lockstep.names.class_paths import import_all, to_lockstep_paths
+from lockstep.names.class_paths import FACES, to_lockstep_paths
+from lockstep.names.finder import ROOT
 from lockstep.trainer import Trainer
 
 __all__ = ["docstring_parser", "jsonargparse", "yaml"]
@@ -103,7 +106,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             mode = PARSER_MODE
         else:
             # Configs in other modes, such as omegaconf, are not read by `_load`: their classes must be imported before.
-            import_all()
+            _import_all()
         kwargs |= {"env_prefix": env_prefix, "default_env": default_env, "parser_mode": mode}
         super().__init__(*args, description=description, **kwargs)
         self.callback_keys: list[str] = []
@@ -220,8 +223,17 @@ def _known_word(word: str) -> str:
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     # Help lists the known subclasses, so all of them must be imported.
     if word in ("-h", "--help") or flag.endswith(".help"):
-        import_all()
+        _import_all()
     return f"{flag}{equals}{to_lockstep_paths(value)}"
+
+
+def _import_all() -> None:
+    """Import all classes with short names."""
+    for face in FACES:
+        module = import_module(f"{ROOT}.{face}")
+        for name in module.__all__:
+            with suppress(ImportError):  # its extra is not installed
+                getattr(module, name)
 
 
 def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
