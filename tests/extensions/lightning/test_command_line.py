@@ -732,7 +732,7 @@ def test_a_subclasss_checkpoint_is_loaded_by_the_subclass(tmp_path: Path) -> Non
     cli = made(["fit", "--model=Other", "--model.lr=0.25"], Net, run=True, subclass_mode_model=True)
     cli.trainer.save_checkpoint(tmp_path / "other.ckpt")
     assert Other.load_from_checkpoint(tmp_path / "other.ckpt").lr == 0.25
-    with pytest.raises(MisconfigurationException, match=r"call Other\.load_from_checkpoint"):
+    with pytest.raises(MisconfigurationException, match=r"Call Other\.load_from_checkpoint"):
         Net.load_from_checkpoint(tmp_path / "other.ckpt")
 
 
