@@ -278,7 +278,7 @@ def test_a_rank_that_lost_another_is_told_why(notes: Mailbox) -> None:
     """It said "Connection closed by peer", which is no reason."""
     notes.leave({"first": "rank 1 (process 7) was killed by SIGKILL", "rank": 1})
     with pytest.raises(
-        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(raised on rank 0, which lost its connection in"
+        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost its connection in"
     ) as raised:
         with status.record_call(0, notes.address):
             lose()

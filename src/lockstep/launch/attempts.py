@@ -23,7 +23,7 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Raised on a rank left over from an earlier attempt before it can touch the run's checkpoints."""
+    """Error on a rank left over from an earlier attempt, before the rank can touch the run's checkpoints."""
 
 
 class Attempts(ABC):
@@ -212,7 +212,7 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """Remove a finished fit's records once this process ends in order.
+        """Remove a finished fit's records when this process ends, unless the script fails later.
 
         SLURM may stop and restart the job before, for instance during a test after the fit. Without the records, the
         restarted script would train the fit again from the start.
@@ -237,7 +237,7 @@ class Job(Attempts):
     # -- end -----------------------------------------------------------------------------------------------
 
     def requeue(self) -> str:
-        """Request from SLURM to requeue this job, which ends its processes. Return "", or the reason of a failure."""
+        """Let SLURM requeue this job, which ends its processes. Return "", or the reason if the request failed."""
         try:
             done = subprocess.run(
                 ["scontrol", "requeue", self._name], capture_output=True, text=True, timeout=60, check=False
@@ -355,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the run's file. A new run has a path and empty content."""
+        """Return the path and the content of the run's file. For a new run, the content is {}."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
