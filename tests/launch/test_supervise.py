@@ -303,7 +303,7 @@ def test_the_line_with_the_first_cause_stays_the_last(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
+    """Under torchrun, where the supervisor speaks at once, a line about the lost connection came after it."""
     monkeypatch.setattr(status, "CAUSE_TIMEOUT", 0.05)
     for note in first:
         notes.leave(note)

@@ -162,7 +162,7 @@ def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
 
 
 class Job(Attempts):
-    """Attempts at a run in a SLURM job, recorded in ``.lockstep-job-<number>.json``.
+    """One attempt at a run in a SLURM job. The run's file is ``.lockstep-job-<number>.json``.
 
     The file records the newest attempt, and the checkpoint that each of its fits wrote last. Ranks left over from an
     earlier attempt find a newer one in the file, and stop touching checkpoints.
@@ -220,7 +220,7 @@ class Job(Attempts):
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts from checkpoints."""
+        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts off checkpoints."""
         # keep the records if the script has failed after the fit
         if getattr(sys, "last_value", None) is not None:
             return
@@ -289,7 +289,7 @@ RECORDS = "LOCKSTEP_RECORDS"
 
 
 class Run(Attempts):
-    """Attempts at a run that ``lockstep run`` restarts, recorded in ``.lockstep-run-<name>-<agent>.json``.
+    """One attempt at a run of ``lockstep run``. The run's file is ``.lockstep-run-<name>-<agent>.json``.
 
     Agents on several nodes count their restarts independently, so the file counts the attempts. Rank 0 increments the
     count at its first fit. Two attempts belong to the same run if one agent has started ranks in both. With

@@ -334,7 +334,7 @@ def _drop_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Return True on the first rank of a node that requests an action, such as printing its traceback."""
+    """Return True on the first rank of a node that requests an action, such as printing, which the others then omit."""
     notes = Mailbox.at(_rank.address)
     if notes is None:
         return True
