@@ -278,7 +278,7 @@ def test_a_rank_that_lost_another_is_told_why(notes: Mailbox) -> None:
     """It said "Connection closed by peer", which is no reason."""
     notes.leave({"first": "rank 1 (process 7) was killed by SIGKILL", "rank": 1})
     with pytest.raises(
-        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(raised on rank 0, which lost its connection in"
+        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost its connection in"
     ) as raised:
         with status.record_call(0, notes.address):
             lose()
@@ -303,7 +303,7 @@ def test_the_line_with_the_first_cause_stays_the_last(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
+    """Under torchrun, where the supervisor speaks at once, a line about the lost connection came after it."""
     monkeypatch.setattr(status, "CAUSE_TIMEOUT", 0.05)
     for note in first:
         notes.leave(note)

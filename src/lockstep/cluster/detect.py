@@ -166,7 +166,7 @@ def _launcher_name(cluster: Cluster, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """The World of this process, the cluster that placed its ranks, and what still has to start them."""
+    """The World of this process, the cluster that placed its ranks, and whether they still have to be started."""
 
     world: World
     launched: bool  #: the ranks are running; False: this process is local rank 0 and has to start the others
@@ -245,7 +245,7 @@ class EnvironmentFinding:
 
 
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """Detect the cluster as a Trainer without ``devices`` would, and explain the result. Contradictions do not raise.
+    """Detect the cluster as a Trainer without ``devices`` would, and explain the result or the error in words.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster

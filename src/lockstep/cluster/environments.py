@@ -93,7 +93,9 @@ class ClusterEnvironment(ABC):
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Environment of ranks that lockstep starts itself. Passed explicitly, it disables the detection of clusters.
+    """Environment of ranks that lockstep starts itself, the default without a cluster.
+
+    Passed explicitly, it disables the detection of clusters.
 
     The methods of a derived class determine the rank where ``LOCAL_RANK`` is set.
     """

@@ -96,7 +96,7 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Gloo's variable with its network interface. By default, gloo uses the interface of the host's name."""
+"""Environment variable with gloo's network interface. By default, gloo uses that of the host's name."""
 
 
 def loopback_of(address: str) -> str:

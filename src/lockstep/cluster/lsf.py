@@ -55,7 +55,8 @@ def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
 
     Args:
         environ: the environment.
-        nodes: number of nodes with ranks. A job has one more host if its batch script runs on a host of its own.
+        nodes: number of nodes with ranks. A job has one more host, the first, if its batch script runs
+            on a host of its own.
     """
     hosts = _hosts(environ)
     return None if not hosts else hosts[1] if len(hosts) > nodes else hosts[0]

@@ -27,7 +27,7 @@ USER_FILE = "~/.nccl.conf"
 
 
 class NcclVariables:
-    """NCCL's environment variables for a run. Variables set by the shell or the cluster take precedence.
+    """NCCL's environment variables for a run. Values in the shell or in NCCL's files take precedence.
 
     Args:
         values: values by name, with or without ``NCCL_``. Values are text, integers, or booleans (1 and 0).
@@ -105,7 +105,7 @@ def _files() -> dict[str, tuple[str, str]]:
 
 
 def check_nccl(device_type: str) -> None:
-    """Raise if the run requests NCCL but this device or build of torch does not support it.
+    """Raise if this device or build of torch does not support NCCL, which the run requests.
 
     Args:
         device_type: type of this rank's device: "cuda", "cpu".

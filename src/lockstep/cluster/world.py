@@ -242,7 +242,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def slots(text: str) -> dict[str, int]:
-    """Return the hosts and their numbers of slots from LSF's ``LSB_MCPU_HOSTS``. Repeated hosts are added up.
+    """Return each host's number of slots from LSF's ``LSB_MCPU_HOSTS``, in its order. Repeated hosts are added up.
 
     Raises:
         MisconfigurationException: not a list of hosts, each followed by a number.

@@ -23,7 +23,7 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Raised on a rank left over from an earlier attempt before it can touch the run's checkpoints."""
+    """Error on a rank left over from an earlier attempt, before the rank can touch the run's checkpoints."""
 
 
 class Attempts(ABC):
@@ -162,7 +162,7 @@ def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
 
 
 class Job(Attempts):
-    """Attempts at a run in a SLURM job, recorded in ``.lockstep-job-<number>.json``.
+    """One attempt at a run in a SLURM job. The run's file is ``.lockstep-job-<number>.json``.
 
     The file records the newest attempt, and the checkpoint that each of its fits wrote last. Ranks left over from an
     earlier attempt find a newer one in the file, and stop touching checkpoints.
@@ -212,7 +212,7 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """Remove a finished fit's records once this process ends in order.
+        """Remove a finished fit's records when this process ends, unless the script fails later.
 
         SLURM may stop and restart the job before, for instance during a test after the fit. Without the records, the
         restarted script would train the fit again from the start.
@@ -220,7 +220,7 @@ class Job(Attempts):
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts from checkpoints."""
+        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts off checkpoints."""
         # keep the records if the script has failed after the fit
         if getattr(sys, "last_value", None) is not None:
             return
@@ -237,7 +237,7 @@ class Job(Attempts):
     # -- end -----------------------------------------------------------------------------------------------
 
     def requeue(self) -> str:
-        """Request from SLURM to requeue this job, which ends its processes. Return "", or the reason of a failure."""
+        """Let SLURM requeue this job, which ends its processes. Return "", or the reason if the request failed."""
         try:
             done = subprocess.run(
                 ["scontrol", "requeue", self._name], capture_output=True, text=True, timeout=60, check=False
@@ -289,7 +289,7 @@ RECORDS = "LOCKSTEP_RECORDS"
 
 
 class Run(Attempts):
-    """Attempts at a run that ``lockstep run`` restarts, recorded in ``.lockstep-run-<name>-<agent>.json``.
+    """One attempt at a run of ``lockstep run``. The run's file is ``.lockstep-run-<name>-<agent>.json``.
 
     Agents on several nodes count their restarts independently, so the file counts the attempts. Rank 0 increments the
     count at its first fit. Two attempts belong to the same run if one agent has started ranks in both. With
@@ -355,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the run's file. A new run has a path and empty content."""
+        """Return the path and the content of the run's file. For a new run, the content is {}."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}

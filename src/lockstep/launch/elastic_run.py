@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         return _describe_first(self._result.failures)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Send a signal that the agent received on to the ranks. For use as a signal handler."""
+        """Pass a received signal on to the ranks. For use as a signal handler."""
         context = self._pcontext
         for process in () if context is None else context.pids().values():
             with contextlib.suppress(OSError):
@@ -453,7 +453,7 @@ class InOrder(RendezvousHandler):
 
     Args:
         inner: torch's rendezvous handler.
-        node_rank: the number that the user gave this node; None: nodes without a number come last.
+        node_rank: the number that the user gave this node; None: none. Nodes without a number come last.
         address: address of this node for the others; None: its host name.
     """
 

@@ -31,7 +31,7 @@ from lockstep.supervise.status import pass_early_errors, watch_early_errors
 def flags_of(
     given: Mapping[str, Any], defaults: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the Trainer flags from ``PL_TRAINER_`` variables, for flags that the script does not set.
+    """Return the Trainer flags from ``PL_TRAINER_`` variables, for flags that the script leaves at their defaults.
 
     Args:
         given: every flag as the script sets it.
@@ -79,7 +79,7 @@ HIDDEN = "(not shown)"
 
 
 def variables_in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the set environment variables that lockstep reads. Values that look like secrets are hidden.
+    """Return the environment variables that lockstep reads and that are set. Values that look like secrets are hidden.
 
     Example:
         >>> variables_in_use({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
@@ -128,7 +128,7 @@ VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def ask_nvml(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let ``torch.cuda.is_available()`` query NVML. It would otherwise start CUDA, which does not work in forks.
+    """Let ``torch.cuda.is_available()`` query NVML. Otherwise it starts CUDA, and this process cannot be forked.
 
     Called when lockstep is imported. A value set by the user is kept.
     """

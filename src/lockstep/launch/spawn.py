@@ -52,7 +52,7 @@ STAYS = ("cpu", "meta")
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object with cloudpickle. Its tensors move to the CPU, and code keeps its file name.
+    """Write an object with cloudpickle: its tensors as copies on the CPU, and its code with file names.
 
     The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. Since version
     3.1.3, cloudpickle omits file names, and tracebacks would show "<dynamic-code>".
@@ -273,9 +273,9 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
 
     Args:
         file: file with the call.
-        result: as for :func:`run_rank`, like the following arguments, but as text.
+        result: descriptor of the file for the result, as text.
         mailbox: address of the mailbox.
-        rank: global rank of this process.
+        rank: global rank of this process, as text.
     """
 
     def read() -> Call:

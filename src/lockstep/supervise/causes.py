@@ -145,7 +145,7 @@ def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
 
 
 def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if a script caught an exception and continued, while other ranks are still in the failed call."""
+    """Return True if a script caught an exception and made another call, while others are still in the failed one."""
     position = positions.get(cause.rank)
     if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
@@ -240,7 +240,7 @@ def final_cause(
         failed, notes, positions: as for `early_cause`.
         exiting: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
         printing: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
-        folded: ranks that printed no traceback, because another rank of the node had printed one.
+        folded: ranks that printed no traceback, because another rank of the node had printed one for the same error.
         proof: evidence that ranks were in different collectives, if there is any.
 
     Returns:

@@ -25,7 +25,7 @@ def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
 
 
 class Changes:
-    """Builder for messages with changed snapshots. The receiver combines them with `apply`."""
+    """Builder for messages with changed snapshots, to one receiver that has applied all earlier ones with `apply`."""
 
     def __init__(self) -> None:
         self._known: dict[int, RankSnapshot] = {}  # as they were last sent

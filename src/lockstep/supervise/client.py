@@ -149,7 +149,7 @@ class Supervised:
             self._reply_arrived.notify_all()
 
     def _end(self, text: str, code: int) -> None:
-        """Print the last text on the terminal, and exit."""
+        """Print the final text on the terminal, and exit."""
         # workers of a data loader, for instance
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -45,7 +45,7 @@ NOTED = (
     "all_gather_object",
     "broadcast_object_list",
 )
-"""Collectives that are recorded before they run. Other collectives are only counted by backends."""
+"""Collectives that are recorded before they run. Others are counted by backends, and seen only in stacks."""
 
 MESSAGES = ("send", "recv")
 """Point-to-point operations that are recorded. They have no number, since only some ranks of a group call them."""
@@ -359,7 +359,7 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """Return a function that reads the source or destination rank from a call's arguments, or -1.
+    """Return a function that reads the source or destination rank from a call's arguments; -1 if it is not an int.
 
     Return None for functions without such an argument.
     """
@@ -376,7 +376,7 @@ def _root_of(names: list[str]) -> Callable[..., int] | None:
 
 
 def _is_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if gloo reduces a call's tensor correctly, which fails for strided views."""
+    """Return True unless a call's tensor is a strided view, which gloo reduces incorrectly."""
     tensor = args[0] if args else kwargs.get("tensor")
     return not isinstance(tensor, Tensor) or tensor.is_contiguous()
 

@@ -26,7 +26,7 @@ from lockstep.supervise.traces import Traces
 PERIOD = 1.0
 """Seconds between checks. A check costs this process about 50 us per rank, and the ranks nothing."""
 PART = 0.04
-"""Fraction of processor time for comparing the ranks of all nodes, and for finding long waits, each."""
+"""Fraction of processor time that comparing the ranks of all nodes may take. Finding long waits may take it, too."""
 T = TypeVar("T")
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 

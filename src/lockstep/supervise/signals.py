@@ -37,8 +37,8 @@ def handling(
 ) -> Iterator[None]:
     """Call ``callback`` for these signals inside the context. Outside the main thread, do nothing.
 
-    A handler that the user has set remains. For signals in ``shared``, ``callback`` is called after the user's handler;
-    for others, it is not called. A signal that a parent process set to be ignored stays ignored. Forked processes such
+    A handler that the user has set remains. ``callback`` is then called only for signals in ``shared``, after the
+    user's handler. A signal that a parent process set to be ignored stays ignored. Forked processes such
     as loader workers ignore these signals, because a cluster sends them to every process, and without its workers the
     run could not reach its boundary.
 
@@ -129,11 +129,11 @@ def send_again(number: int) -> None:
 
 
 PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux") else None
-"""Signal that passes on a Ctrl-C. It is not SIGINT, which a rank may also get from the terminal."""
+"""Signal that passes on a Ctrl-C. It is not SIGINT, which a rank may also get from the terminal and count twice."""
 
 
 def accept_ctrl_c() -> None:
-    """Accept Ctrl-C from :func:`pass_on` from now on. It has no effect outside :func:`interruptible`."""
+    """Accept a Ctrl-C that :func:`pass_on` sends, from now on. It has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
         number = PASS
 

@@ -115,7 +115,7 @@ class Stack:
 
     @property
     def doing(self) -> str:
-        """The activity below the user's code, in words or as a function's name; "" in the user's own code."""
+        """The activity below the user's code, in words or as a function's name; "" if none is known."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark
@@ -178,7 +178,7 @@ def current_stack() -> Stack:
 
 
 def parse_stack(text: str) -> Stack:
-    """Parse the text that `faulthandler` or the replying thread has written into a stack."""
+    """Parse the stack in a text that `faulthandler` or the replying thread has written."""
     batch = _BATCH.search(text)
     frames = _within(_read(text))
     return Stack(frames) if batch is None else Stack(frames, batch[2], int(batch[1]))

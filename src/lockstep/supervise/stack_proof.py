@@ -79,7 +79,7 @@ class StackQuestion:
             return self.is_open and self._answers.keys() >= set(nodes)
 
     def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
-        """Close the question and return the replies by rank. Return None while a node has not replied."""
+        """Close the question and return the replies by rank. Return None while the question waits for a node."""
         if not self.is_open or not (self.is_answered(nodes) or now - self.put_at >= UNANSWERED):
             return None
         with self._lock:

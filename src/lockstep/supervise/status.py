@@ -99,7 +99,7 @@ def count_call_without_ranks() -> None:
 
 
 def calls_before() -> int:
-    """Return the number of calls from `count_call_without_ranks`."""
+    """Return the number of calls that `count_call_without_ranks` has counted."""
     return _rank.before
 
 
@@ -156,7 +156,8 @@ def pass_early_errors(environ: Mapping[str, str] = os.environ) -> None:
 def name_first_cause(error: BaseException) -> BaseException:
     """Replace an error from a collective with a `RankFailed` that names the first cause on another rank.
 
-    Return any other error unchanged. This may wait up to a second for the first cause.
+    Return any other error unchanged. This may wait up to a second for the first cause. If the cause is still unknown
+    then, the error is returned unchanged as well.
     """
     if not _rank.address or not isinstance(error, RuntimeError) or isinstance(error, RankFailed):
         return error
@@ -177,7 +178,7 @@ def name_first_cause(error: BaseException) -> BaseException:
     if first is None:
         return error
     reason = RankFailed(
-        f"{first[1]} (raised on rank {_rank.rank}, which lost its connection in {note.doing}, {note.location})",
+        f"{first[1]} (this is rank {_rank.rank}, which lost its connection in {note.doing}, {note.location})",
         first[0],
     )
     _rank.raised = (reason, note)
@@ -333,7 +334,7 @@ def _drop_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Return True on the first rank of a node that requests an action, such as printing its traceback."""
+    """Return True on the first rank of a node that requests an action, such as printing, which the others then omit."""
     notes = Mailbox.at(_rank.address)
     if notes is None:
         return True

@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal that arrived here explains an exit code. Before ranks have joined, any code."""
+        """Return True if a signal that arrived here explains an exit code. Before the ranks join, it explains any."""
         return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_joined())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
@@ -608,7 +608,7 @@ def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
 
 
 def _without_agents_line(text: str) -> str:
-    """Return a text without its last line if the agent of `lockstep run` prints that line, or else unchanged."""
+    """Pass a text's last line to the agent of `lockstep run`, and return the rest; without an agent, return it all."""
     # only the last line, whatever earlier lines contain
     before, _, last = text.rpartition("\n")
     words = last.removeprefix("lockstep: ")

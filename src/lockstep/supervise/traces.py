@@ -134,7 +134,7 @@ class Traces:
     # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """Return all ranks' new notes of the first collective in which calls do not match, by rank. {} if all match."""
+        """Return all ranks' notes of the first new collective whose calls do not match, by rank. {} if all match."""
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.add(rank, trace.new(), len(self._traces))

@@ -105,8 +105,8 @@ class Move:
 class Votes:
     """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
 
-    Whenever a small change takes most samples from a different rank than the last change did, the required number of
-    measurements doubles, up to `MOST_VOTES`.
+    Whenever a small change takes most samples from a different rank than the last small change did, the required number
+    of measurements doubles, up to `MOST_VOTES`.
 
     Example:
         >>> votes = Votes()

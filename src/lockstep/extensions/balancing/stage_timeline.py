@@ -84,7 +84,7 @@ class StageTimeline(Callback):
         return getattr(trainer.strategy, "times", {})
 
     def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
-        """Record the seconds of a measured window, and its spans until the split changes."""
+        """Record the seconds of a measured window, and its spans as the newest ones of the current split."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
         if step % place.every == 0:

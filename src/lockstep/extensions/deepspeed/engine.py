@@ -452,7 +452,7 @@ class ZeroEngine:
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's shards from an unsharded state dict. Tensors on the meta device are skipped.
+        """Load this rank's shards from a state dict in torch's format. Tensors on the meta device are skipped.
 
         Collective if the saved tensors are shards.
         """

@@ -288,7 +288,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._watch(module)
 
     def _choose_recomputation(self) -> None:
-        """Apply the config's "activation_checkpointing" to ``deepspeed.checkpointing`` or to repeated blocks."""
+        """Apply the config's "activation_checkpointing".
+
+        It applies to ``deepspeed.checkpointing`` if the model calls that, or else to repeated blocks.
+        """
         block = self._config.get("activation_checkpointing", {})
         on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
         if not on:

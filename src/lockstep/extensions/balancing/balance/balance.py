@@ -171,7 +171,7 @@ class Balance:
                 self._rows.send_only()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Prepare measurement and shares for an epoch, before its DataLoaders are opened."""
+        """Prepare measurement and shares for an epoch, or the rest of one, before its DataLoaders are opened."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(*feed.sources)
         self._times.begin()

@@ -166,7 +166,7 @@ class StepTimes:
         seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return all windows since the last call, and the seconds without waiting of the windows with one kind."""
+        """Return all windows since the last call, and the seconds without waiting of the windows of this kind."""
         found = list(self._windows)
         self._windows.clear()
         return [window for window, _ in found], [window.busy for window, of in found if of == kind]

@@ -121,8 +121,9 @@ class MeasuredSplit:
         """Measure all blocks on each device, and return the first decision; None if the window has no samples."""
         like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
-        states, mine = states_of(optimizers), list[_DeviceReport]()
+        mine: list[_DeviceReport] = []
         if like is not None:
+            states = states_of(optimizers)
             for place, device in stages.devices.items():
                 seconds, kept = probe(stages, like, device, self.times[place].clock, extras_of)
                 room = self._room(stages, owned, optimizers, states, place)

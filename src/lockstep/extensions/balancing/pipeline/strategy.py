@@ -248,7 +248,10 @@ class BalancedStrategy(RankedStrategy):
 
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Split the module into stages with rank 0's weights. Each rank has all weights until a fit starts."""
+        """Split the module into stages with rank 0's weights.
+
+        Until a fit starts, each rank has all weights, those of other ranks on the CPU.
+        """
         # planned weights are missing because they are still in their folder
         if not pretrained.is_planned(module):
             self._refuse_parts(module)

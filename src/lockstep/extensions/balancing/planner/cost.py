@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted memory and seconds of a candidate, on the rank with the largest memory.
+    """Predicted seconds of a step under a candidate, and memory of the rank that needs the most.
 
     Attributes:
         candidate: the way to train.
@@ -159,7 +159,7 @@ def _states(parameters: Iterable[ParameterProfile]) -> float:
 
 
 def shard_elements(p: ParameterProfile, ranks: int) -> int:
-    """Return the number of elements in a rank's FSDP shard of a parameter. Shards consist of complete rows."""
+    """Return the number of elements in a rank's FSDP shard of a parameter: complete rows, with padding."""
     if not p.shape:
         return 1
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))

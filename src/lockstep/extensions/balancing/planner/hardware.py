@@ -381,7 +381,7 @@ def cache_folder() -> Path:
 
 
 def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
-    """Return this machine's hardware from the cache, or measure the hardware. Free memory is never cached.
+    """Return this machine's hardware from the cache, or measure the hardware. Free memory is always measured.
 
     Args:
         device: one of them; the others are assumed to be equal.

@@ -320,7 +320,7 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) 
             )
     return DoesNotFit(
         f"{len(blocks)} blocks do not fit {len(devices)} devices in a row: each would need {missing:.0f} bytes more. "
-        "Use more devices, or smaller or fewer micro-batches",
+        "Use more devices, smaller micro-batches, or fewer at the same time",
         missing,
     )
 

@@ -29,7 +29,7 @@ ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "f
 
 
 def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
-    """Yield every candidate, which is a way to train, for a model on these devices.
+    """Yield all candidates: the ways to train a model on these devices.
 
     Args:
         profile: of the model.
@@ -361,7 +361,7 @@ class SavedPlan:
 
     @property
     def candidate(self) -> Candidate:
-        """The chosen candidate, which is a way to train."""
+        """The chosen candidate: a way to train."""
         from lockstep.extensions.balancing.planner.cost import Candidate
 
         return Candidate(self.strategy, **{name: getattr(self, name) for name in OF_CANDIDATE})

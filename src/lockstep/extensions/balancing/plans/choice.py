@@ -49,7 +49,7 @@ def packages() -> list[str]:
 
 
 def first_batch(trainer: Trainer) -> Any:
-    """Return the first batch of the training data, and restore the random states afterwards.
+    """Return the first batch of the training data, on the CPU. Random states are restored.
 
     Raises:
         MisconfigurationException: there is no training data.
