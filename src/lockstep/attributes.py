@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch, which repeats a sample on a rank that has none left. Do not count it.
+        """True during a padding batch, which repeats samples on a rank that has none left. Do not count the batch.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
@@ -431,7 +431,7 @@ class Attributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step in the current epoch. A resume on more or fewer ranks may change them."""
+        """Micro-batches per optimizer step in the current epoch. A resume on more or fewer ranks may change it."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
         return accumulate if feed is None else feed.counting.micro(accumulate)
@@ -594,7 +594,7 @@ CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
     },
     "_signal_connector": {},
 }
-"""Getters for attributes of Lightning's private connectors that third-party code reads, by part and name."""
+"""Getters for what third-party code reads from Lightning's private connectors; other names raise an error."""
 
 
 def _log_metrics(session: Session, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -608,7 +608,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             self._trainer = trainer
 
     def to_torchscript(self, *args: object, **kwargs: object) -> Any:
-        """Not supported, because torch has deprecated TorchScript. Use ``torch.export.export`` or :meth:`to_onnx`.
+        """Raise an error, because torch has deprecated TorchScript. Use ``torch.export.export`` or :meth:`to_onnx`.
 
         Raises:
             NotImplementedError: always.
@@ -619,7 +619,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
-        """Not supported. TensorRT reads the files that :meth:`to_onnx` writes.
+        """Raise an error, because TensorRT is not supported. It reads the files that :meth:`to_onnx` writes.
 
         Raises:
             NotImplementedError: always.

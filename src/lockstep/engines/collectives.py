@@ -296,7 +296,7 @@ class Collectives:
 
     @does("strategy.reduce")
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """Return the tensor reduced over all ranks, without changing the argument. One process returns the argument.
+        """Return the tensor reduced over all ranks; the argument is not changed, and returned on one process.
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.

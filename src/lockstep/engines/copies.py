@@ -144,9 +144,9 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Give every rank the same model as a checkpoint would have inside the block, and restore its own afterwards.
+        """Give every rank the model of a checkpoint inside the block, and restore each rank's own afterwards.
 
-        The shared model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
+        The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """
         local = self.local_steps
         if local is None or not local.differ or local.apart.shown:

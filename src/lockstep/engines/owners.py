@@ -77,8 +77,9 @@ def parameter_wise(kind: Kind | None = None, *, whole: bool = False) -> Kind | C
 
     Args:
         kind: the optimizer class.
-        whole: True if the update mixes the elements of a parameter (a product of matrices, a norm of rows). If
-            parameters are sharded, one rank then gathers each; otherwise each rank updates its shard.
+        whole: True if the update mixes the elements of a parameter (a product of matrices, a norm of rows). Matters if
+            parameters are sharded: with True one rank gathers each parameter and updates it, with False each rank
+            updates its shard.
 
     Example::
 
@@ -379,7 +380,7 @@ class Owners:
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the results of `Owners.part_of` from all ranks into one state dict, with the first rank's groups."""
+    """Merge `Owners.part_of` of all ranks into one state dict, with the first rank's groups; empty without parts."""
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

@@ -51,7 +51,7 @@ CONNECTED = 1024
 """World size from which the device's backend also sends CPU tensors, because gloo connects each pair of ranks."""
 
 BOUND = ("nccl", "xccl")
-"""Backends that need to know the rank's device when the process group is created."""
+"""Backends to which the rank's device is passed when the process group is created."""
 
 
 class RankedStrategy(Strategy):

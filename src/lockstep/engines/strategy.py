@@ -111,7 +111,7 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Context for the module's ``configure_model``; fills parameters on the meta device afterwards. Collective."""
+        """Set up ``configure_model``, which runs in the block; then fill parameters on the meta device. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
         # an engine with `init_device` meta fills parameters itself
@@ -225,7 +225,8 @@ class Strategy(Engine):
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
         """Divide the window's gradients by the sum of the weights from all ranks' training steps; return the factor.
 
-        The factor is ranks / sum, since gradients are already averaged over the ranks.
+        The factor is the number of ranks (of replicas in a pipeline) / the sum, since gradients are means over these;
+        0 if the sum is 0.
         """
         device, dtype = self.root_device, widest(self.root_device)
         if isinstance(weight, Tensor) and weight.device == device:

@@ -177,7 +177,7 @@ class FiniteWatch:
             self.take(floats([number for number, *_ in self._kept]))
 
     def numbers_to_read(self) -> list[Tensor]:
-        """Return the unchecked numbers on the device. The loop copies them with its own and passes them to `take`."""
+        """Return unchecked numbers and the weights' norm on the device, which the loop reads and passes to `take`."""
         # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []
@@ -186,7 +186,7 @@ class FiniteWatch:
         return [number for number, *_ in self._kept] + ([] if norm is None else [norm])
 
     def take(self, values: list[float]) -> None:
-        """Check the values of the tensors that `numbers_to_read` returned."""
+        """Check the values of `numbers_to_read`: losses, gradient norms, and the weights' norm as the last one."""
         kept, self._kept = self._kept, []
         for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
@@ -290,7 +290,7 @@ class FiniteWatch:
             raise NonFiniteError(self._ending(first, broken))
 
     def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise if a checkpoint has non-finite values, without communication: the other ranks may have failed."""
+        """Raise if a checkpoint has non-finite values, without communication, when this rank saves alone."""
         if self._session is not None:
             found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
             if found:

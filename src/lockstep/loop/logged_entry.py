@@ -229,7 +229,7 @@ class Entry:
 
 
 def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the reduced values: float32 and float64 stay, all other dtypes become a float type."""
+    """Return the dtype for reduced values of ``dtype``: itself if float32 or float64, otherwise one of these."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     default = torch.get_default_dtype()

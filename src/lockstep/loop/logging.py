@@ -553,7 +553,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``).
+    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``); each gets the total.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.

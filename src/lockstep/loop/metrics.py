@@ -131,7 +131,7 @@ _plain: list[Callable[..., None]] = []
 
 
 def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-    """Synchronize a metric as `torchmetrics.Metric._sync_dist`, which this replaces during a Trainer call."""
+    """Fill empty lists and synchronize a metric. Replaces `torchmetrics.Metric._sync_dist` during a Trainer call."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
     if dist_sync_fn is None or dist_sync_fn is own:  # a user's own exchange may need no process group
         # peers: one of the ranks with the same samples takes part

@@ -42,7 +42,7 @@ Restore = Callable[[], None]
 
 @contextmanager
 def padding(session: Session) -> Iterator[None]:
-    """Set the strategy up for a padding batch in the ``with`` block, and restore the module afterwards."""
+    """Run the ``with`` block as a padding batch, without weight, and restore the module afterwards."""
     session.is_padding = True
     try:
         with session.strategy.zero_weight() as own_buffers, without_trace(session.module, own_buffers):

@@ -4,7 +4,7 @@ A checkpoint can be saved between any two micro-batches, in a validation, or by 
 continues at the same place, with the same ranks or with others. `Resume` stores this state while a fit runs;
 `loop/state.py` writes it to a checkpoint and restores it.
 
-**Within a window** a resume continues in one of two ways. With the same number of replicas, and in manual optimization,
+**Within a window** a resume continues in one of two ways. With the same number of replicas, or in manual optimization,
 it loads the gradients of the window's finished micro-batches and continues after them. Otherwise it repeats the window,
 and restores what the micro-batches have changed, so that nothing counts twice: logged values, torchmetrics objects,
 buffers (`loop/window_start.py`), and the counters of `Progress`.
@@ -216,7 +216,7 @@ def _select(part: RankEntry, *keys: str) -> RankEntry:
 
 
 class RunBatches:
-    """Plan that one Trainer's fits use to count batches, if they resume with a different number of ranks.
+    """Plan by which one Trainer's fits count batches, so that a resume on other ranks finds its place.
 
     Attributes:
         saved: plan from the checkpoint that the fit resumes from; None once training continues.
@@ -359,7 +359,8 @@ ModuleFlags = dict[str, Flags]
 class HookChanges:
     """Changes of ``requires_grad`` and of train or eval mode that hooks made since training started.
 
-    A checkpoint saves them, because a hook at the start of an epoch does not run again after a resume within the epoch.
+    A checkpoint saves them, because a hook at the start of an epoch does not run again after a resume in that epoch
+    or later.
 
     Attributes:
         outside: the mode of each submodule before the current evaluation; None outside of evaluations.

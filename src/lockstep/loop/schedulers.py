@@ -19,7 +19,7 @@ class Schedulers:
     """Steps the learning rate schedulers of a fit. Under manual optimization the user steps them.
 
     Attributes:
-        by_step: schedulers with the interval "step".
+        by_step: schedulers with the interval "step" that do not monitor a metric.
         own_step: True if the module overrides ``lr_scheduler_step``.
         module: the module of the fit.
         by_metric: schedulers that monitor a metric, by their interval.
@@ -41,11 +41,11 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step schedulers with the interval "step"; ``count`` micro-batches of the epoch are finished."""
+        """Step :attr:`by_step` after an update; ``count`` micro-batches of the epoch are finished."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:
-        """Step schedulers with the interval "epoch", after the epoch's last update."""
+        """Step schedulers with the interval "epoch" that do not monitor a metric, after the epoch's last update."""
         self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
 
     def _step_all(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:

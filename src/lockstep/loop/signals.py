@@ -138,7 +138,7 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """Return the newest checkpoint of an earlier attempt at this run, or the script's ``ckpt_path``. Rank 0 only.
+        """Return, on rank 0, the newest checkpoint of an earlier attempt at this run, or the script's ``ckpt_path``.
 
         Collective under ``lockstep run``.
         """

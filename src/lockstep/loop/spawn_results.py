@@ -65,7 +65,7 @@ class SpawnResults:
 
 
 def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
-    """Run a loop in a spawned or forked process, and collect the results for the calling process."""
+    """Run a loop in this spawned or forked process, and collect the results for the calling process."""
     before = _build(session.module)
     returned = loop.run(*args)
     strategy = session.strategy

@@ -214,7 +214,7 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
 
     Args:
         module: module of the fit.
-        of: collector of logged values; if its evaluation has ended, the logged metrics count as reset.
+        of: collector of logged values; if it is that of an ended evaluation, its metrics count as reset.
     """
     logged = of.metrics if of is not None and of.ended else []
     ended = {id(part) for metric in logged for part in parts_of(metric)}
@@ -493,7 +493,7 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, scaler and counters. `restore_rank` restores the rest."""
+    """Restore optimizers, schedulers, scaler, counters and the bucket plan. `restore_rank` restores the rest."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
             raise MissingKey(

@@ -41,7 +41,7 @@ def initial_state(metric: Metric) -> MetricState:
 
 
 SMALL = 1 << 16
-"""Buffers with at most this many elements are always compared, because batch norm does not raise their version."""
+"""Number of elements up to which a buffer is always copied, because batch norm does not raise its version."""
 
 
 @dataclass

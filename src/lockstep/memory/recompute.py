@@ -4,10 +4,10 @@
     recompute(model, {Block})             # layers of a class
     recompute(model, save="matmuls")      # in those blocks, keep the outputs of matrix products
 
-The mechanism is ``torch.utils.checkpoint`` without re-entrance. The second forward has no side effects. It reads the
-buffers of the first forward, and its changes to buffers are dropped (BatchNorm's statistics). It logs nothing, uses the
-first forward's default dtype, and appends nothing to a cache of keys and values. Names of parameters and keys of
-a state dict do not change.
+The mechanism is ``torch.utils.checkpoint`` without re-entrance. The second forward has no side effects. It reads
+buffers with their values from the first forward, and its changes to buffers are dropped (BatchNorm's statistics). It
+logs nothing, uses the first forward's default dtype, and appends nothing to a cache of keys and values. Names of
+parameters and keys of a state dict do not change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_BLOCKS = (
 
 
 SMALL = 2**16
-"""Number of elements up to which a buffer is always copied, since batch norm changes buffers without a version."""
+"""Number of elements up to which a buffer counts as changed, since batch norm does not raise its version."""
 
 
 class _State(threading.local):

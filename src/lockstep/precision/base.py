@@ -124,8 +124,8 @@ class LossScaler:
         """
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise MisconfigurationException(
-                "precision='16-mixed' does not support LBFGS, whose line search compares losses, because the loss "
-                "scale changes. Use precision='bf16-mixed' or '32-true'"
+                "precision='16-mixed' does not support LBFGS: its line search compares losses, which the loss scale "
+                "changes. Use precision='bf16-mixed' or '32-true'"
             )
 
     def must_skip(self, optimizer: Optimizer) -> bool:

@@ -32,7 +32,7 @@ def takes(input: Tensor) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in a layout that the kernels read in one pass: channels last if it has it, else contiguous."""
+    """Return ``tensor`` in a layout that the kernels read in one pass: channels last if it is so, else contiguous."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor

@@ -24,7 +24,7 @@ from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
 
 UNEVEN = 1.5
-"""Ratio of the largest rank's share to an even share from which a warning is issued."""
+"""Ratio of the largest share of a rank to an even share, above which a warning is issued."""
 
 
 class SteppingContainer(Protocol):
@@ -64,7 +64,7 @@ class OwnedOptimizers(Owners):
         if fullest * self._world > UNEVEN * whole:
             warn_once(
                 f"shard_optimizer=True: one rank stores {fullest / whole:.0%} of the optimizer states instead of "
-                f"{1 / self._world:.0%}, because it does not split large parameters. To split them, use "
+                f"{1 / self._world:.0%}, because large parameters are not split. To split them, use "
                 'strategy="fsdp".'
             )
 

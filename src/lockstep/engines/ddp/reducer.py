@@ -541,7 +541,7 @@ BROKEN = (
     "Your training graph has changed in this iteration: with static_graph=True, parameter {name!r} {what}. Every "
     "backward must compute gradients of the same parameters in the same order; otherwise use static_graph=False"
 )
-EARLY = "had no gradient yet when the parameter that was last in the first backwards got one"
+EARLY = "had no gradient yet when the parameter that was last in its bucket in the first backwards got one"
 LACKING = "got no gradient, unlike in the first backwards"
 
 Lock: TypeAlias = "AbstractContextManager[Any]"
@@ -676,7 +676,7 @@ class StaticGraph:
         self._at_launch[bucket.index] = self._places(bucket)
 
     def check(self, bucket: Bucket) -> None:
-        """Check a bucket after the backward: no further gradient may have arrived.
+        """Check after the backward that a bucket got the recorded gradients, and none after its launch.
 
         Raises:
             RuntimeError: the backward differs from the recorded one.

@@ -47,7 +47,7 @@ class Semaphores:
     any way and in any container. The lock is not inherited.
 
     Args:
-        pages: zeroed shared memory; the constructor closes the handle.
+        pages: zeroed shared memory; `close` also closes its handle.
         rank: rank of this process.
         count: number of semaphores, with the initial value 0.
 
@@ -94,7 +94,7 @@ class Semaphores:
     def open_on_one_host(cls, group: comm.Group) -> Semaphores | None:
         """Create two semaphores for each ordered pair of ranks, if all ranks run on one Linux host. Collective.
 
-        Returns None, on all ranks, if they cannot share memory.
+        Return None, on all ranks, if they cannot share memory.
         """
         if not on_one_host(group) or sys.platform != "linux":
             return None

@@ -376,7 +376,7 @@ class DDPStrategy(RankedStrategy):
         self._reducer, self.waits_in = None, []
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method, after setting buffers to rank 0's before a window's first training forward."""
+        """Run a step method; the first training forward of a window starts with rank 0's buffers."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.check()
         if self.copies.buffers is not None and torch.is_grad_enabled():

@@ -361,7 +361,7 @@ class FSDPStrategy(ShardedStrategy):
             raise MisconfigurationException(text) from error
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which to gather parameters that autocast would cast; None: their own dtype."""
+        """Return the dtype in which to gather parameters that autocast would cast; None under ``mixed_precision``."""
         return self.precision.autocast_dtype if self._mixed is None else None
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
@@ -432,7 +432,7 @@ class FSDPStrategy(ShardedStrategy):
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Gather the full states of module and optimizers on rank 0. Collective.
 
-        Other ranks get tensors without values. With sharded checkpoints, each rank returns its own shards.
+        Other ranks get tensors on the meta device, or none. With sharded checkpoints, each rank returns its own shards.
         """
         from lockstep.engines.sharded.fully_shard import gathered
 

@@ -68,7 +68,7 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
-    """Set or remove the gradient that `waiting_gradient` returns, after the parameter was gathered once."""
+    """Set or remove the gradient that `waiting_gradient` returns; the parameter must have been gathered before."""
     gathered = getattr(param, "_unsharded_param", None)
     is_attribute = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
     if is_attribute:

@@ -311,7 +311,7 @@ class ShardedModule:
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
-        """Context for a backward of ``loss``, which the caller runs inside the block. Collective with ``sync``.
+        """Prepare and complete a backward of ``loss``, which the caller runs in the block. Collective with ``sync``.
 
         A parameter that no rank has used since the last reduction gets no gradient, as on one process. torch gives it
         zeros, with which weight decay and momentum would change it.
@@ -531,7 +531,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def shard_like(own: object, value: Any) -> Any:
-    """Shard ``value`` like ``own``, and return it as a DTensor; if the shapes differ, return ``value``.
+    """Return ``value`` as a DTensor sharded like ``own``; as a full tensor if ``own`` is none, or its shape differs.
 
     Collective if ``value`` is already sharded differently.
     """

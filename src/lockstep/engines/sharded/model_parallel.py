@@ -173,7 +173,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Context for ``configure_model``, in which all ranks split rank 0's weights. Collective."""
+        """Let all ranks split rank 0's weights in ``configure_model``, which runs inside the block. Collective."""
         from torch.distributed.tensor import DTensor
 
         from lockstep.checkpoint.first_values import fill, leave_meta
@@ -184,8 +184,8 @@ class ModelParallelStrategy(FSDPStrategy):
             raise MisconfigurationException(NO_PLAN.format(module=type(module).__name__))
         if self.precision.name == "fp8-mixed":
             raise MisconfigurationException(
-                "ModelParallelStrategy does not support precision='fp8-mixed', because parallelize_module cannot split "
-                "torchao's float8 layers. Use precision='bf16-mixed', or strategy=\"fsdp\"."
+                "ModelParallelStrategy does not support precision='fp8-mixed', because torchao's float8 layers need "
+                "plans of torchao's own to be split. Use precision='bf16-mixed', or strategy=\"fsdp\"."
             )
         self._refuse_parts(module, "fsdp")
         self.precision.convert_module(module)

@@ -1,4 +1,4 @@
-"""Construction of models that do not fit in one rank's memory: each rank stores a slice of every tensor."""
+"""Construction of models that do not fit in one rank's memory: each rank stores a slice of each large tensor."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ShardedInit(TorchDispatchMode):
         return result
 
     def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
-        """Record a use of a tensor, and gather it if it is sliced. Collective in that case."""
+        """Record a use of a tensor, and gather it (collective) if it is sliced and not overwritten completely."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()

@@ -88,9 +88,9 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Context for ``configure_model``, in which all ranks together create a module too large for one. Collective.
+        """Let all ranks together create a module that is too large for one, in ``configure_model``. Collective.
 
-        They use rank 0's random numbers.
+        The caller runs ``configure_model`` inside the block. All ranks use rank 0's random numbers.
         """
         from lockstep.checkpoint.first_values import leave_meta
         from lockstep.engines.sharded import sharded_init
@@ -252,7 +252,7 @@ def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Move states of layers to the device that are neither parameters nor buffers.
+    """Move states that are neither parameters nor buffers to the device.
 
     They belong to layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
     """

@@ -30,7 +30,7 @@ from lockstep.ground.parameters import box_of, local_part
 from lockstep.ground.tree import tree_map
 
 ROUND = 2**25
-"""Limit in bytes for the parameters that one owner updates in a round."""
+"""Limit in bytes for one owner's parameters in a round; a larger parameter has a round to itself."""
 ALIGNED = 16
 """Alignment of each tensor in a message, in bytes, so that the bytes can be viewed as the tensor's dtype."""
 
