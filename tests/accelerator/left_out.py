@@ -67,7 +67,6 @@ LEFT_OUT = {
     "tests/launch/test_fork.py::*": "a process that has begun to use a device cannot be copied",
     "tests/loop/test_metrics.py::test_nan_disappeared_from_extremes[2-*": "tells the sign of the least of 0.0 and -0.0",
     "tests/engines/test_calls_in_hooks.py::*[fsdp-*": THEIRS,
-    "tests/engines/test_engines.py::test_an_engine_may_place_the_module*": THEIRS,
     "tests/extensions/parallel/dp/test_strategy.py::test_own_weights_are_summed_over_the_parts": THEIRS,
     "tests/engines/test_norms.py::test_running_statistics_are_those_of_one_process*": THEIRS,
     "tests/engines/test_norms.py::test_a_fit_converts_the_layers*": THEIRS,

@@ -54,13 +54,13 @@ class Computed:
 
 
 @dataclass
-class Base:
+class NetConfig:
     width: int
     acts: dict[Act, list[Any]] = field(default_factory=dict)
 
 
 @dataclass
-class Child(Base):
+class Child(NetConfig):
     pass
 
 
@@ -81,7 +81,7 @@ class ActAndPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    parts: list[Base]
+    parts: list[NetConfig]
     total: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Net(Sized):
     def __init__(
         self,
         cfg: Computed,
-        net: Base,
+        net: NetConfig,
         opt: A | B,
         size: Sequence[int] = (2, 2),
         root: Path = "data",  # type: ignore[assignment]
@@ -117,7 +117,7 @@ class Net(Sized):
 def of_the_run() -> Net:
     pairs = {Act.GELU: [ActAndPart(Act.RELU, B(1.0)), ActAndPart(Act.GELU, A(2.0))]}
     more: dict[str, Any] = {"pairs": pairs, "acts": frozenset({Act.GELU}), "others": Namespace(to=Path("b"))}
-    more["sums"] = Sums([Base(1), Base(2)])
+    more["sums"] = Sums([NetConfig(1), NetConfig(2)])
     return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=WrittenMode.FAST, **more)
 
 
@@ -158,7 +158,7 @@ def test_a_class_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
     path = changed(saved(of_the_run(), tmp_path), lambda kind: kind.replace(":Child", ":Grandchild"))
     with pytest.warns(UserWarning, match=r"'net' was saved with objects of Grandchild, .* plain values.*net=\.\.\.\)"):
         assert Net.load_from_checkpoint(path).hparams.net == {"width": 8, "acts": {Act.RELU: [1]}}
-    assert Net.load_from_checkpoint(path, net=Base(1)).hparams.net == Base(1)
+    assert Net.load_from_checkpoint(path, net=NetConfig(1)).hparams.net == NetConfig(1)
 
 
 def test_what_no_annotation_names_stays_plain_and_is_said(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_one_argument_that_took_all(tmp_path: Path) -> None:
 
 
 class Logged(BoringModel):
-    def __init__(self, act: Swapped, rights: Rights, net: Base, either: str | Act, opt: A | B) -> None:
+    def __init__(self, act: Swapped, rights: Rights, net: NetConfig, either: str | Act, opt: A | B) -> None:
         super().__init__()
         self.save_hyperparameters()
 

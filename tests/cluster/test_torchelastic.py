@@ -33,7 +33,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster may show each rank one device of its own; `lockstep run` shows all ranks the same one."""
     one = [torch.device("cuda", 0)]
     assert [device_of(one, rank, 2) for rank in range(2)] == one * 2
-    with pytest.raises(MisconfigurationException, match=r"4 ranks were started .*, which has 2 cuda.*gres=gpu:4"):
+    with pytest.raises(MisconfigurationException, match=r"4 ranks were started .*, but only 2 cuda.*gres=gpu:4"):
         device_of([torch.device("cuda", index) for index in range(2)], 0, 4)
     monkeypatch.setenv("LOCKSTEP_STARTED", "--devices 2")
     assert device_of(one, 0, 1) == one[0]

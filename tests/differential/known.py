@@ -132,7 +132,7 @@ ROWS = [
     Row(
         "Several loaders: a batch weighs the samples that lockstep's loaders drew for it; in Lightning the length "
         "of its first tensor.",
-        "docs/architecture.md: Micro-batches weigh their samples",
+        "docs/architecture.md: Micro-batches are weighted by their samples",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
         then="numbers",

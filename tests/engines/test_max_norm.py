@@ -59,7 +59,7 @@ def test_a_table_with_a_max_norm_is_refused_on_ranks(ranks: RankPool, strategy: 
     for text in ranks(4 if strategy == "balanced" else 2).run(
         refusal, partial(Looks, layer), STRATEGIES[strategy], rows(2)
     ):
-        assert f"the {layer.__name__} 'table' has max_norm=0.5" in text
+        assert f"the {layer.__name__} 'table' with max_norm=0.5" in text
         assert "max_norm=None" in text
 
 

@@ -18,7 +18,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from lockstep.extensions.search import journal, study  # noqa: E402
+from lockstep.extensions.search import journal, parser, study  # noqa: E402
 from lockstep.extensions.search.grid import Options, SearchSettings, Space, make_range  # noqa: E402
 from lockstep.extensions.search.journal import CorruptJournal, StudyJournal  # noqa: E402
 from lockstep.extensions.search.lock import FileLock, holding  # noqa: E402
@@ -246,6 +246,7 @@ def test_other_ranks_wait_for_what_rank_0_draws(tmp_path: Path, monkeypatch: pyt
     trial.stop_heartbeat()
     assert found == [values]
     monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr(parser, "_running", None)
     options = Hyperparameters.of({}, settings())
     assert vars(options.draw(5, tmp_path)) == values
     monkeypatch.setattr(study, "PATIENCE", 0.2)

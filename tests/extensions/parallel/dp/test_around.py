@@ -43,7 +43,7 @@ def test_synchronized_norms_are_refused() -> None:
 
 @pytest.mark.extension("balancing")
 def test_unequal_shares_are_refused_at_once() -> None:
-    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*leave"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*remove"):
         quiet(balance=True, strategy="dp", devices=2)
 
 
