@@ -96,7 +96,10 @@ def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> Non
         ({"plugins": [Precision]}, "pass instances of lockstep's Precision"),
         ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*remove one"),
         ({"plugins": Starts()}, r"Starts\(\)\): its creates_processes_externally is False"),
-        ({"plugins": Grid(0, 3), "num_nodes": 2}, r"Grid\(\), num_nodes=2\): its world_size\(\) of 3 is not divisible"),
+        (
+            {"plugins": Grid(0, 3), "num_nodes": 2},
+            r"num_nodes=2\): world_size\(\) is 3, which is not divisible",
+        ),
         ({"plugins": Grid(0, 4), "devices": 2}, r"devices=2, num_nodes=1 make 2 rank.*world_size\(\) is 4"),
     ],
 )

@@ -267,7 +267,7 @@ def _changes(
     if not _has_other_workers(saved, attempt):
         return message, before.samples != now.samples
     workers = (
-        f"trainer.fit: the iterable data set is read by {_counted(attempt.workers, 'worker')} per rank, but the "
+        f"trainer.fit: the iterable data set is read by {attempt.workers} worker(s) per rank, but the "
         f"checkpoint was saved with {saved.workers}. The stream of this epoch is read again, and samples that were "
         "already drawn are skipped. If the data set shards itself over its workers "
         "(`torch.utils.data.get_worker_info`), some samples are seen twice and others never: resume such a data set "
