@@ -102,7 +102,7 @@ def test_a_pass_is_what_the_class_says_in_training_and_in_validation(kind: Any, 
     ("kind", "reason"),
     [
         (MultiEpochs, "a MultiEpochs, and it stores its own iterator (`iterator`)"),
-        (Twice, "a Twice, and its length is 6 batches, but its sampler yields 3"),
+        (Twice, "a Twice, and its length is 6 batches, but that of its sampler is 3"),
     ],
 )
 def test_several_ranks_refuse_what_they_would_all_see_whole(kind: Any, reason: str) -> None:

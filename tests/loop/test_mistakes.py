@@ -167,7 +167,7 @@ def fit(**flags: Any) -> None:
 
 
 def test_two_progress_bars_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"two progress bars"):
+    with pytest.raises(MisconfigurationException, match=r"2 progress bars"):
         quiet(enable_progress_bar=True, callbacks=[TQDMProgressBar(), TQDMProgressBar()])
 
 

@@ -83,7 +83,7 @@ def node_devices(
 
 
 def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
-    """Return a rank's device, which is the only one it can see, or that with the index of its local rank.
+    """Return a rank's device, which is the only one that it sees, or the one at the index of its local rank.
 
     Raises:
         MisconfigurationException: the node has more ranks than devices.

@@ -70,7 +70,7 @@ def check_not_lightnings(where: str, thing: object) -> None:
     """Raise an error if an object's class derives from a class of an installed Lightning.
 
     Raises:
-        MisconfigurationException: it does. The message has the import to change, or an alternative command.
+        MisconfigurationException: the class does. The message has the import to change, or an alternative command.
     """
     kind = thing if isinstance(thing, type) else type(thing)
     base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
@@ -160,15 +160,14 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
 
 
 def _cluster(given: Any) -> Any:
-    """Validate the cluster environment plugin of a run and return it."""
+    """Validate a cluster environment plugin; return it, or lockstep's own for a `LightningEnvironment`."""
     if given.creates_processes_externally:
         return given
     # LightningEnvironment describes how lockstep starts ranks itself; by name, since it may be Lightning's own class.
     if "LightningEnvironment" not in [kind.__name__ for kind in type(given).__mro__]:
         raise MisconfigurationException(
             f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, but without a "
-            "cluster "
-            'lockstep starts the ranks itself: remove the plugin and use strategy="ddp", or return True.'
+            'cluster lockstep starts the ranks itself: remove the plugin and use strategy="ddp", or return True.'
         )
     return LightningEnvironment()
 
@@ -185,7 +184,7 @@ def _kind(plugin: object) -> str | None:
 
 
 def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
-    """Raise an error for objects that are not callbacks, or for callbacks whose ``state_key`` is equal.
+    """Raise an error for objects that are not callbacks, or for callbacks with states and equal ``state_key``.
 
     Args:
         where: the call and its argument, for the message.
@@ -223,7 +222,7 @@ def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
 
 
 def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Move searches to the front of a list of callbacks, and those that write checkpoints to the end."""
+    """Return the callbacks with searches moved to the front, and those that write checkpoints to the end."""
     # The others start with the results of a search. A checkpoint holds their states after the hook.
 
     def place(callback: Callback) -> int:
@@ -260,8 +259,8 @@ def make_callbacks(
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=[{', '.join(bars)}]) has two progress bars, which would draw over each other: remove "
-            "one."
+            f"Trainer(callbacks=[{', '.join(bars)}]) has {len(bars)} progress bars, which would draw over each other: "
+            "keep only one."
         )
     defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),

@@ -53,8 +53,7 @@ def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
     if switch("sync_batchnorm", given) and devices_of_a_process > 1:
         raise MisconfigurationException(
             f"Trainer(sync_batchnorm=True) does not support {devices_of_a_process} devices in one process, because "
-            "BatchNorm is "
-            'synchronized only between ranks: use strategy="ddp".'
+            'BatchNorm is synchronized only between ranks: use strategy="ddp".'
         )
     return bool(given)
 

@@ -283,8 +283,8 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
         name: name of the loader in messages.
 
     Raises:
-        MisconfigurationException: the loader has a `DistributedSampler` that was made for another rank, or its
-            batches cannot be divided by the requested shares.
+        MisconfigurationException: the loader has a `DistributedSampler` that was made for another rank, it makes its
+            own batches and every rank would read all of them, or its batches cannot be divided by the requested shares.
         WrongType: the loader cannot be iterated.
     """
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
@@ -346,6 +346,8 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
     """Validate the shares of ``count`` replicas and return them as a tuple, which is empty if they are equal.
+
+    Collective if ``gather`` is not None.
 
     Raises:
         MisconfigurationException: the shares are not ``count`` positive numbers, or differ between ranks.

@@ -1,7 +1,8 @@
 """Batch counts of a run that resumes on a different number of ranks.
 
-Flags that count batches keep counting those of the planned ranks. A checkpoint keeps the plan (`BatchPlan`). A resumed
-attempt of the run computes the numbers that it counts by (`count_batches`) and reports to the user what has changed.
+Flags that count batches still count batches of the planned number of ranks. A checkpoint keeps the plan (`BatchPlan`).
+A resumed attempt of the run computes the numbers that it counts by (`count_batches`) and reports to the user what has
+changed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ResumePoint:
     rows: int
     """Batches of the plan before it."""
     position: Position = None
-    """Data drawn before it; see `Source.position`."""
+    """Data drawn before it; see `LoaderSource.position`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as a dict for a checkpoint."""
@@ -142,7 +143,7 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers per rank that have read a stream so far; None if no loader is a stream."""
+        """Number of loader workers per rank that have read the stream so far; None if there is no single stream."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
@@ -198,7 +199,7 @@ class BatchCounting:
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Return how many rows ``number`` micro-batches of an epoch complete; exact at the end of a window."""
+        """Return the number of rows done after ``number`` micro-batches of an epoch; exact at the end of a window."""
         first, rows = self.done_before(epoch)
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
@@ -266,10 +267,11 @@ def _changes(
     if not _has_other_workers(saved, attempt):
         return message, before.samples != now.samples
     workers = (
-        f"trainer.fit: the iterable data set is read by {attempt.workers} workers per rank, but the checkpoint was "
-        f"saved with {saved.workers}. The stream of this epoch is read again, and samples that were already drawn are "
-        "skipped. If the data set shards itself over its workers (`torch.utils.data.get_worker_info`), some samples "
-        "are seen twice and others never: resume such a data set with the former num_workers."
+        f"trainer.fit: the iterable data set is read by {attempt.workers} worker(s) per rank, but the "
+        f"checkpoint was saved with {saved.workers}. The stream of this epoch is read again, and samples that were "
+        "already drawn are skipped. If the data set shards itself over its workers "
+        "(`torch.utils.data.get_worker_info`), some samples are seen twice and others never: resume such a data set "
+        "with the former num_workers."
     )
     return (workers if planned and saved.size == attempt.size else f"{message} {workers}"), True
 
@@ -317,8 +319,8 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
         raise MisconfigurationException(
             f"The {whole} batches of a step ({saved.ranks} ranks x accumulate_grad_batches={value}) cannot be divided "
             f"evenly over {attempt.size} ranks, and the loader yields ready-made batches, which cannot be split. "
-            f"Resume on a number of ranks from {some}; change accumulate_grad_batches or batch_size; or set "
-            "Trainer(keep_global_batch=False) to continue with a different global batch."
+            f"Resume with devices x num_nodes equal to one of {some}; change accumulate_grad_batches or batch_size; "
+            "or set Trainer(keep_global_batch=False) to continue with a different global batch."
         )
 
 

@@ -124,7 +124,7 @@ class Feed:
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
-            counting: returns how a run counts batches that was planned on other ranks; default: by the current ranks.
+            counting: returns how a run that was planned on other ranks counts batches; default: by the current ranks.
             planned: the number of ranks in the plan, if already known.
             padded: hand out padding batches where a rank's part of a micro-batch is empty.
             shares: a number for each replica, to which its part of each global batch is proportional; default: equal.
@@ -199,7 +199,7 @@ class Feed:
 
     @property
     def drawn(self) -> int:
-        """Number of micro-batches that this rank has drawn in the epoch, including prefetched ones."""
+        """Number of micro-batches drawn on this rank in the epoch, with prefetched ones; their shares are fixed."""
         return self._source.drawn
 
     @property
@@ -219,7 +219,9 @@ class Feed:
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Set new shares, which apply from the first window at or after micro-batch ``number``. Call it on all ranks.
+        """Set new shares, which apply from the first window at or after micro-batch ``number``.
+
+        Call it on all ranks with the same arguments.
 
         Args:
             shares: a positive number for each rank.
@@ -299,11 +301,11 @@ class Feed:
         return self._source.samples_of(number)
 
     def batches_done(self, number: int, accumulate: int) -> int:
-        """Return how many micro-batches of the current window ``number`` micro-batches of the epoch include."""
+        """Return the number of micro-batches done in the current window, after ``number`` in the epoch."""
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """Return the resume point after ``number`` micro-batches of the epoch, valid for any number of ranks."""
+        """Return the resume point, for any number of ranks, after ``number`` micro-batches, which end a window."""
         before = self.counting.resumed_at
         if before is not None and (before.epoch, before.number) == (self._epoch, number):
             return before
@@ -515,7 +517,8 @@ ARRAYS = (Tensor, np.ndarray)
 class LastingBatches:
     """A buffer for batches drawn ahead, which copies the batches of loaders that reuse their memory.
 
-    To detect such a loader, the first batches are copied, and compared with the originals after the others were drawn.
+    To detect such a loader, the first batches are copied when they are drawn, and compared with the originals after
+    later batches were drawn, before the first one is yielded.
 
     Attributes:
         copies: True if the loader is known to reuse memory.

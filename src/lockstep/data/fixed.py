@@ -240,11 +240,11 @@ class _RecordedBatches:
 
     def __init__(self, batches: Iterable[Any], recorded: deque[list[Any]]) -> None:
         self._batches = batches
-        self._noted = recorded
+        self._recorded = recorded
 
     def __iter__(self) -> Iterator[Any]:
-        self._noted.clear()  # another pass
-        return recording((list(indices) for indices in self._batches), self._noted)
+        self._recorded.clear()  # another pass
+        return recording((list(indices) for indices in self._batches), self._recorded)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -261,7 +261,7 @@ def announce_epoch(loader: object, epoch: int) -> None:
 
 
 def _partition_of(loader: DataLoader[Any]) -> Partition | None:
-    """Return how a rank's own loader divides its samples; None if it does not use torch's `BatchSampler`."""
+    """Return how a rank's own loader divides its samples; None for a custom batch sampler or no length."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None

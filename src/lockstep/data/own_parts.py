@@ -25,9 +25,10 @@ EMPTY, UNKNOWN, FAILED = 1.0, 2.0, 3.0
 _SHARED_OUT, _OWN = 1.0, 2.0
 
 TAKEN = (
-    "{name}: {kind} starts with a different sample on each rank, so each rank reads its own stream to the end, as of a "
-    "data set that is sharded over the ranks. If the streams have the same samples in random order, every sample is "
-    "seen {ranks} times: seed the order in `set_epoch(epoch)`, and lockstep splits the stream among the ranks."
+    "{name}: {kind} starts with a different sample on each rank, so lockstep takes it to be sharded over the ranks, "
+    "and each rank reads its own stream to the end. If the streams have the same samples in random order, every "
+    "sample is seen {ranks} times: seed the order in `set_epoch(epoch)`, and lockstep splits the stream among the "
+    "ranks."
 )
 LENGTH = (
     "{name}: {kind} starts with a different sample on each rank. If it shards itself over the ranks, set "
@@ -88,7 +89,7 @@ class OwnParts:
 
     @property
     def found(self) -> bool | None:
-        """True if the streams are parts of the data, False if they are the same; None while that is unknown."""
+        """True if the streams are parts of the data, False if lockstep splits the stream; None while unknown."""
         answer = float(self._cells[0])
         return None if not answer else answer == _OWN
 
@@ -135,7 +136,7 @@ class OwnParts:
 
 USED_UNCHANGED = (
     "{name} is a {kind}, and {reason}, so lockstep uses it unchanged. The loader determines the order of its samples, "
-    "and a run that resumes within an epoch reads it again from the start."
+    "and a run that resumes within an epoch reads it again, from the start of the epoch up to that point."
 )
 NOT_SHARED = (
     "{name} is a {kind}, and {reason}, so lockstep cannot split it among {size} ranks, and each would see all its "
@@ -162,7 +163,7 @@ def makes_own_batches(loader: DataLoader[Any]) -> str | None:
     own, plain = length_of(loader), None
     with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
         plain = DataLoader.__len__(loader)
-    return None if own == plain else f"its length is {own} batches, but its sampler yields {plain}"
+    return None if own == plain else f"its length is {own} batches, but that of its sampler is {plain}"
 
 
 def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reason: str) -> None:

@@ -56,9 +56,9 @@ class Partition:
 
     @property
     def full(self) -> int:
-        """End of the run of equal micro-batches at the start, in which no rank's number of positions changes.
+        """End of the leading micro-batches in which each rank has as many positions as in the first, and at least one.
 
-        Each rank has at least one position in them. Equal to ``number`` (no such micro-batch) if a window does not have
+        Equal to ``number`` (no such micro-batch) if a window does not have
         ``batch x size`` positions.
         """
         whole = self.batch * self.size
@@ -73,7 +73,7 @@ class Partition:
 
     @property
     def length(self) -> int:
-        """Number that would follow that of the last micro-batch."""
+        """Number of the last micro-batch plus one."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:

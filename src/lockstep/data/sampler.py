@@ -225,8 +225,8 @@ class Drawn(Indexed):
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
-        """Draw the next few global batches, or windows of a plan; return False if the sampler has ended."""
-        # where shares may change, what is shared out is not far ahead of training
+        """Draw the next few global batches, or windows of a plan; return False if there were none."""
+        # where shares may change, samples are not divided far ahead of training
         wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
             wanted = min(wanted, self._plan.limited(math.inf, self.batch, False) - self._position)

@@ -195,7 +195,7 @@ class LoaderSource(ABC):
     flexible: bool = False
     """True if an epoch can be divided into windows of any size; False if only into whole batches."""
     pads: bool = False
-    """True if a rank whose part of a micro-batch is empty draws a padding batch, as often as the other ranks."""
+    """True if a rank draws a padding batch where its part is empty, so that all ranks draw equally often."""
     divisible: bool = False
     """True if a global batch can be divided into parts of any size; False if only into whole batches."""
     uneven: bool = False
@@ -232,7 +232,7 @@ class LoaderSource(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not know the weights of batches before they are fetched")
 
     def even_until(self, number: int) -> int:
-        """Return the end of the run of micro-batches with the weights of micro-batch ``number``."""
+        """Return the end of the consecutive micro-batches with the same weights as micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
@@ -247,7 +247,7 @@ class LoaderSource(ABC):
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """Return a micro-batch with None in place of loaders without samples on this rank."""
+        """Return a micro-batch with None in place of the parts that have no samples on this rank."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
@@ -262,11 +262,11 @@ class LoaderSource(ABC):
         return None
 
     def position(self, number: int) -> Position:
-        """Return the data that all ranks drew before micro-batch ``number`` (the first of a window), for a resume."""
+        """Return the progress of all ranks before micro-batch ``number``, which starts a window, for a resume."""
         return None
 
     def generator_states(self) -> list[Any]:
-        """Return states of the user's generators and samplers that determine the order and no other state includes."""
+        """Return the states of the generators and samplers that determine the order, if only this source has them."""
         return []
 
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
@@ -692,7 +692,7 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """Return a shallow copy of a loader with some attributes changed; it keeps its class and all others.
+    """Return a shallow copy of a loader, with its class and all its attributes except for ``changes``.
 
     Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.

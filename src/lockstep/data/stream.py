@@ -183,7 +183,7 @@ class Stream(LoaderSource):
             yield from iterator
 
     def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. Until the first is read, the data set may report the end of the previous pass."""
+        """Yield the batches. Until the first is read, the data set's state may be the end of the previous pass."""
         for first in itertools.islice(iterator, 1):
             self._unread = None
             yield first
@@ -258,7 +258,7 @@ class Stream(LoaderSource):
         end_workers(self._copy)
 
 
-# -- how a stream is shared out ------------------------------------------------------------------------------
+# -- how a stream is split -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ class Shard(IterableDataset[Any]):
         rank: this rank.
         size: number of ranks.
         key: 64-bit hash of (seed, loader).
-        own_parts: detects if the ranks' streams are already parts of the data; None: known, or there is one rank.
+        own_parts: detects if the ranks' streams are already parts of the data; None if known or for one rank.
 
     Attributes:
         mark: fingerprint of the first sample of the stream, as read by this copy; 0.0 if there is none.

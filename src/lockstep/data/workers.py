@@ -244,7 +244,7 @@ def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _kill_at_exit() -> None:
-    """Register a function that kills remaining workers at exit. They block the SIGTERM that Python would send."""
+    """Register a function that kills remaining workers at exit. Python would wait for them: they block SIGTERM."""
 
     def kill() -> None:
         # torch's handler of SIGCHLD would raise during exit.

@@ -133,7 +133,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised on all ranks when the window is settled."""
+        """Request that ``bit`` be raised, which happens on all ranks at the same, later boundary."""
         if bit not in self.up:
             self._wanted.add(bit)
 

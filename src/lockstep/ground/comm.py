@@ -268,7 +268,7 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
 
 
 def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Variant of `combined`, with bitwise equal results, that stays on the tensor's device and does not wait for it."""
+    """Compute `combined` with the same bits, but on the tensor's device and without waiting for the result."""
     return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
@@ -340,7 +340,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 @waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """Variant of `all_gather_tensor` with support for backward.
+    """Gather a tensor as `all_gather_tensor` does, with support for backward.
 
     The gradient of this rank's ``tensor`` is the sum, over all ranks, of the gradients of its copies. Every rank must
     therefore run the backward.

@@ -36,7 +36,7 @@ def accelerator_kinds() -> list[str]:
 
 
 def in_bad_fork() -> bool:
-    """Return True if this process was forked after an accelerator was initialized, which makes it unusable here."""
+    """Return True if accelerators are unusable here, since the process was forked after one was initialized."""
     return any(getattr(device_module(kind), "_is_in_bad_fork", bool)() for kind in accelerator_kinds())
 
 

@@ -126,7 +126,7 @@ _SCRIPTS = ("", "__main__", "__mp_main__")
 
 
 def way_out() -> str:
-    """Return advice for a user whose script, or a package of it, needs a missing part of Lightning."""
+    """Return advice for a user whose script, or a package that it uses, needs a missing part of Lightning."""
     package, _ = _find_caller()
     if package in _SCRIPTS:
         return "Remove this use, or run the script with Lightning itself, without --lightning."

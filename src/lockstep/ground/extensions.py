@@ -37,8 +37,8 @@ class Extension(NamedTuple):
     strategies: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
     """From the name in ``Trainer(strategy=...)`` to the place of the class, and its arguments."""
     commands: Mapping[str, tuple[str, str]] = {}
-    """From the command after ``lockstep`` to one line of help and the place of its function, which takes the arguments
-    and returns an exit code."""
+    """From the command after ``lockstep`` to the place of its function, and one line of help. The function takes the
+    arguments and returns an exit code."""
     services: Mapping[str, str] = {}
     """From the name of a service that the core uses to its place."""
     names: Mapping[str, str] = {}
@@ -235,7 +235,7 @@ def names_of(face: str) -> dict[str, str]:
 
 
 def module_of(path: str) -> str | None:
-    """Return the full path of the extension module that has a path below lockstep, or None.
+    """Return the full path of the extension's module that a path below lockstep redirects to, or None.
 
     Example:
         >>> module_of("verify.certificate")
@@ -272,7 +272,7 @@ def _absent(what: str, extension: str) -> str:
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:
-    """Return the names and arguments of the strategies from lockstep's installed extensions."""
+    """Return the names and arguments of the strategies from all of lockstep's extensions, installed or not."""
     return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
 
 

@@ -43,7 +43,8 @@ LAST_PATIENCE = 10.0
 def protect_forks() -> None:
     """Install fork handlers that make later forks of this process safe, once.
 
-    Up to CPython 3.11, a fork waits until torch's threads sleep. The child does not collect its parent's garbage.
+    With Python 3.11 or older on Linux, a fork waits until torch's threads sleep. The child does not collect its
+    parent's garbage.
     """
     collector = _Collector()
     FORK_GARBAGE.at_fork(collector.disable, collector.freeze_in_child, collector.enable)

@@ -144,7 +144,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 @contextmanager
 def whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Expand parameters that DeepSpeed has emptied to their full shape inside the block, with zeros of no memory."""
+    """Expand parameters that DeepSpeed has emptied to their full shape inside the block, without using memory."""
     shown: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in module.parameters():
         if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():

@@ -122,7 +122,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Variant of `random_states` for another process, in which the devices may have other indices.
+    """Return the `random_states` for another process, whose devices may have other indices.
 
     Args:
         devices: the devices of a rank; the state of each accelerator among them is included, in their order.

@@ -305,7 +305,7 @@ class _Names(Loader):
     def exec_module(self, module: ModuleType) -> None:
         home = None if self._home is None else import_module(self._home)
         rows = TableNames(module, self._rows, home).rows
-        module.__doc__ = f"The names of Lightning's {module.__name__}, imported from their modules in lockstep."
+        module.__doc__ = f"Lightning's names in {module.__name__}, imported from their modules in lockstep."
         module.__file__ = __file__ if home is None else home.__file__
         own = [name for name, value in vars(home or module).items() if getattr(value, "__module__", "") == self._home]
         public = {*getattr(home, "__all__", own), *(name for name in rows if not isinstance(rows[name], Refused))}

@@ -20,7 +20,7 @@ TRACE = "calls"
 """Override that traces the calls in an update, for example ``calls 3`` in update 3."""
 
 TRACE_LATE = "late-calls"
-"""Override that traces an update's calls after its backward, including calls that may change gradients."""
+"""Override that traces an update's calls after its backward, also without autograd, as they may change gradients."""
 
 _MAX_CALLS = 5000
 _ROUNDING = 1e-9

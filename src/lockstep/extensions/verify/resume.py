@@ -215,7 +215,7 @@ def _first(run: Recording) -> dict[str, Value]:
 
 
 def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:
-    """Return the name of the value that differs most at a step, and its relative difference."""
+    """Return the name of the value that differs most at a step, and its difference (relative, except for rates)."""
     if at >= len(whole.steps):
         return "", 0.0
     own, theirs = whole.steps[at], again.steps[step]

@@ -289,7 +289,7 @@ class Verification:
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
             if uneven == 0:
-                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank some")
+                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank data")
             elif self.comparison.drop_from(uneven):
                 self.notes.append(
                     f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"
@@ -311,7 +311,7 @@ class Verification:
 
 
 def _steps_of(ranks: Recording) -> int:
-    """Return the number of steps that all ranks made, or inside Join the rank that made the most."""
+    """Return the number of steps that all ranks made; inside Join, the steps of the rank that made the most."""
     counts = [max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks]
     return max(counts) if ranks.has("join") else min(counts)
 

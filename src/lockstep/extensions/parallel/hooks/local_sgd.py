@@ -171,7 +171,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function that returns a round's group for the exchange of used parameters, or None if it is fixed.
+    """Return a function that returns a round's group for the exchange of used parameters; None if always the same.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
