@@ -37,7 +37,7 @@ def refusal(path: str) -> str | None:
                 return None  # attributes of a property or of a function's result are only known when the script runs
             found = getattr(found, part)
     except (AttributeError, ImportError) as error:
-        if isinstance(found, type) and " is gone since " not in str(error):
+        if isinstance(found, type) and " was removed in Lightning " not in str(error):
             return None  # a missing attribute of a class is left to type checkers
         reason = re.sub(rf"^{ROOT}[\w.]*: ", "", str(error))
         unknown = "lockstep has no object with this name; docs/lightning.md lists the available names."
