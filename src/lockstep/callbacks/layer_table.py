@@ -128,7 +128,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Create the rows by layer name, and run the model's example input to record sizes and count operations."""
+        """Create the rows by layer name; if the model has an example input, run it to record sizes and operations."""
         rows = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self.has_sizes:
@@ -182,7 +182,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations in a forward of the example input, by layer name and operator."""
+        """Floating point operations in a forward of the example input, by layer name and operator; empty without one."""
         return {name: self._flops.get(name, {}) for name in self.layer_names}
 
     @property

@@ -300,7 +300,7 @@ class ModelCheckpoint(Checkpoint):
         self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
-        """Return True if ``train_time_interval`` or ``every_n_train_steps`` asks for a save after this step."""
+        """Return True if a save is due after this step, by time or by steps; a save by time restarts the interval."""
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
         # On a single process the loop settles no requests: the answer is known at once.
@@ -741,7 +741,7 @@ class ModelCheckpoint(Checkpoint):
         if foreign:
             rank_zero_warn(
                 f"The checkpoint lists {foreign[0]!r} as saved by this ModelCheckpoint, but the path is not a "
-                f"{self.FILE_EXTENSION} file in {self.dirpath!r}. The file is neither ranked nor deleted."
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}. Such files are neither ranked nor deleted."
             )
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]

@@ -39,7 +39,9 @@ CLI_KEYS = ("_class_path", "_instantiator")
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Remove LightningCLI's keys from saved hyperparameters, and instantiate the inner classes that it has described.
+    """Remove LightningCLI's keys from saved hyperparameters, and instantiate inner classes that are saved as text.
+
+    Hyperparameters without these keys are returned unchanged.
 
     A checkpoint may name only classes that the program has imported, and each must match the annotation of its
     argument: loading imports nothing.
@@ -127,7 +129,7 @@ def _imported(path: str) -> type | None:
 
 
 CONTAINERS = ("Namespace", "DictConfig")
-"""Names of classes that an argument for all hyperparameters may have."""
+"""Names of the classes, besides dict, that one argument with all hyperparameters may have."""
 
 # -- objects from plain forms --------------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[
 def _select_arguments(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown ones.
+    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown passed ones.
 
     Args:
         cls: the class.

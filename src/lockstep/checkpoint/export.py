@@ -354,7 +354,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a path next to the target for a temporary folder, and delete the folder afterwards. Collective."""
+    """Yield a temporary path next to the target, equal on all ranks; delete the folder there afterwards. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system

@@ -211,7 +211,7 @@ class Source:
         return whole[tuple(box)] if box else whole
 
     def read_flat(self, start: int, size: int) -> Tensor:
-        """Read ``size`` elements of the flattened tensor; at most one row more on each side is read from the file."""
+        """Read ``size`` elements of the flattened tensor from ``start`` on; only rows that contain them are read."""
         if not self.shape:
             return self.read().reshape(-1)
         row = max(1, self.shape[1:].numel())
