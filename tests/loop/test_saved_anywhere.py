@@ -744,7 +744,7 @@ def play_ranks(kind: Callable[[], Shuffling], stage: str) -> str:
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_an_order_that_differs_between_ranks_is_refused_by_name(ranks: RankPool, stage: str) -> None:
     for told in ranks(2).run(play_ranks, Unseeded, stage):
-        assert "the Unseeded draws another order on each rank" in told
+        assert "the Unseeded draws a different order on each rank" in told
     assert ranks(2).run(play_ranks, by_own_numpy, stage) == ["", ""]
 
 

@@ -65,7 +65,9 @@ class BaseFinetuning(Callback):
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} does not define finetune_function. Define it to unfreeze layers.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define finetune_function. Define it to unfreeze layers."
+        )
 
     # -- hooks ---------------------------------------------------------------------------------------------
 

@@ -118,9 +118,8 @@ class ModelSummary:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise MisconfigurationException(
-                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for "
-                "totals only, or a "
-                "number of levels."
+                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for totals "
+                "only, or a number of levels."
             )
         self._model = model
         self._max_depth = max_depth
@@ -182,7 +181,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations in a forward of the example input, by layer name and operator; empty without one."""
+        """Floating point operations of the example input, by layer name and operator; empty without an example."""
         return {name: self._flops.get(name, {}) for name in self.layer_names}
 
     @property

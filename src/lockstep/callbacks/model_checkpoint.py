@@ -46,9 +46,8 @@ class Checkpoint(Callback):
 
 
 EARLIER = (
-    "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the "
-    "last one "
-    "measured. It ranks after checkpoints with a value for their own weights, and is listed in "
+    "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the last "
+    "one measured. It ranks after checkpoints with a value for their own weights, and is listed in "
     "`values_of_earlier_steps`. To avoid this, save at steps with a validation (val_check_interval) or at epoch ends."
 )
 
@@ -282,8 +281,8 @@ class ModelCheckpoint(Checkpoint):
             self._time_bit = trainer.agreement.register(f"save-by-time {self.state_key}")
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
-                "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs "
-                "all of them, and one has failed. Use OnExceptionCheckpoint instead."
+                "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs all "
+                "of them, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -631,8 +630,7 @@ class ModelCheckpoint(Checkpoint):
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
             f"ModelCheckpoint(monitor={self.monitor!r}): no metric with this name was logged; available are "
-            f"{available}. "
-            f"Log it with self.log({self.monitor!r}, value), or monitor another metric."
+            f"{available}. Log it with self.log({self.monitor!r}, value), or monitor another metric."
         )
         # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics

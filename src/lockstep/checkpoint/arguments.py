@@ -164,11 +164,9 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
         if refused:
             rank_zero_warn(
                 f"{cls.__name__}.load_from_checkpoint: {name!r} was saved with objects of "
-                f"{' and '.join(sorted(refused))}, "
-                "and is loaded as plain values, because the argument's annotation names no imported class of that "
-                "name. "
-                f"Annotate the argument of {cls.__name__}.__init__ with the class, or pass the object: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+                f"{' and '.join(sorted(refused))}, and is loaded as plain values, because the argument's annotation "
+                f"names no imported class of that name. Annotate the argument of {cls.__name__}.__init__ with the "
+                f"class, or pass the object: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     return found
 
@@ -278,9 +276,8 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
             return {row[0]: _parse_cell(row[1]) for row in list(csv.reader(file))[1:] if row}
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
-            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown file type. Pass a file whose name ends "
-            "in .yaml, .yml "
-            "or .csv."
+            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown file type. Pass a file whose name ends in "
+            ".yaml, .yml or .csv."
         )
     try:
         found = plain_yaml.read(path)

@@ -49,9 +49,8 @@ NOT_OF_CONFIG = (
     "parameter names. The checkpoint lacks {count} tensors of {model}: "
 )
 SEVERAL = (
-    "--config {config!r}: the config matches {count} models in the checkpoint ({names}), whose weights differ. "
-    "Load the "
-    "checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and choose one of the models with "
+    "--config {config!r}: the config matches {count} models in the checkpoint ({names}), whose weights differ. Load "
+    "the checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and choose one of the models with "
     "trainer.save_pretrained(folder, model=...)."
 )
 OF_ADAPTER = (

@@ -27,10 +27,9 @@ NO_RESET = (
 )
 UNSET = "{layer}: {maker} does not initialize {name!r}, which is on the meta device. Assign values in this method."
 OF_ADAPTER = (
-    "{layer}: the initial values of this adapter ({kind}) depend on its base layer, whose weights are not loaded "
-    "yet. Use "
-    "LoRA with init_lora_weights=True, False or 'gaussian', or load the weights with from_pretrained in `__init__`, "
-    "before the adapter is added."
+    "{layer}: the initial values of this adapter ({kind}) depend on its base layer, whose weights are not loaded yet. "
+    "Use LoRA with init_lora_weights=True, False or 'gaussian', or load the weights with from_pretrained in "
+    "`__init__`, before the adapter is added."
 )
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
@@ -410,7 +409,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Make transformers' init functions skip tensors that will be loaded from a folder, and draw no numbers for them."""
+    """Make transformers' init functions skip tensors that will be loaded, and draw no numbers for them."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)

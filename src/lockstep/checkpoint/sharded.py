@@ -559,9 +559,8 @@ class _Writing:
                     raise OSError(
                         errno.EIO,
                         f"rank 0 finds only {size} of the {known['bytes']} bytes that were written to "
-                        f"{storage.inside(self.path, name)!r}. Save to a URL that is the same storage on all "
-                        "ranks, and to "
-                        "which no other run writes",
+                        f"{storage.inside(self.path, name)!r}. Save to a URL that is the same storage on all ranks, "
+                        "and to which no other run writes",
                     )
         self.folder.commit(index.dump())
         return [None] * len(results)

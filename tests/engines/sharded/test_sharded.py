@@ -197,7 +197,7 @@ def _alone(path: str) -> str:
         state.save_alone(trainer.session, path)
     dist.barrier()
     trainer = Trainer(max_steps=3, strategy=sharded(), **{**QUIET, "devices": 2})
-    with pytest.raises(MisconfigurationException, match="holds weights only"):
+    with pytest.raises(MisconfigurationException, match="has weights only"):
         trainer.fit(Net(), data(4), ckpt_path=path)
     return "refused"
 
