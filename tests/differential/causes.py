@@ -477,7 +477,7 @@ def waits_for_mean(program: Program, d: Difference, theirs: Record, ours: Record
 
 def without_loss(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Two errors for one cause."""
-    return d.name == "raised" and "needs the loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
+    return d.name == "raised" and "needs a loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
 
 
 def ranked_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

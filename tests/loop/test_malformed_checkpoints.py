@@ -229,7 +229,7 @@ def test_a_checkpoints_paths_delete_no_file_of_others(
     }
     path = tmp_path / "hostile.ckpt"
     format.save(content, path)
-    with pytest.warns(UserWarning, match="The file is neither ranked nor deleted"):
+    with pytest.warns(UserWarning, match="Such files are neither ranked nor deleted"):
         trainer = fit(folder, ckpt_path=path)
     assert victim.read_text() == "precious"
     kept = trainer.checkpoint_callback

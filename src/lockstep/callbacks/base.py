@@ -114,7 +114,7 @@ class Callback:
         """Run in place of :meth:`on_train_batch_end` on a rank that has no samples in this micro-batch."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
-        """Run regularly on all ranks, with each rank's typical times of an accumulation window since the last call."""
+        """Run every few accumulation windows on all ranks, with the ranks' typical window times since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Run before ``loss.backward()``."""
@@ -123,7 +123,7 @@ class Callback:
         """Run after ``loss.backward()``, before gradients are clipped."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Run before ``optimizer.step()``, when gradients are accumulated but not yet clipped."""
+        """Run before ``optimizer.step()``, with the accumulated gradients before they are clipped."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Run before ``optimizer.zero_grad()``."""

@@ -48,9 +48,8 @@ def name_pattern(template: str, extension: str) -> re.Pattern[str]:
 
 
 SHARED = (
-    "ModelCheckpoint: another process is saving checkpoints in {folder} at the same time, so that neither run can "
-    "find its "
-    "own last checkpoint. Pass a different `dirpath` for each run, or end one of the runs."
+    "ModelCheckpoint: another process is saving checkpoints in {folder} at the same time, so that neither run can find "
+    "its own last checkpoint. Pass a different `dirpath` for each run, or end one of the runs."
 )
 
 OTHERS = (

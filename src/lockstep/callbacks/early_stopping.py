@@ -200,7 +200,10 @@ class EarlyStopping(Callback):
         return bool(value < than) if self.mode == "min" else bool(value > than)
 
     def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the best one and with the thresholds; return a reason to stop and a message."""
+        """Compare a value with the best one and the thresholds; return a reason to stop and a message.
+
+        The wait count and the best value are updated.
+        """
         shown = f"{self.monitor} = {current.item():.6g}"
         if self.check_finite and not torch.isfinite(current):
             best = f"the best value was {self.best_score.item():.6g}"

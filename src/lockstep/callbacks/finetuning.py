@@ -60,12 +60,14 @@ class BaseFinetuning(Callback):
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze parameters that are not trained from the start; called in ``setup``, on every rank."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not define freeze_before_training, which freezes layers."
+            f"{type(self).__name__} does not define freeze_before_training. Define it to freeze layers."
         )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} does not define finetune_function, which unfreezes layers.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define finetune_function. Define it to unfreeze layers."
+        )
 
     # -- hooks ---------------------------------------------------------------------------------------------
 

@@ -42,9 +42,8 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): the schedule is not a dict, or is "
-                "empty. Pass a dict with at least one entry, from an epoch to the number of micro-batches per "
-                "step, such as "
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): the schedule is not a dict, or is empty. "
+                "Pass a dict with at least one entry, from an epoch to the number of micro-batches per step, such as "
                 "{4: 2}."
             )
         for what, values, least in (

@@ -118,9 +118,8 @@ class ModelSummary:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise MisconfigurationException(
-                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for "
-                "totals only, or a "
-                "number of levels."
+                f"ModelSummary(max_depth={max_depth!r}): the depth is not valid. Pass -1 for all levels, 0 for totals "
+                "only, or a number of levels."
             )
         self._model = model
         self._max_depth = max_depth
@@ -128,7 +127,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Create the rows by layer name, and run the model's example input to record sizes and count operations."""
+        """Create the rows by layer name; if the model has an example input, run it to record sizes and operations."""
         rows = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self.has_sizes:
@@ -182,7 +181,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations in a forward of the example input, by layer name and operator."""
+        """Floating point operations of the example input, by layer name and operator; empty without an example."""
         return {name: self._flops.get(name, {}) for name in self.layer_names}
 
     @property

@@ -71,7 +71,7 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for _, names, _ in _named_groups(trainer) for name in names}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Log learning rates before an optimizer step, unless they are logged by epochs."""
+        """Log learning rates before every ``log_every_n_steps``-th step, unless they are logged by epochs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:

@@ -46,9 +46,8 @@ class Checkpoint(Callback):
 
 
 EARLIER = (
-    "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the "
-    "last one "
-    "measured. It ranks after checkpoints with a value for their own weights, and is listed in "
+    "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the last "
+    "one measured. It ranks after checkpoints with a value for their own weights, and is listed in "
     "`values_of_earlier_steps`. To avoid this, save at steps with a validation (val_check_interval) or at epoch ends."
 )
 
@@ -282,8 +281,8 @@ class ModelCheckpoint(Checkpoint):
             self._time_bit = trainer.agreement.register(f"save-by-time {self.state_key}")
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
-                "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs "
-                "all of them, and one has failed. Use OnExceptionCheckpoint instead."
+                "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs all "
+                "of them, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -300,7 +299,7 @@ class ModelCheckpoint(Checkpoint):
         self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
-        """Return True if ``train_time_interval`` or ``every_n_train_steps`` asks for a save after this step."""
+        """Return True if a save is due after this step, by time or by steps; a save by time restarts the interval."""
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
         # On a single process the loop settles no requests: the answer is known at once.
@@ -631,8 +630,7 @@ class ModelCheckpoint(Checkpoint):
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
             f"ModelCheckpoint(monitor={self.monitor!r}): no metric with this name was logged; available are "
-            f"{available}. "
-            f"Log it with self.log({self.monitor!r}, value), or monitor another metric."
+            f"{available}. Log it with self.log({self.monitor!r}, value), or monitor another metric."
         )
         # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics
@@ -741,7 +739,7 @@ class ModelCheckpoint(Checkpoint):
         if foreign:
             rank_zero_warn(
                 f"The checkpoint lists {foreign[0]!r} as saved by this ModelCheckpoint, but the path is not a "
-                f"{self.FILE_EXTENSION} file in {self.dirpath!r}. The file is neither ranked nor deleted."
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}. Such files are neither ranked nor deleted."
             )
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]

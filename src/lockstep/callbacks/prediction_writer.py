@@ -93,7 +93,7 @@ class BasePredictionWriter(Callback):
             dataloader_idx: index of the loader.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not define write_on_batch_end, which stores a batch's prediction."
+            f"{type(self).__name__} does not define write_on_batch_end. Define it to store a batch's prediction."
         )
 
     def write_on_epoch_end(
@@ -110,7 +110,7 @@ class BasePredictionWriter(Callback):
                 :meth:`write_on_batch_end`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not define write_on_epoch_end, which stores all predictions."
+            f"{type(self).__name__} does not define write_on_epoch_end. Define it to store all predictions."
         )
 
     def on_predict_batch_end(

@@ -39,7 +39,9 @@ CLI_KEYS = ("_class_path", "_instantiator")
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Remove LightningCLI's keys from saved hyperparameters, and instantiate the inner classes that it has described.
+    """Remove LightningCLI's keys from saved hyperparameters, and instantiate inner classes that are saved as text.
+
+    Hyperparameters without these keys are returned unchanged.
 
     A checkpoint may name only classes that the program has imported, and each must match the annotation of its
     argument: loading imports nothing.
@@ -127,7 +129,7 @@ def _imported(path: str) -> type | None:
 
 
 CONTAINERS = ("Namespace", "DictConfig")
-"""Names of classes that an argument for all hyperparameters may have."""
+"""Names of the classes, besides dict, that one argument with all hyperparameters may have."""
 
 # -- objects from plain forms --------------------------------------------------------------------------------
 
@@ -162,11 +164,9 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
         if refused:
             rank_zero_warn(
                 f"{cls.__name__}.load_from_checkpoint: {name!r} was saved with objects of "
-                f"{' and '.join(sorted(refused))}, "
-                "and is loaded as plain values, because the argument's annotation names no imported class of that "
-                "name. "
-                f"Annotate the argument of {cls.__name__}.__init__ with the class, or pass the object: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+                f"{' and '.join(sorted(refused))}, and is loaded as plain values, because the argument's annotation "
+                f"names no imported class of that name. Annotate the argument of {cls.__name__}.__init__ with the "
+                f"class, or pass the object: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     return found
 
@@ -199,7 +199,7 @@ def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[
 def _select_arguments(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown ones.
+    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown passed ones.
 
     Args:
         cls: the class.
@@ -276,9 +276,8 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
             return {row[0]: _parse_cell(row[1]) for row in list(csv.reader(file))[1:] if row}
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
-            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown file type. Pass a file whose name ends "
-            "in .yaml, .yml "
-            "or .csv."
+            f"load_from_checkpoint(hparams_file={fspath(path)!r}): unknown file type. Pass a file whose name ends in "
+            ".yaml, .yml or .csv."
         )
     try:
         found = plain_yaml.read(path)

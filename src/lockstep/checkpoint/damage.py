@@ -18,10 +18,10 @@ _OF_THE_FOLDER = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.
 """Errors of the operating system that indicate a damaged folder, for example a circular link."""
 
 FEW = 64 * 2**20
-"""Number of bytes to which a file of any size may unpack."""
+"""Number of bytes to which every file may unpack, however small it is."""
 
 TIMES = 20
-"""Maximum ratio of unpacked to packed bytes in larger files; files from ``torch.save`` are not compressed."""
+"""Largest ratio of unpacked bytes to file size, above `FEW` bytes; files from ``torch.save`` are not compressed."""
 
 
 @contextlib.contextmanager

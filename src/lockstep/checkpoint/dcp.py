@@ -71,7 +71,10 @@ def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) 
 
 
 class _PlacedPart:
-    """A wrapper with correct offsets for a DTensor that FSDP has split along a tensor-parallel dimension."""
+    """A wrapper with correct offsets for a DTensor whose dimension is split by tensor parallelism and again by FSDP.
+
+    torch computes wrong offsets for such a DTensor; see `box_in`.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._part = tensor.shape, local_part(tensor.detach())

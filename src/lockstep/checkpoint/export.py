@@ -49,9 +49,8 @@ NOT_OF_CONFIG = (
     "parameter names. The checkpoint lacks {count} tensors of {model}: "
 )
 SEVERAL = (
-    "--config {config!r}: the config matches {count} models in the checkpoint ({names}), whose weights differ. "
-    "Load the "
-    "checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and choose one of the models with "
+    "--config {config!r}: the config matches {count} models in the checkpoint ({names}), whose weights differ. Load "
+    "the checkpoint into a Trainer (trainer.validate(model, ckpt_path=...)), and choose one of the models with "
     "trainer.save_pretrained(folder, model=...)."
 )
 OF_ADAPTER = (
@@ -354,7 +353,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a path next to the target for a temporary folder, and delete the folder afterwards. Collective."""
+    """Yield a temporary path next to the target, equal on all ranks; delete the folder there afterwards. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system

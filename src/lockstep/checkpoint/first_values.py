@@ -27,10 +27,9 @@ NO_RESET = (
 )
 UNSET = "{layer}: {maker} does not initialize {name!r}, which is on the meta device. Assign values in this method."
 OF_ADAPTER = (
-    "{layer}: the initial values of this adapter ({kind}) depend on its base layer, whose weights are not loaded "
-    "yet. Use "
-    "LoRA with init_lora_weights=True, False or 'gaussian', or load the weights with from_pretrained in `__init__`, "
-    "before the adapter is added."
+    "{layer}: the initial values of this adapter ({kind}) depend on its base layer, whose weights are not loaded yet. "
+    "Use LoRA with init_lora_weights=True, False or 'gaussian', or load the weights with from_pretrained in "
+    "`__init__`, before the adapter is added."
 )
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
@@ -82,7 +81,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device, parts: torch.device | None = None) -> None:
-    """Load this rank's parts of the tensors for which `load_pretrained` was called.
+    """Load this rank's parts of the tensors for which `load_pretrained` was called; read nothing else from the files.
 
     Args:
         module: unsharded, or sharded (its parameters are DTensors); tensors on the meta device are allocated.
@@ -410,7 +409,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Make transformers' init functions skip tensors that will be loaded from a folder."""
+    """Make transformers' init functions skip tensors that will be loaded, and draw no numbers for them."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)

@@ -192,11 +192,10 @@ def _unpickle(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_on
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         if foreign:
             raise MisconfigurationException(
-                f"The checkpoint {name!r} contains objects that are not tensors or plain values: "
-                f"{', '.join(foreign)}. If you trust its author, load it with weights_only=False (code in it may "
-                "run), or "
-                "allow these classes with torch.serialization.add_safe_globals([...]). If a package calls torch.load, "
-                "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+                f"The checkpoint {name!r} contains objects that are not tensors or plain values: {', '.join(foreign)}. "
+                "If you trust its author, load it with weights_only=False (code in it may run), or allow these classes "
+                "with torch.serialization.add_safe_globals([...]). If a package calls torch.load, set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
             ) from error
         raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}). {_WAY_OUT}") from error
     except Exception as error:  # torch raises errors of many classes for a damaged archive or pickle

@@ -34,9 +34,8 @@ FACTORS = (-7046029254386353131, -4417276706812531889, -7723592293110705685)
 
 OTHERS = (
     "{call}: the checkpoint has only trained weights, and lacks {count} frozen tensors of {base} ({elements:,} "
-    "elements). This module, however, has {here} tensors ({own:,} elements) that the checkpoint lacks{first}. "
-    "Build the "
-    "module as in the run that saved it, with the same layers frozen, or save a complete checkpoint."
+    "elements). This module, however, has {here} tensors ({own:,} elements) that the checkpoint lacks{first}. Build "
+    "the module as in the run that saved it, with the same layers frozen, or save a complete checkpoint."
 )
 ANOTHER = (
     "{call}: the adapter was trained on the base {base}, which differs from this module's base {own} in {count} of "
@@ -45,8 +44,7 @@ ANOTHER = (
 )
 OTHER_DTYPE = (
     "{call}: the adapter was trained on frozen weights in {there}, and this module's are in {here}, so the bases "
-    "cannot "
-    "be compared. Load the base in {there} to have the bases compared."
+    "cannot be compared. Load the base in {there} to have the bases compared."
 )
 
 
@@ -105,7 +103,7 @@ class FrozenBase:
         self._at_start = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context in which the module's state dicts omit frozen, unchanged parameters."""
+        """Return a context in which state dicts omit frozen parameters, except those that a `record` found changed."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 

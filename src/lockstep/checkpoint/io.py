@@ -33,6 +33,10 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
 
     Tensors that share memory in the checkpoint share it in the copy (tied weights, views), so that files do not grow.
     Tensors inside objects of other classes stay on their devices.
+
+    Args:
+        checkpoint: unchanged.
+        memory: memory for the copies, which is reused; None: new memory.
     """
     memory = ReusedCopies() if memory is None else memory
     # deepcopy's memo: it copies the containers, and takes the tensors from here

@@ -44,35 +44,29 @@ NO_WEIGHTS = (
 BAD_INDEX = "load_pretrained({folder!r}): {index} is damaged ({error}). Copy the folder again."
 DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}). Copy the file again."
 ANOTHER = (
-    "load_pretrained({folder!r}): none of the folder's {count} tensors belongs to a {model}. The folder has "
-    "{there}; the "
-    "model has {here}. Pass the model's own folder, or build the model from the folder's config: "
+    "load_pretrained({folder!r}): none of the folder's {count} tensors belongs to a {model}. The folder has {there}; "
+    "the model has {here}. Pass the model's own folder, or build the model from the folder's config: "
     "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))."
 )
 SHAPES = (
-    "load_pretrained({folder!r}): {count} tensors have different shapes in the folder and in {model}: {shown}. "
-    "Build the "
-    "model from AutoConfig.from_pretrained(folder), or pass ignore_mismatched_sizes=True to have these tensors "
+    "load_pretrained({folder!r}): {count} tensors have different shapes in the folder and in {model}: {shown}. Build "
+    "the model from AutoConfig.from_pretrained(folder), or pass ignore_mismatched_sizes=True to have these tensors "
     "initialized. For a larger vocabulary write a new folder once: from_pretrained, resize_token_embeddings, "
     "save_pretrained."
 )
 RESIZED = (
-    "load_pretrained({folder!r}): the shape of {name!r} has changed from {was} to {now} since this call, before "
-    "the values "
-    "were loaded. Write a folder with the new shapes once, and load that folder: "
-    "AutoModel.from_pretrained({folder!r}), "
-    "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+    "load_pretrained({folder!r}): the shape of {name!r} has changed from {was} to {now} since this call, before the "
+    "values were loaded. Write a folder with the new shapes once, and load that folder: "
+    "AutoModel.from_pretrained({folder!r}), resize_token_embeddings, save_pretrained(NEW_FOLDER)."
 )
 QUANTIZED = (
     "load_pretrained({folder!r}): the weights are quantized ({method} in config.json), and cannot be loaded into "
-    "ordinary "
-    "parameters. Pass the unquantized folder, or write one once: "
+    "ordinary parameters. Pass the unquantized folder, or write one once: "
     "AutoModelForCausalLM.from_pretrained({folder!r}).dequantize(), then save_pretrained(NEW_FOLDER)."
 )
 NOT_FILLED = (
-    "load_pretrained({folder!r}): layers of {model} with {names} were replaced before their values were loaded, so "
-    "the new "
-    "layers would stay without these values. Replace layers before `load_pretrained`."
+    "load_pretrained({folder!r}): layers of {model} with {names} were replaced before their values were loaded, so the "
+    "new layers would stay without these values. Replace layers before `load_pretrained`."
 )
 
 
@@ -211,7 +205,7 @@ class Source:
         return whole[tuple(box)] if box else whole
 
     def read_flat(self, start: int, size: int) -> Tensor:
-        """Read ``size`` elements of the flattened tensor; at most one row more on each side is read from the file."""
+        """Read ``size`` elements of the flattened tensor from ``start`` on; only rows that contain them are read."""
         if not self.shape:
             return self.read().reshape(-1)
         row = max(1, self.shape[1:].numel())

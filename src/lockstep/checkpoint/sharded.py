@@ -326,7 +326,7 @@ def sha256_of(path: PathLike) -> str:
 
 
 def _files_to_check(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
-    """Return the files whose hashes a rank checks, if the bytes of all files are divided evenly over the ranks."""
+    """Return the files that a rank hashes; the bytes of all files are divided about evenly over the ranks."""
     loads, mine = [0] * world, []
     # with the name as a second key every rank has the same order, and so the same shares
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
@@ -420,7 +420,7 @@ def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Grou
 
 
 def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
-    """Call a function that writes a folder, then hash and index its files, and rename it. Collective.
+    """Write a folder with a given function, completely or not at all, and index its files. Collective.
 
     Args:
         save: writes into the folder, on all ranks.
@@ -559,9 +559,8 @@ class _Writing:
                     raise OSError(
                         errno.EIO,
                         f"rank 0 finds only {size} of the {known['bytes']} bytes that were written to "
-                        f"{storage.inside(self.path, name)!r}. Save to a URL that is the same storage on all "
-                        "ranks, and to "
-                        "which no other run writes",
+                        f"{storage.inside(self.path, name)!r}. Save to a URL that is the same storage on all ranks, "
+                        "and to which no other run writes",
                     )
         self.folder.commit(index.dump())
         return [None] * len(results)

@@ -354,7 +354,7 @@ class SavesCheckpoints(Protocol):
 
 
 class Uploads:
-    """Decides when checkpoints are uploaded (a logger's ``log_model``), and records which were.
+    """Schedule of checkpoint uploads by a logger's ``log_model``, with a record of the uploaded files.
 
     Args:
         when: False: never. ``"all"``: each checkpoint as soon as it is saved. True: the checkpoints that exist at

@@ -175,7 +175,7 @@ class MLFlowLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of MLflow's file store; None if `tracking_uri` names a server or a database."""
+        """Local folder in which MLflow stores runs; None if `tracking_uri` names a server or a database."""
         return self._save_dir
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
@@ -183,7 +183,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers; omit text with a warning, and rename metrics whose names MLflow refuses."""
+        """Record numbers; warn about text, which is omitted, and about names that MLflow refuses, which are changed."""
         from mlflow.entities import Metric
 
         now, found = int(time.time() * 1000), []

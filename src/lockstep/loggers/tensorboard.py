@@ -117,7 +117,7 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters, with resulting metrics for TensorBoard's table."""
+        """Record hyperparameters, with resulting `metrics` (by name, or a single number) for TensorBoard's table."""
         self.hparams.update(as_dict(params))
         self._write_hparams()
         if metrics is None and self._default_hp_metric:

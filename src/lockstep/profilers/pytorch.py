@@ -217,7 +217,7 @@ class PyTorchProfiler(Profiler):
 
 
 class StepSchedule:
-    """Schedule for torch's profiler that counts steps separately for each step method, such as ``training_step``.
+    """Schedule for torch's profiler that runs once for each step method, and counts its steps separately.
 
     Args:
         given: schedule for each step method; maps a step's number to a ``ProfilerAction``.

@@ -137,7 +137,7 @@ class Witness:
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
     clipped_before: set[int] = field(default_factory=set)
-    """Steps in which only this rank's gradient, not the single process's, was within the bound before clipping."""
+    """Steps in which this rank's gradient was within the bound before clipping, and the single process's was not."""
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Number of samples of each forward, by step; 0 for a micro-batch without samples on this rank."""
     buffers: dict[int, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
@@ -238,11 +238,11 @@ def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
     if len({n for each in samples for n in each}) > 1:
         return (
             "mean of means: in the first wrong step ranks have different numbers of samples, but equal weights "
-            f"({counts})"
+            f"(samples: {counts})"
         )
     return (
         f"weights: all ranks have the same wrong gradient although they have equal numbers of samples "
-        f"({counts}), so a loss has a wrong weight"
+        f"(samples: {counts}), so a loss has a wrong weight"
     )
 
 
@@ -250,8 +250,8 @@ def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
 
 
 NO_STEPS = (
-    "check_equivalence: the data from make_data is too small for an optimizer step on one process. Use more samples, "
-    "a loader without drop_last, or flags that let it train"
+    "check_equivalence: a single process makes no optimizer step with the data from make_data. Use more samples, a "
+    "loader without drop_last, or flags that let it train"
 )
 
 _QUIET: dict[str, Any] = {
@@ -527,7 +527,7 @@ def _size(tensor: Tensor | None) -> float:
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest absolute difference; infinite if only one tensor is None."""
+    """Return the largest absolute difference; infinite if only one is None, which an optimizer skips unlike zeros."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return _size(found.to(expected.dtype) - expected)

@@ -115,7 +115,7 @@ class HostWork(GroupWork):
 
 
 class HostGroup(_Group):
-    """A process group that copies CUDA tensors to the CPU, and sends them with gloo."""
+    """A process group that copies CUDA tensors to the CPU and sends them with gloo; CPU tensors have another group."""
 
     backend_name = BACKEND
     supports_splitting = supports_coalescing = supports_time_estimate = False

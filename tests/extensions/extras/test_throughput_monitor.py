@@ -129,3 +129,10 @@ def test_rank_0_writes_for_all(ranks: RankPool) -> None:
 def test_a_monitor_without_a_logger_warns() -> None:
     with pytest.warns(UserWarning, match=r"ThroughputMonitor logs nothing"):
         quiet(max_epochs=2, callbacks=[ThroughputMonitor(batch_size_fn=len)]).fit(Slope(), numbers(2))
+
+
+@pytest.mark.filterwarnings("error:The peak operations")
+def test_a_given_peak_is_used_without_a_warning() -> None:
+    monitor = ThroughputMonitor(batch_size_fn=len, available_flops=1e12)
+    quiet(max_epochs=1, callbacks=[monitor]).fit(Slope(), numbers(2))
+    assert monitor.available_flops == 1e12

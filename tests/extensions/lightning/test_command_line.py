@@ -760,7 +760,7 @@ def test_arguments_given_by_hand_win_against_a_checkpoints(
     cli = made(words, run=True, save_config_callback=None, parser_kwargs=kwargs)
     assert (cli.model.lr, cli.model.hparams.lr, cli.model.sizes) == (0.1, 0.1, (7,))
     assert (cli.model.encoder.width, cli.model.encoder.deep) == (7, True)
-    assert f"model arguments that are not given here come from --ckpt_path {path}" in caplog.text
+    assert f"hyperparameters in --ckpt_path {path} are used for model arguments that are not given here" in caplog.text
 
 
 def test_arguments_of_nested_classes_win_one_by_one(tmp_path: Path) -> None:

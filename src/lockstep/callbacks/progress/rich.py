@@ -127,7 +127,7 @@ class RichProgressBar(DrawnProgressBar):
         ]
 
     def _metrics_text(self, metrics: dict[str, Any]) -> tuple[str, str]:
-        """Return the text with all metrics, in the theme's style."""
+        """Return (text with all metrics, name of its style)."""
         shown = (f"{name}={number(value, self.theme.metrics_format)}" for name, value in metrics.items())
         return self.theme.metrics_text_delimiter.join(shown), self.theme.metrics
 

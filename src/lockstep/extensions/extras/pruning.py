@@ -437,7 +437,7 @@ class ModelPruning(Callback):
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
     def _convert_loaded(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        """Convert a state_dict with masks, so that the model, which has none, can load it.
+        """Remove masks from the model, and convert a state_dict with masks so that the model can load it.
 
         The masks themselves are restored in :meth:`on_fit_start`, when the optimizers have the parameters.
         """

@@ -59,7 +59,8 @@ class ThroughputMonitor(Callback):
     Args:
         batch_size_fn: returns the number of samples of a batch.
         length_fn: returns the number of items (such as tokens) of a batch, at least one a sample.
-        **kwargs: arguments of :class:`~lockstep.utilities.throughput.Throughput`: ``window_size``, ``separator``.
+        **kwargs: arguments of :class:`~lockstep.utilities.throughput.Throughput`: ``window_size``, ``separator``,
+            ``available_flops``.
 
     Attributes:
         available_flops: peak operations per second of the device; None if unknown.
@@ -94,12 +95,13 @@ class ThroughputMonitor(Callback):
         # The dtype of matrix products: mixed and true precisions share it, and all others compute in float32.
         dtypes = {"64": torch.float64, "16": torch.float16, "bf": torch.bfloat16}
         dtype = dtypes.get(trainer.precision[:2], torch.float32)
-        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
+        known = self.kwargs.get("available_flops")
+        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype) if known is None else known
         self._has_flops = None
         stages = [_STAGE_OF[stage]]
         if stage == "fit" and trainer.enable_validation:
             stages.append(RunningStage.VALIDATING)
-        settings = {"available_flops": self.available_flops, "world_size": trainer.world_size, **self.kwargs}
+        settings = {"world_size": trainer.world_size, **self.kwargs, "available_flops": self.available_flops}
         self._meters.update({each: _Meter(Throughput(**settings)) for each in stages})
 
     # -- training ------------------------------------------------------------------------------------------

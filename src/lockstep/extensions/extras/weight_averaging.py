@@ -220,9 +220,8 @@ class WeightAveraging(Callback):
         kept = super().__getstate__()
         average = self._average
         if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
-            kept.update(
-                _average=None, _is_swapped_in=False
-            )  # shards are meaningless in a process outside their device mesh
+            # shards are meaningless in a process outside their device mesh
+            kept.update(_average=None, _is_swapped_in=False)
         return kept
 
     def _check(self, pl_module: LightningModule) -> None:
@@ -354,7 +353,7 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``AveragedModel``'s arguments for unsharded tensors mixed with tensors on several meshes.
+    """Return ``AveragedModel``'s arguments for tensors of several kinds: unsharded, or sharded over different meshes.
 
     torch's ``_foreach`` functions, which average many tensors at once, accept only one kind in a call.
     """

@@ -480,7 +480,9 @@ class LightningCLI:
         except SystemExit:
             sys.stderr.write(f"--ckpt_path {path}: its hyperparameters do not fit the model's arguments (see above).\n")
             raise
-        rank_zero_info(f"LightningCLI: model arguments that are not given here come from --ckpt_path {path}.")
+        rank_zero_info(
+            f"LightningCLI: hyperparameters in --ckpt_path {path} are used for model arguments that are not given here."
+        )
 
     @property
     def config_dump(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Hyperparameters(argparse.Namespace):
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Report the end of the trial that :meth:`draw` started in this process to the study, if there is one.
+        """Report to the study how the trial ended that :meth:`draw` started in this process; do nothing without one.
 
         Args:
             number: number of the trial.

@@ -120,7 +120,7 @@ class PruneTrial(Callback):
             trainer.should_stop = True
 
     def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
-        """Call ``ask`` on rank 0 and return its result, or raise its error, on all ranks. The default is False."""
+        """Call ``ask`` on rank 0; return its result or raise its error on all ranks. Return False without a trial."""
         answer: bool | str = False
         problem: Exception | None = None
         if trainer.is_global_zero and self._trial is not None:

@@ -107,7 +107,7 @@ class StudyTrial:
         )
 
     def _start_entry(self) -> FrozenTrial:
-        """Return the trial's entry in the study, after creating or restarting it if needed."""
+        """Return the trial's running or ended entry in the study, after creating or restarting the entry if needed."""
         if self._entry() is None:
             enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
             if enqueued:  # values that a user has enqueued in the study
