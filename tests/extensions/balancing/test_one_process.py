@@ -516,8 +516,8 @@ def test_what_one_process_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("module", "split", "text"),
     [
-        (Tied, [3, 2], "'layers.4.weight' are one tensor, and would be on cpu:1 and on cpu: give"),
-        (of_ranks.TiedEnd, [2, 3], "'layers.0.weight' and 'layers.4.weight' are one tensor"),
+        (Tied, [3, 2], "'layers.4.weight' are the same tensor, .* but would be on cpu:1 and on cpu. Give"),
+        (of_ranks.TiedEnd, [2, 3], "'layers.0.weight' and 'layers.4.weight' are the same tensor"),
         (Tied, "measured", "would be on cpu:1 and on cpu"),
     ],
 )

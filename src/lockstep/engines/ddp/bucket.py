@@ -197,8 +197,9 @@ ALIAS = (
     "(`p.grad.clone()`), or use DDPStrategy(gradient_as_bucket_view=False)."
 )
 UNUSED = (
-    "Parameters {names}{more} got no gradient on this rank. To find out if another rank has one, each step waits for "
-    "the backward, which is slow. Remove parameters that no rank uses, or freeze them (requires_grad_(False))."
+    "Parameters {names}{more} got no gradient on this rank. To find out if another rank has one, each step waits until "
+    "the device has finished the backward, which slows training down. Remove parameters that no rank uses, or freeze "
+    "them (requires_grad_(False))."
 )
 
 

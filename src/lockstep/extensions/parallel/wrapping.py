@@ -132,8 +132,9 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
     """
     if broadcast_buffers is not None:
         warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is deprecated. Use forward_sync_buffers={broadcast_buffers} (rank "
-            "0's buffers are then always taken at the start), which has priority if both are given",
+            f"broadcast_buffers={broadcast_buffers} is deprecated: use forward_sync_buffers={broadcast_buffers}, which "
+            "has priority if both are given. Unlike broadcast_buffers=False, it does not affect the constructor, where "
+            "init_sync broadcasts rank 0's buffers.",
             FutureWarning,
             stacklevel=3,
         )

@@ -64,12 +64,12 @@ SEVERAL_RANKS = (
     "{nodes} node(s): give num_nodes=1 and start one process only, or omit one_process."
 )
 TORN = (
-    "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give a `split` that keeps both "
-    "on one device (layers outside the chain are on {root}, with the last stage), untie them, or omit one_process. "
-    "Ranks can share parameters."
+    "BalancedStrategy(one_process=True): {one!r} and {other!r} are the same tensor, which must stay on one device, "
+    "{why}. Give a `split` that keeps both on one device (layers outside the chain are on {root}, with the last "
+    "stage), untie them, or omit one_process: with one process per device, stages can share parameters."
 )
-TWO_DEVICES = "and would be on {one} and on {other}"
-MAY_MOVE = 'and with split="measured" blocks move between devices'
+TWO_DEVICES = "but would be on {one} and on {other}"
+MAY_MOVE = 'but with split="measured" their blocks may move to different devices'
 KINDS = ("measured", "equal")
 ROUNDS = (
     "BalancedStrategy(micro_batches={count}, schedule={schedule!r}): micro-batches go through {ranks} ranks in rounds "
