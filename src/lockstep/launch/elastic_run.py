@@ -255,7 +255,7 @@ def remove_old_folders(temporary: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until this process ends. Return None if that fails, for instance because another process has it."""
+    """Lock a folder until this process ends. Return None if another process holds it, or locks are unsupported."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -207,7 +207,10 @@ def _start_supervisor(world: World) -> Supervised:
 
 
 def side() -> Side | None:
-    """Return the connection to the supervisor that this process or a launcher started. Return None if there is none."""
+    """Return this process' connection to its supervisor. Return None if there is none.
+
+    Ranks that the supervisor itself started have no connection.
+    """
     return _sides[0] if _sides else None
 
 

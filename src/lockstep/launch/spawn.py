@@ -146,7 +146,7 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def report(rank: int) -> None:
-            """Report the first cause to the other ranks, for the errors that their collectives raise now."""
+            """Report the first cause to the other ranks. The errors of their collectives will name the cause."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})

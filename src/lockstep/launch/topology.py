@@ -48,7 +48,10 @@ def is_placed_by_cluster(cluster: DescribesRanks | None = None) -> bool:
 
 
 def _known(cluster: object) -> str | None:
-    """Return the recognized cluster of a user's cluster environment, or None for any other object."""
+    """Return the name of the recognized cluster to which a user's cluster environment belongs.
+
+    Return None for any other object.
+    """
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
 

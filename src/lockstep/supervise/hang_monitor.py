@@ -243,7 +243,7 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Request the ranks' stacks from all nodes. With ``kept``, only the stopped ranks' stacks are requested."""
+        """Ask all nodes for their ranks' stacks. If ``kept`` has earlier replies, ask about stopped ranks only."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.request(now, is_new=True)
