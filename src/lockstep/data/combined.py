@@ -57,7 +57,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """A combination of several loaders; iterating yields (batch, batch_idx, dataloader_idx).
+    """A combination of several loaders. Iterating over it yields (batch, batch_idx, dataloader_idx).
 
     Args:
         iterables: a dict, list or other nest of loaders; batches have the same structure.

@@ -72,7 +72,7 @@ class Partition:
 
     @property
     def rest(self) -> int:
-        """Number of positions in the last window if it is not full; 0 if all windows are full or it is dropped."""
+        """Number of positions in the last window if it is not full and not dropped; 0 otherwise."""
         return 0 if self.drop_last else self.n % self._window
 
     @property

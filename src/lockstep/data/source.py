@@ -160,7 +160,7 @@ class SourceSpec:
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass. Drawing the first compares it between the ranks of a replica.
+        """Return the batches of a pass. When the first is drawn, compare it between the ranks of this replica.
 
         Raises:
             MisconfigurationException: the ranks' first batches differ.
@@ -222,7 +222,7 @@ class LoaderSource(ABC):
         """
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Start a pass as :meth:`open` does; return pairs of a micro-batch and its number of samples."""
+        """Start a pass as :meth:`open` does. Return an iterator over (micro-batch, number of its samples)."""
         batches = enumerate(self.open(epoch, turn, start, stop), start)
         return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
@@ -272,7 +272,7 @@ class LoaderSource(ABC):
         return None
 
     def generator_states(self) -> list[Any]:
-        """Return the states of the generators and samplers that determine the order, if only this source has them."""
+        """Return the states of the user's generators and samplers for a checkpoint; empty if the source needs none."""
         return []
 
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027

@@ -72,7 +72,7 @@ def ranks_of(group: Group = None) -> list[int]:
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """Return the device to which a tensor has to be moved so that ``group`` can send it.
+    """Return the device on which a tensor has to be so that ``group`` can send it.
 
     That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
     CPU tensors travel by way of a GPU: see `travel_by`.

@@ -245,9 +245,10 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class EagerClosure:
-    """A closure whose first call does not compute, so that the optimizer may call or ignore it.
+    """A closure that is evaluated before the optimizer gets it, so that the optimizer may call or ignore it.
 
-    The loss is computed in the constructor.
+    The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
+    optimizer steps with the gradients of the accumulation window.
 
     The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
     optimizer steps with the gradients of the accumulation window.

@@ -79,7 +79,7 @@ class Stack:
     batch: int = field(default=-1, compare=False)  #: the rank's training batch, if its Trainer reported it
 
     def location(self, called: str = "") -> str:
-        """Return the innermost line of the user's code, such as ``"train.py:14"``, or else the most telling other line.
+        """Return the innermost line of the user's code, such as ``"train.py:14"``, or else a line of other code.
 
         Args:
             called: the line that called from another process.
