@@ -1,1 +1,1 @@
-"""Detection of this process' rank from environment variables, in one file per cluster. Mostly pure functions."""
+"""Detection of this process' rank from environment variables. Each cluster has a file of its own."""

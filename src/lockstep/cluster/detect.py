@@ -1,4 +1,7 @@
-"""Detection of this process' rank from environment variables and flags, and whether it has to start other ranks."""
+"""Detection of this process' rank, and of whether it has to start the other ranks.
+
+Environment variables and the Trainer's flags determine the result.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that lockstep recognizes."""
+    """A cluster that lockstep recognizes from environment variables."""
 
     name: str  #: as in ``DDPStrategy(cluster_environment=...)``
     started: str  #: the program that started the ranks, for messages
@@ -56,7 +59,7 @@ CHOICES = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
 
 
 def cluster_named(name: str) -> str:
-    """Return the cluster that a user named, ignoring case.
+    """Return lockstep's name for the cluster that a user named, in upper or lower case.
 
     Raises:
         MisconfigurationException: there is no cluster of this name.
@@ -102,7 +105,7 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
 
 
 def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
-    """Raise if the Trainer's flags ask for other numbers of ranks or nodes than the launcher started.
+    """Raise an error if the Trainer's flags ask for other numbers of ranks or nodes than a launcher has started.
 
     Args:
         cluster: the cluster that started the ranks.
@@ -137,7 +140,9 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
 
 
 def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
-    """Raise if the flags in a SLURM batch script ask for other numbers of ranks or nodes than its job has.
+    """Raise an error if the Trainer's flags ask for other numbers of ranks or nodes than a SLURM job has.
+
+    The calling process is the job's batch script.
 
     Raises:
         MisconfigurationException: the flags do not match. The message names matching ones.
@@ -166,7 +171,7 @@ def _launcher_name(cluster: Cluster, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """The World of this process, the cluster that placed its ranks, and whether they still have to be started."""
+    """The World of this process, the cluster that placed the ranks, and whether the ranks still have to be started."""
 
     world: World
     launched: bool  #: the ranks are running; False: this process is local rank 0 and has to start the others
@@ -219,7 +224,7 @@ def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
 
 
 def early_rank(environ: Mapping[str, str]) -> int:
-    """Return a preliminary rank for this process before a Trainer's flags are known. Only global rank 0 gets 0."""
+    """Return a preliminary rank for this process, before the Trainer's flags are known. Only global rank 0 gets 0."""
     if "RANK" in environ:
         return read_number(environ, "RANK")
     if local.is_started(environ):
@@ -245,7 +250,9 @@ class EnvironmentFinding:
 
 
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """Detect the cluster as a Trainer without ``devices`` would, and explain the result or the error in words.
+    """Detect the cluster of this process, and explain the result or the error in words.
+
+    The result is that of a Trainer without ``devices``.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster

@@ -37,7 +37,10 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """True if all ranks are already running. Otherwise lockstep accepts only `LightningEnvironment`."""
+        """True if all ranks are running already, so that lockstep starts none.
+
+        If it is False, lockstep accepts only a `LightningEnvironment`.
+        """
 
     @property
     @abstractmethod
@@ -77,7 +80,7 @@ class ClusterEnvironment(ABC):
         """Do nothing: the cluster has assigned the ranks."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise if the Trainer's flags do not match the number of started ranks.
+        """Raise an error if the Trainer's flags do not match the number of ranks that the cluster has started.
 
         Raises:
             MisconfigurationException: the flags ask for a different number of ranks.
@@ -110,46 +113,48 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True for a derived class, in a process that was started as a rank."""
+        """True in a process that was started as a rank, for derived classes only."""
         return type(self) is not LightningEnvironment and "LOCAL_RANK" in os.environ
 
     @property
     def main_address(self) -> str:
-        """``MASTER_ADDR``, or this machine."""
+        """The host of rank 0: ``MASTER_ADDR``, or else this machine."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """``MASTER_PORT``, or 0 until a port is chosen."""
+        """The port on the host of rank 0: ``MASTER_PORT``, or 0 until a port is chosen."""
         return read_number(os.environ, "MASTER_PORT", default=0)
 
     def world_size(self) -> int:
-        """Return the size from `set_world_size`, else ``WORLD_SIZE``, else 1."""
+        """Return the number of processes: from `set_world_size`, else ``WORLD_SIZE``, else 1."""
         return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes. For users who start ranks by other means."""
+        """Set the number of processes. Call it if you start the ranks by other means."""
         self._size = size
 
     def global_rank(self) -> int:
-        """Return ``rank_zero_only.rank``. It is correct once a Trainer exists."""
+        """Return ``rank_zero_only.rank``, which is the global rank once a Trainer exists."""
         return rank_zero_only.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Set ``rank_zero_only.rank``. For users who start ranks by other means."""
+        """Set ``rank_zero_only.rank``. Call it if you start the ranks by other means."""
         rank_zero_only.rank = rank
 
     def local_rank(self) -> int:
-        """Return ``LOCAL_RANK``, or 0."""
+        """Return the rank of this process on its node: ``LOCAL_RANK``, or else 0."""
         return read_number(os.environ, "LOCAL_RANK", default=0)
 
     def node_rank(self) -> int:
-        """Return ``NODE_RANK`` or ``GROUP_RANK``, or 0."""
+        """Return the number of this node: ``NODE_RANK``, else ``GROUP_RANK``, else 0."""
         return read_number(os.environ, "NODE_RANK", default=read_number(os.environ, "GROUP_RANK", default=0))
 
 
 class KnownEnvironment(ClusterEnvironment):
-    """Base class for ranks that a recognized cluster has started. The cluster is detected automatically.
+    """Base class of environments of ranks that a recognized cluster has started.
+
+    lockstep detects such a cluster by itself, without an environment object.
 
     Pass an instance to ``Trainer(plugins=...)`` or ``DDPStrategy(cluster_environment=...)`` to allow no other cluster.
 
@@ -210,7 +215,7 @@ class TorchElasticEnvironment(KnownEnvironment):
 
     @property
     def main_address(self) -> str:
-        """``MASTER_ADDR``, or this machine."""
+        """The host of rank 0: ``MASTER_ADDR``, or else this machine."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
@@ -281,7 +286,7 @@ KNOWN: dict[str, type[ClusterEnvironment]] = {
 
 
 def environment_named(name: str) -> ClusterEnvironment:
-    """Return the environment object for a name, as in ``DDPStrategy(cluster_environment="SLURM")``.
+    """Return the environment object for a cluster's name, as in ``DDPStrategy(cluster_environment="SLURM")``.
 
     Raises:
         MisconfigurationException: there is no cluster of this name.
@@ -293,7 +298,7 @@ def environment_named(name: str) -> ClusterEnvironment:
 
 
 class DescribesRanks(Protocol):
-    """Attributes that the Trainer reads from a user's cluster environment, whatever its base class."""
+    """The attributes that lockstep reads from a user's cluster environment, whatever its base class is."""
 
     creates_processes_externally: bool
     main_address: str
@@ -313,7 +318,7 @@ METHODS = ("world_size", "global_rank", "local_rank", "node_rank")
 
 
 def describes_ranks(thing: object) -> bool:
-    """Return True if an object has all attributes of :class:`DescribesRanks`. No property is evaluated."""
+    """Return True if an object has all attributes of :class:`DescribesRanks`, without evaluating properties."""
     kind = type(thing)
     return all(hasattr(kind, name) for name in NAMES) and all(callable(getattr(kind, name, None)) for name in METHODS)
 

@@ -11,7 +11,9 @@ _WAY_OUT = "Run one process in each pod and set RANK from 0 to WORLD_SIZE - 1, o
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the World for one rank per pod. None unless ``RANK`` and ``WORLD_SIZE`` are set without ``LOCAL_RANK``.
+    """Return the World of a rank that has a pod of its own. Return None if the variables do not indicate one.
+
+    They do if ``RANK`` and ``WORLD_SIZE`` are set, but not ``LOCAL_RANK``.
 
     Raises:
         MisconfigurationException: a variable is missing, is not a number, or contradicts another.

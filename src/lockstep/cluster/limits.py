@@ -1,4 +1,7 @@
-"""Limit on open files. A rank opens a connection to every other rank, and node 0's supervisor to every node."""
+"""The limit on this process' open files, which include its connections to other processes.
+
+A rank has a connection to every other rank, and node 0's supervisor has one to every node.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def raise_limit() -> bool:
 
 
 def provide_files(ranks: int) -> None:
-    """Ensure that this rank may open enough files to connect to all others. Raise its limit if necessary.
+    """Raise the limit on open files if this rank needs more of them to connect to all other ranks.
 
     Args:
         ranks: number of ranks of the run.

@@ -1,4 +1,4 @@
-"""Ranks without a cluster: on this machine, or on several where the user starts the script on each node.
+"""Ranks without a cluster, on this machine, or on several machines if the user starts the script on each node.
 
 The variables are those of Lightning's own launcher, so that scripts that read them behave the same: ``LOCAL_RANK``,
 ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
@@ -20,13 +20,13 @@ from lockstep.ground.rank import log
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
-    """Return True if lockstep's launcher or another one started this process as a rank."""
+    """Return True if a launcher, of lockstep or another program, started this process as a rank."""
     return "LOCAL_RANK" in environ
 
 
 @contextmanager
 def local_rank_set(local_rank: int) -> Iterator[None]:
-    """Set ``LOCAL_RANK``, which DeepSpeed reads itself, inside the context.
+    """Set ``LOCAL_RANK`` inside the context, for DeepSpeed, which reads the variable.
 
     Without a launcher, the variable is removed afterwards, because it marks a process as a started rank.
     """
@@ -100,7 +100,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_of(address: str) -> str:
-    """Return the loopback address of a host name, such as ``"127.0.0.1"``; "" if other hosts can connect to it."""
+    """Return the loopback address to which a host name resolves; "" if it resolves to any other address."""
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)})
         return found[0] if found and all(ipaddress.ip_address(each).is_loopback for each in found) else ""
@@ -109,7 +109,7 @@ def loopback_of(address: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Return True if an address means the local host on every machine, such as 127.0.0.1 or localhost.
+    """Return True if an address always means the machine that uses it, as 127.0.0.1 and localhost do.
 
     A name that only this host resolves to 127.0.1.1 does not count: it may be another address elsewhere.
     """
@@ -122,7 +122,7 @@ def is_own(address: str) -> bool:
 
 
 def choose_gloo_interface(world: World) -> None:
-    """Choose gloo's network interface if other nodes cannot reach this host by its name.
+    """Set gloo's network interface if other nodes cannot reach this host by its name.
 
     Gloo sends other ranks the address of the host's name, which /etc/hosts often maps to 127.0.1.1. Ranks on other
     nodes would connect to themselves. In that case, set `GLOO_SOCKET_IFNAME` to the interface that leads to node 0.
@@ -167,13 +167,13 @@ SIOCGIFADDR = 0x8915
 
 
 def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make ranks on a single host listen on its loopback interface only."""
+    """Return variables with which ranks that are all on one host listen on the loopback interface only."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")] if loopback_of(address) else []
     return {INTERFACE: names[0]} if names and INTERFACE not in environ else {}
 
 
 def rank_variables(world: World) -> dict[str, str]:
-    """Return the environment variables from which a rank's `local_world` rebuilds this World."""
+    """Return the environment variables for a rank, from which `local_world` returns this World."""
     return {
         "LOCAL_RANK": str(world.local_rank),
         "NODE_RANK": str(world.node_rank),

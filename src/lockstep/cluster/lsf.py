@@ -51,7 +51,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
-    """Return the first host on which an LSF job runs ranks. None outside an LSF job.
+    """Return the first of the hosts on which an LSF job runs ranks. Return None outside an LSF job.
 
     Args:
         environ: the environment.

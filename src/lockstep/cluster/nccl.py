@@ -1,4 +1,4 @@
-"""NCCL: environment variables from ``DDPStrategy(nccl=...)``, and a check that NCCL is available.
+"""NCCL's environment variables, from ``DDPStrategy(nccl=...)``, and a check that NCCL is available.
 
 NCCL reads a variable from the environment, else from the user's file (``~/.nccl.conf``, or ``NCCL_CONF_FILE``), else
 from the cluster's (``/etc/nccl.conf``), when it creates its first communicator.
@@ -50,7 +50,7 @@ class NcclVariables:
         self._is_set = self._reported = False
 
     def apply(self, backend: str, group_exists: bool) -> str | None:
-        """Set the variables if they can have an effect. At the first call, return a message about the result.
+        """Set the variables if NCCL is used and has not read them yet. At the first call, return a message about them.
 
         Args:
             backend: backend of the process group, such as "nccl" or "gloo".
@@ -67,7 +67,7 @@ class NcclVariables:
         return f"DDPStrategy(nccl={self.values}): {result}" if first else None
 
     def set(self) -> str:
-        """Set the variables that neither the shell nor a file sets. Return a message with values and sources."""
+        """Set each variable that neither the shell nor a file sets. Return a message with values and sources."""
         files, results = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
@@ -87,7 +87,7 @@ class NcclVariables:
 
 
 def _files() -> dict[str, tuple[str, str]]:
-    """Return the variables in NCCL's configuration files, each with file and line. The user's file takes precedence."""
+    """Return the variables in NCCL's configuration files, with their files. The user's file takes precedence."""
     found: dict[str, tuple[str, str]] = {}
     for name in (CLUSTER_FILE, os.environ.get(PREFIX + "CONF_FILE", USER_FILE)):
         try:
@@ -105,7 +105,7 @@ def _files() -> dict[str, tuple[str, str]]:
 
 
 def check_nccl(device_type: str) -> None:
-    """Raise if this device or build of torch does not support NCCL, which the run requests.
+    """Raise an error if the run requests NCCL, but this device or build of torch does not support it.
 
     Args:
         device_type: type of this rank's device: "cuda", "cpu".

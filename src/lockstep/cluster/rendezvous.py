@@ -1,4 +1,7 @@
-"""Rendezvous: all ranks connect to a store on the host of rank 0. Errors name the address and a remedy."""
+"""Rendezvous of the ranks: all of them connect to a store on the host of rank 0.
+
+Errors name the address, and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 def connect_ranks(
     world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, limit: timedelta = RENDEZVOUS_TIMEOUT
 ) -> dist.Store:
-    """Wait for all ranks to connect to rank 0's store, and return the store for their process group.
+    """Connect to rank 0's store, wait until all ranks have done so, and return the store for the process group.
 
     Each attempt at a run uses its own prefix in the store. A rank left over from an earlier attempt, for instance on a
     node that was cut off, may reach the store, but does not find the new ranks in it. torchrun's agent keeps its store
@@ -68,7 +71,7 @@ def connect_ranks(
 
 
 def listen(address: str, port: int) -> int | None:
-    """Open a listening socket for a store whose ranks are all on this host.
+    """Open the socket on which a store for ranks on this host listens.
 
     The socket listens on the ranks' address only, usually 127.0.0.1. Torch's own socket listens on all interfaces,
     where anybody can write to the store.
@@ -94,7 +97,9 @@ def listen(address: str, port: int) -> int | None:
 
 
 def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
-    """Wait until a process listens at the address, or 90 % of ``limit`` has passed. Return the remaining time.
+    """Wait until a process listens at an address. Return the remaining part of ``limit``.
+
+    Give up when 90 % of ``limit`` has passed.
 
     Torch's store waits half a second before it retries, and raises an error if a signal arrives meanwhile.
     """
@@ -112,7 +117,7 @@ def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
 
 
 def _agree_on_attempt(store: dist.Store, world: World, limit: timedelta) -> int:
-    """Agree on a number for this attempt that no earlier attempt has used, and return it on every rank.
+    """Choose a number for this attempt that no earlier attempt has used. All ranks return the same number.
 
     Agents of several nodes count their restarts independently, so that TORCHELASTIC_RESTART_COUNT does not identify an
     attempt. Rank 0 sends a new number to every rank. Once all have confirmed it, rank 0 releases it. No rank polls:
@@ -157,7 +162,10 @@ LOOK = 1.0
 
 
 def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0, send the number until all current ranks have confirmed it, and release it. Return False on timeout."""
+    """On rank 0, send the attempt's number to all ranks. When all have confirmed the number, tell them to use it.
+
+    Return False if time is up before.
+    """
     places = [f"lockstep/here/{rank}" for rank in range(1, size)]
     called: set[str] = set()
     wait = 0.02
@@ -179,7 +187,7 @@ def _send_number(store: dist.Store, size: int, number: int, until: float) -> boo
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait at most ``seconds`` for keys in the store. Return True if all exist."""
+    """Wait at most ``seconds`` until the store has all of the keys. Return True if it has."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:
@@ -196,7 +204,7 @@ def _message(name: str, turn: int) -> str:
 
 
 def _explain(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
-    """Return an error that explains torch's rendezvous error."""
+    """Return an error that explains, with a remedy, the error with which torch's rendezvous failed."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:
@@ -218,5 +226,5 @@ def _explain(world: World, error: Exception, limit: timedelta, listens: bool) ->
 
 
 def _joined_count(text: str) -> str:
-    """Return the words in torch's message that count the connected ranks."""
+    """Return the part of torch's message that tells how many ranks have connected."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)

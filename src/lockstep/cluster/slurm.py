@@ -1,4 +1,4 @@
-"""Detection of ranks that SLURM's ``srun`` started, and of batch scripts, which are not ranks."""
+"""Detection of ranks that SLURM's ``srun`` started, and of SLURM batch scripts, which are not ranks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def is_interactive(environ: Mapping[str, str]) -> bool:
 
 
 def is_batch(environ: Mapping[str, str]) -> bool:
-    """Return True if this process runs in a SLURM batch script, where srun has not started the tasks yet."""
+    """Return True if this process is a SLURM batch script, whose tasks srun has still to start."""
     if "SLURM_JOB_ID" not in environ or is_interactive(environ):
         return False
     return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ
 
 
 def is_only_task(environ: Mapping[str, str]) -> bool:
-    """Return True in a batch script with a single task, which does not need srun."""
+    """Return True if this process is a batch script whose job has a single task, which needs no srun."""
     return is_batch(environ) and "SLURM_PROCID" in environ and allocation(environ) is None
 
 
@@ -85,7 +85,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Numbers of nodes and tasks in a SLURM job, as its batch script sees them."""
+    """The numbers of nodes and tasks that a SLURM job has, as the job's batch script sees them."""
 
     job: str
     nodes: int
@@ -94,7 +94,10 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the numbers of nodes and tasks in a batch script with several tasks. None in any other process."""
+    """Return the numbers of nodes and tasks if this process is the batch script of a SLURM job with several tasks.
+
+    Return None in any other process.
+    """
     if not is_batch(environ):
         return None
     nodes = read_number(environ, "SLURM_NNODES", default=read_number(environ, "SLURM_JOB_NUM_NODES", default=1))
@@ -107,14 +110,20 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Return how many earlier starts this SLURM job, or the search trial that it runs, has had. 0 without a job."""
+    """Return how many times this SLURM job has been started before; 0 outside a job.
+
+    In a trial of a search, earlier starts of the trial count as well.
+    """
     if "SLURM_JOB_ID" not in environ:
         return 0
     return read_number(environ, STARTS, default=0) + read_number(environ, "SLURM_RESTART_COUNT", default=0)
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:
-    """Return the job's number for SLURM's commands, ``120_7`` for a task of an array. None without a job."""
+    """Return the name of this job for SLURM's commands: its number, or for a task of an array ``120_7``.
+
+    Return None outside a job.
+    """
     if "SLURM_JOB_ID" not in environ:
         return None
     array = environ.get("SLURM_ARRAY_JOB_ID")
@@ -126,7 +135,7 @@ def _tasks(environ: Mapping[str, str]) -> int:
 
 
 def _counts(environ: Mapping[str, str]) -> list[int]:
-    """Return the number of tasks on each node."""
+    """Return the number of tasks on each node of a SLURM job or step."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if text is not None:
         return tasks_per_node(text)

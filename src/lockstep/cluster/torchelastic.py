@@ -44,12 +44,15 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if `lockstep run` started this rank. Its ranks see all devices of their node."""
+    """Return True if `lockstep run` started this rank, so that it sees all devices of its node."""
     return STARTED in environ
 
 
 def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
-    """Announce to the agent of ``lockstep run``, if any, that this process will report the cause of a failure."""
+    """Announce to the agent of ``lockstep run`` that this process will report the cause of a failure.
+
+    Without such an agent, do nothing.
+    """
     path = environ.get(CAUSE)
     if path:
         with contextlib.suppress(OSError), open(f"{path}.promised", "w"):

@@ -1,4 +1,7 @@
-"""`World`: this process' rank, the number of ranks and nodes, and the rendezvous. Parsers for schedulers' lists."""
+"""`World`: this process' rank, the numbers of ranks and nodes, and the address of their rendezvous.
+
+The module also parses the lists of hosts and tasks that schedulers pass.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def read_number(environ: Mapping[str, str], name: str, default: int | None = Non
 
 
 def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], way_out: str, **numbers: Any) -> World:
-    """Return the World with the given fields. Errors name the variables that the fields were read from.
+    """Return the World with the given fields. Errors name the environment variables with these values.
 
     Args:
         cluster: name of the cluster, for messages.
@@ -101,7 +104,7 @@ def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], w
 
 
 def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int, int]:
-    """Compute a rank's node and the number of nodes, for a launcher that passes neither.
+    """Return the number of a rank's node and the number of nodes, for a launcher that passes neither number.
 
     All nodes are assumed to have the same number of ranks.
 
@@ -121,7 +124,7 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """Return ``MASTER_PORT``, or else a port derived from numbers that all ranks share.
+    """Return ``MASTER_PORT``. If it is not set, return a port computed from numbers that all ranks have in common.
 
     Args:
         environ: the environment.
@@ -140,7 +143,7 @@ def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
 
 
 def missing(cluster: str, name: str, way_out: str) -> MisconfigurationException:
-    """Return the exception for an environment variable that a cluster has not set."""
+    """Return the exception for an environment variable that a cluster should have set, but has not."""
     return MisconfigurationException(f"{cluster}: the environment variable {name} is not set: {way_out}")
 
 
@@ -181,7 +184,7 @@ def first_host(text: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split the text at commas and spaces outside of brackets."""
+    """Yield the parts of a text between commas and spaces. Commas and spaces in brackets separate nothing."""
     start, depth = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign == "[") - (sign == "]")
@@ -242,7 +245,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def slots(text: str) -> dict[str, int]:
-    """Return each host's number of slots from LSF's ``LSB_MCPU_HOSTS``, in its order. Repeated hosts are added up.
+    """Return the number of slots of each host in LSF's ``LSB_MCPU_HOSTS``, in its order.
+
+    The numbers of a repeated host are added.
 
     Raises:
         MisconfigurationException: not a list of hosts, each followed by a number.

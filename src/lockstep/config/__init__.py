@@ -1,1 +1,1 @@
-"""Validation of the Trainer's flags, and their defaults, before a run starts."""
+"""Validation of the Trainer's flags before a run starts, and the defaults of these flags."""

@@ -1,4 +1,4 @@
-"""Options of ``Trainer(compile=...)``."""
+"""The options that ``Trainer(compile=...)`` accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = "blocks"
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """A validated ``Trainer(compile=...)``: which layers to compile, and the arguments of ``torch.compile``."""
+    """The validated value of ``Trainer(compile=...)``: the layers to compile, and arguments of ``torch.compile``."""
 
     blocks: Blocks = None
     """The layers to compile. True: the repeated blocks. False: the whole module, layer by layer from the top. A tuple:
@@ -33,7 +33,7 @@ class CompileOptions:
 
 
 def compile_options(flag: str, value: object) -> CompileOptions | None:
-    """Validate a value of ``Trainer(compile=...)``; return its options, or None if nothing is compiled.
+    """Validate the value of ``Trainer(compile=...)`` and return its options. Return None if it compiles nothing.
 
     Raises:
         MisconfigurationException: the value is not a bool or dict, or "blocks" does not name layers.

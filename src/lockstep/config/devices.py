@@ -1,4 +1,4 @@
-"""Checks of the Trainer's flags for nodes, devices and folders, and the setting of torch's process-wide switches."""
+"""Checks of the Trainer's flags for nodes, devices and folders, and the setting of switches in torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.launch.environment import fix_cublas_workspaces
 
 
 def nodes(value: object) -> int:
-    """Validate ``num_nodes`` and return it.
+    """Validate the flag ``num_nodes``, and return the number of nodes.
 
     Raises:
         MisconfigurationException: the value is not a whole number of at least 1.
@@ -32,7 +32,7 @@ def nodes(value: object) -> int:
 
 
 def check_devices(devices: list[int] | str | int, cluster: str) -> None:
-    """Raise an error if the user selects devices that a cluster has already assigned.
+    """Raise an error if the user selects devices by index although a cluster has assigned devices to this process.
 
     Args:
         devices: value of ``Trainer(devices=...)``.
@@ -53,7 +53,7 @@ def check_devices(devices: list[int] | str | int, cluster: str) -> None:
 def node_devices(
     accelerator: Accelerator, devices: list[int] | str | int, assigned_by_cluster: bool, alone: bool = False
 ) -> tuple[list[torch.device], int | None]:
-    """Return the devices available to this process, and the number of ranks per node that the flags request.
+    """Return the devices that this process can use, and the number of ranks per node that the flags request.
 
     Args:
         accelerator: the accelerator.
@@ -83,7 +83,7 @@ def node_devices(
 
 
 def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
-    """Return a rank's device, which is the only one that it sees, or the one at the index of its local rank.
+    """Return the device of a rank: the only one that it sees, or the one whose index is its local rank.
 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
@@ -102,7 +102,7 @@ def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> 
 
 
 def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
-    """Raise an error if the run writes to ``default_root_dir`` but that folder is not writable.
+    """Raise an error if the run will write to ``default_root_dir``, but the folder is not writable.
 
     Args:
         config: the config of the run.
@@ -124,7 +124,9 @@ def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
 
 
 def apply_to_process(config: RunConfig, device_type: str) -> None:
-    """Set torch's switches for ``deterministic`` and ``benchmark`` in this process; None leaves them unchanged.
+    """Set torch's switches for the flags ``deterministic`` and ``benchmark`` in this process.
+
+    A flag that is None does not change its switch.
 
     Args:
         config: the config of the run.
@@ -145,7 +147,7 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
 
 @cache
 def announce_device(device_type: str, several: bool = False) -> None:
-    """Log once, on rank 0, if this release has never been tested on such a device, or on several of them."""
+    """Log on rank 0 if this release has not been tested on such a device, or on several of them."""
     message = untested_device_warning(device_type, several)
     if message is not None:
         rank_zero_info(message)

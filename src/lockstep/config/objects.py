@@ -1,4 +1,4 @@
-"""Checks of the plugins, callbacks, loggers and profiler that users pass to a Trainer, and their defaults."""
+"""Checks of the plugins, callbacks, loggers and profiler for a Trainer, and their defaults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.profilers.base import Profiler
 
 
 def several(given: object) -> list[Any]:
-    """Return a list of the objects, for one object, several, or None (an empty list)."""
+    """Return a list of objects from one object, several objects, or None, which means no object."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -67,7 +67,7 @@ def check_kind(where: str, thing: object, kind: type, name: str) -> None:
 
 
 def check_not_lightnings(where: str, thing: object) -> None:
-    """Raise an error if an object's class derives from a class of an installed Lightning.
+    """Raise an error if the class of an object derives from a class of Lightning, not of lockstep.
 
     Raises:
         MisconfigurationException: the class does. The message has the import to change, or an alternative command.
@@ -91,7 +91,7 @@ def check_not_lightnings(where: str, thing: object) -> None:
 
 
 def check_constructed(where: str, thing: object, attribute: str) -> None:
-    """Raise an error if an object's class did not call the constructor of its base class.
+    """Raise an error if the constructor of an object did not call ``super().__init__()``.
 
     Args:
         where: the call, for the message.
@@ -113,7 +113,7 @@ def check_constructed(where: str, thing: object, attribute: str) -> None:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The plugins of a Trainer, sorted by kind."""
+    """The plugins of a Trainer: at most one of each kind."""
 
     precision: Precision | None = None
     cluster: DescribesRanks | None = None
@@ -121,7 +121,7 @@ class Plugins:
 
 
 def sort_plugins(given: object, precision_flag: str | int | None, carried: Iterable[Any] = ()) -> Plugins:
-    """Validate a Trainer's plugins and sort them by kind.
+    """Validate the plugins of a Trainer, and return them by kind.
 
     Args:
         given: value of ``Trainer(plugins=...)``: None, one, or several.
@@ -160,7 +160,10 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
 
 
 def _cluster(given: Any) -> Any:
-    """Validate a cluster environment plugin; return it, or lockstep's own for a `LightningEnvironment`."""
+    """Validate a plugin that is a cluster environment, and return it.
+
+    In place of a `LightningEnvironment`, which may be Lightning's own, return lockstep's.
+    """
     if given.creates_processes_externally:
         return given
     # LightningEnvironment describes how lockstep starts ranks itself; by name, since it may be Lightning's own class.
@@ -184,7 +187,7 @@ def _kind(plugin: object) -> str | None:
 
 
 def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
-    """Raise an error for objects that are not callbacks, or for callbacks with states and equal ``state_key``.
+    """Raise an error if an object is not a callback, or if two callbacks would save states under one key.
 
     Args:
         where: the call and its argument, for the message.
@@ -200,7 +203,7 @@ def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
 
 
 def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
-    """Raise an error if two callbacks with states have the same ``state_key``, which a checkpoint cannot store.
+    """Raise an error if two callbacks have states but the same ``state_key``, since a checkpoint stores one.
 
     Args:
         callbacks: callbacks of a run.
@@ -222,7 +225,7 @@ def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
 
 
 def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with searches moved to the front, and those that write checkpoints to the end."""
+    """Sort callbacks: searches first, callbacks that write checkpoints last, and all others between them."""
     # The others start with the results of a search. A checkpoint holds their states after the hook.
 
     def place(callback: Callback) -> int:
@@ -239,7 +242,7 @@ def make_callbacks(
     summary: bool | None,
     config: RunConfig,
 ) -> list[Any]:
-    """Validate a Trainer's callbacks, add the default ones, and return them in order (checkpoints last).
+    """Validate a Trainer's callbacks, add the default callbacks, and return them in the order of their calls.
 
     Args:
         given: value of ``Trainer(callbacks=...)``.
@@ -281,7 +284,7 @@ def make_callbacks(
 
 
 def choose_progress_bar() -> ProgressBar:
-    """Return the default progress bar, depending on the terminal and installed packages.
+    """Return the default progress bar for this terminal and for the installed packages.
 
     Returns:
         ``RichProgressBar`` on a terminal that can move its cursor, if rich is installed;
@@ -349,7 +352,7 @@ _PROFILERS = {
 
 
 def make_profiler(flag: Profiler | str | None) -> Profiler | None:
-    """Validate ``Trainer(profiler=...)`` and return the profiler, or None.
+    """Validate ``Trainer(profiler=...)`` and return the profiler. Return None without one.
 
     Args:
         flag: None, "simple", "advanced", "pytorch" (upper or lower case), or a profiler.

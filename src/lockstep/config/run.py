@@ -1,4 +1,4 @@
-"""`RunConfig`, which has the Trainer's flags, validated as far as possible without a model, data or a device."""
+"""`RunConfig`, the Trainer's flags after validation. No model, data or device is needed for it."""
 
 # ruff: noqa: RUF009 - dataclass fields are made by a function that calls `field`
 
@@ -23,13 +23,13 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 
 def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
-    """Return the default value of each flag, in the order of the Trainer's signature."""
+    """Return the default value of each Trainer flag, in the order of the signature ``init``."""
     parameters = inspect.signature(init).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
-    """Raise an error for unknown arguments of the Trainer.
+    """Raise an error if the Trainer got an argument that is none of its flags.
 
     Args:
         given: the unknown arguments.
@@ -45,7 +45,7 @@ def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
 
 
 def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
-    """Validate ``sync_batchnorm``; return True if BatchNorm computes its statistics over all ranks.
+    """Validate ``sync_batchnorm``. Return True if BatchNorm should use statistics of all ranks.
 
     Raises:
         MisconfigurationException: the value is not a bool, or one process has several devices.
@@ -59,7 +59,7 @@ def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
 
 
 def refuse_unsupported_flags(model_registry: object) -> None:
-    """Raise an error for flags whose default is the only value that lockstep supports.
+    """Raise an error if a flag differs from its default although lockstep supports no other value.
 
     Raises:
         MisconfigurationException: such a flag has another value.
@@ -76,12 +76,12 @@ def refuse_unsupported_flags(model_registry: object) -> None:
 
 
 def is_number(value: object, *kinds: type) -> TypeGuard[float]:
-    """Return True if a value is an instance of one of the classes, but not a bool."""
+    """Return True if a value is an instance of one of the classes ``kinds`` and is not a bool."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
-    """Validate a flag that must be True or False, or None if ``optional``."""
+    """Validate a flag that must be True or False, and return it. With ``optional``, None is valid, too."""
     if value is None and optional:
         return None
     if not isinstance(value, int) or value not in (0, 1):
@@ -92,7 +92,10 @@ def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
 def whole(
     flag: str, value: object, *, at_least: int, default: int | None = None, may_be_off: bool = False
 ) -> int | None:
-    """Validate a flag that must be an integer; return the default for None, and 0 for False if it ``may_be_off``."""
+    """Validate a flag that must be an integer, and return it. Return ``default`` for None.
+
+    If the flag ``may_be_off``, return 0 for False.
+    """
     if value is None:
         return default
     if value is False and may_be_off:
@@ -107,7 +110,7 @@ def whole(
 
 
 def batches_to_try(flag: str, value: object) -> int:
-    """Validate ``fast_dev_run`` and return its number of batches; 0 if it is off."""
+    """Validate ``fast_dev_run``, and return the number of batches to run; 0 if the flag is off."""
     number = int(value) if isinstance(value, bool) else whole_number(value)
     if number is None or number < 0:
         raise MisconfigurationException(
@@ -117,7 +120,7 @@ def batches_to_try(flag: str, value: object) -> int:
 
 
 def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
-    """Validate a limit of batches, which is a number (int) or a fraction (float).
+    """Validate a limit of batches: a number of batches (int), or a fraction of the loader (float).
 
     A float above 1 without decimals, such as 10.0, is a number of batches.
     """
@@ -135,14 +138,14 @@ def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: f
 
 
 def interval(flag: str, value: object) -> int | float | timedelta:
-    """Validate an interval, which is a number of batches, a fraction of an epoch, or a duration."""
+    """Validate an interval: a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, timedelta)):
         return duration(flag, value)
     return fraction_or_count(flag, value, zero=False)
 
 
 def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
-    """Validate a flag whose value must be one of ``choices``, and return the value."""
+    """Validate a flag whose value must be in ``choices``, and return the value."""
     if value not in choices:
         raise MisconfigurationException(
             f"Trainer({flag}={value!r}) is not valid: choose one of {', '.join(map(repr, choices))}."
@@ -151,7 +154,7 @@ def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
 
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
-    """Validate ``accumulate_grad_batches``, which is a number or a dict from an epoch to the number from then on."""
+    """Validate ``accumulate_grad_batches``: a number, or a dict from epochs to the numbers that apply from then on."""
     given = value if isinstance(value, dict) else {0: value}
     table: dict[int, int] = {}
     for first, count in given.items():
@@ -166,7 +169,7 @@ def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]
 
 
 def clip_bound(flag: str, value: object) -> float | None:
-    """Validate ``gradient_clip_val``; return None for 0, which means no clipping, as in Lightning."""
+    """Validate ``gradient_clip_val`` and return it. Return None for 0, since 0 means no clipping in Lightning."""
     if value is None:
         return None
     message = f"Trainer({flag}={value!r}) is not valid: pass a number above 0, or None for no clipping."
@@ -178,12 +181,12 @@ def clip_bound(flag: str, value: object) -> float | None:
 
 
 def clip_algorithm(flag: str, value: object) -> object:
-    """Validate ``gradient_clip_algorithm`` and return it in lower case; "norm" for None."""
+    """Validate ``gradient_clip_algorithm`` and return it in lower case. Return "norm" for None."""
     return choice(flag, "norm" if value is None else str(value).lower(), choices=("norm", "value"))
 
 
 def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
-    """Convert "DD:HH:MM:SS", a dict or a timedelta to a timedelta."""
+    """Convert a duration to a timedelta. It may be "DD:HH:MM:SS", a dict or a timedelta."""
     try:
         if isinstance(value, timedelta):
             length = value
@@ -203,12 +206,12 @@ def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
 
 
 def duration_in_seconds(flag: str, value: str | timedelta | dict[str, int] | None) -> float | None:
-    """Convert a duration in any form to seconds; return None for None."""
+    """Convert a duration to seconds. Return None for None."""
     return None if value is None else duration(flag, value).total_seconds()
 
 
 def seconds(flag: str, value: object) -> float | None:
-    """Convert a positive number or timedelta to seconds; return None for None, which means no limit."""
+    """Convert a positive number or a timedelta to seconds. Return None for None, which means no limit."""
     if value is None:
         return None
     found = value.total_seconds() if isinstance(value, timedelta) else value
@@ -220,7 +223,7 @@ def seconds(flag: str, value: object) -> float | None:
 
 
 def folder(flag: str, value: object) -> str:
-    """Validate the path of a folder, which need not exist; return the working directory for None."""
+    """Validate the path of a folder, and return it. The folder need not exist. None means the working directory."""
     if value is None:
         return os.getcwd()
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
@@ -236,7 +239,7 @@ def folder(flag: str, value: object) -> str:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raise an error if this user cannot write to a folder, or cannot create it in its closest existing parent."""
+    """Raise an error if the user cannot write to a folder. A folder that does not exist must be creatable."""
     existing = os.path.abspath(path)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
@@ -265,7 +268,9 @@ OFF: dict[str, Any] = {
 
 
 def strip(given: dict[str, Any]) -> bool:
-    """Apply ``barebones``, which turns other flags off; return True if it is on. Logs which flags are off, once.
+    """Apply ``barebones``: turn off the flags that cost time in each step. Return True if ``barebones`` is on.
+
+    Log once which flags are off.
 
     Args:
         given: the Trainer's flags; changed in place if ``barebones`` is on.
@@ -298,13 +303,13 @@ NonFinite = Literal["protect", "skip", "stop", "ignore"]
 
 
 def _flag(check: Callable[..., Any], **options: object) -> Any:
-    """Create a field of `RunConfig` with the function that validates and converts the user's value."""
+    """Create a field of `RunConfig`. ``check`` validates and converts the value that the user passed for the flag."""
     return field(metadata={"check": partial(check, **options)})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The Trainer's flags, validated and with their defaults.
+    """The validated flags of a Trainer, with defaults for the flags that the user did not pass.
 
     Limits of batches are an ``int`` (a number of batches) or a ``float`` in [0, 1] (a fraction of the loader).
 
@@ -362,7 +367,7 @@ class RunConfig:
             )
 
     def accumulation(self, epoch: int) -> int:
-        """Return ``accumulate_grad_batches`` for ``epoch`` (counted from 0)."""
+        """Return the value of ``accumulate_grad_batches`` for an epoch. Epochs are counted from 0."""
         return batches_of_window(self.accumulate_grad_batches, epoch)
 
 
@@ -370,7 +375,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check
 
 
 def config_of(given: dict[str, Any]) -> RunConfig:
-    """Create a `RunConfig` from a Trainer's flags. Flags without a field in `RunConfig` are ignored.
+    """Create a `RunConfig` from the flags of a Trainer. Ignore flags that are not fields of `RunConfig`.
 
     Raises:
         MisconfigurationException: a value, or a combination of flags, cannot work.
@@ -393,7 +398,7 @@ def config_of(given: dict[str, Any]) -> RunConfig:
 
 
 def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
-    """Return a copy of the config with a flag changed after construction, with the same checks.
+    """Return a copy of the config in which one flag has a new value, after the checks of the constructor.
 
     Raises:
         MisconfigurationException: a value, or a combination of flags, cannot work.
@@ -403,7 +408,7 @@ def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
 
 
 def _implied_by(name: str, value: Any) -> dict[str, Any]:
-    """Return the values of other flags that a flag implies."""
+    """Return the values that one flag's value implies for other flags, by name."""
     if name == "overfit_batches" and value:
         return {"limit_train_batches": value, "limit_val_batches": value}
     if name != "fast_dev_run" or not value:

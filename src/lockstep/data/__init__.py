@@ -1,1 +1,1 @@
-"""The order of data, its division among the ranks, and the feeds that yield accumulation windows."""
+"""The order of the samples, their division among the ranks, and the feeds that yield accumulation windows."""

@@ -1,4 +1,4 @@
-"""`CombinedLoader`, and the sources that are made from whatever a dataloader hook returns.
+"""`CombinedLoader`, and functions that make the sources for the value that a dataloader hook has returned.
 
 A hook may return one loader, or several in a nest of dicts, lists and tuples.
 """
@@ -57,7 +57,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """A combination of several loaders; iterating yields (batch, batch_idx, dataloader_idx).
+    """A combination of several loaders. Iterating over it yields (batch, batch_idx, dataloader_idx).
 
     Args:
         iterables: a dict, list or other nest of loaders; batches have the same structure.
@@ -91,7 +91,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def mode(self) -> Mode:
-        """The mode, as passed to the constructor."""
+        """The mode that was passed to the constructor."""
         return self._mode
 
     @property
@@ -111,18 +111,18 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def sampler(self) -> Any:
-        """The samplers of the loaders, in the nest of `iterables`; None for a loader without a sampler."""
+        """The samplers of the loaders, in the same nest as `iterables`. A loader without a sampler has None."""
         return tree_unflatten([getattr(loader, "sampler", None) for loader in self._flattened], self._spec)
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers of the loaders, in the nest of `iterables`; None for a loader without one."""
+        """The batch samplers of the loaders, in the same nest as `iterables`. A loader without one has None."""
         found = [getattr(loader, "batch_sampler", None) for loader in self._flattened]
         return tree_unflatten(found, self._spec)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches of each loader; setting a single number applies it to all loaders."""
+        """Maximum number of batches of each loader. A single number that is assigned applies to all loaders."""
         return self._limits
 
     @limits.setter
@@ -186,7 +186,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def rows(
     openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
-    """Yield lists with one batch from each of several iterators, in any mode except ``"sequential"``.
+    """Yield rows, which are lists with one batch from each of several iterators. ``"sequential"`` is not supported.
 
     The iterators are opened when this function is called, not at the first item.
 
@@ -221,7 +221,7 @@ def _drawn_from(
 
 
 def flatten(loaders: object) -> tuple[list[Any], TreeSpec]:
-    """Return the loaders in a nest as a list, and the tree spec that rebuilds the nest.
+    """Return a list of the loaders in a nest of dicts and lists, and the tree spec that rebuilds the nest.
 
     A list counts as a loader, not as a nest, if its items are batches: tensors, objects that cannot be iterated,
     arrays, or tuples or dicts that contain only tensors, arrays, strings and numbers.
@@ -236,7 +236,7 @@ def _is_list_of_batches(loaders: object) -> bool:
 
 
 def _is_batch(item: object) -> bool:
-    """Return True if the item contains nothing that could be a loader."""
+    """Return True if the item is a batch, because it contains nothing that could be a loader."""
     if isinstance(item, Mapping | list | tuple):
         parts = list(item.values() if isinstance(item, Mapping) else item)
         return bool(parts) and all(map(_is_batch, parts))
@@ -247,7 +247,7 @@ def _is_batch(item: object) -> bool:
 
 
 def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """Return (loaders, tree spec, mode) for the value that a loader hook returned.
+    """Return the list of loaders in a value from a loader hook, the tree spec of their nest, and the mode.
 
     The spec describes the nest of the loaders; it is None for a single loader that is not in a container.
     """
@@ -261,7 +261,7 @@ def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str
 def make_sources(
     loaders: list[Any], spec: SourceSpec, overfit: bool = False
 ) -> tuple[list[LoaderSource], list[Any], list[str]]:
-    """Return a source for each loader of a stage, the loaders themselves, and their names in messages.
+    """Return three lists for a stage: a source for each loader, the loaders, and their names in messages.
 
     With ``overfit``, the returned loaders read their data sets in order instead of shuffling.
     """
@@ -274,7 +274,7 @@ def make_sources(
 
 
 def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> LoaderSource:
-    """Return the source that reads a loader, or another iterable of batches.
+    """Return the source that reads a loader or another iterable of batches, chosen by its kind.
 
     Args:
         loader: the value that a dataloader hook returned, or one loader from it.
@@ -327,7 +327,7 @@ READ_BY_ALL = (
 
 
 def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
-    """Return the source for a loader over a map-style data set; its class depends on the loader's sampler."""
+    """Return the source for a loader over a map-style data set, chosen by the loader's sampler."""
     sampling = Sampling.of(loader, spec, key, name)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
@@ -345,7 +345,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """Validate the shares of ``count`` replicas and return them as a tuple, which is empty if they are equal.
+    """Validate the shares of ``count`` replicas, and return them as a tuple. The tuple is empty if all are equal.
 
     Collective if ``gather`` is not None.
 
@@ -371,7 +371,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
 
 
 def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
-    """Raise an error if the batches of a loader cannot be divided by the requested shares.
+    """Raise an error if the batches of a loader cannot be divided among the replicas by their shares.
 
     Raises:
         MisconfigurationException: the loader yields ready-made batches, or a replica would get no sample.
@@ -410,7 +410,7 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
 
 
 class RowWeight(float):
-    """The weight of a micro-batch that combines several loaders, which is the weight of its heaviest part.
+    """The weight of a micro-batch with parts from several loaders, which is the weight of its heaviest part.
 
     Attributes:
         parts: the weight of each part.
@@ -428,7 +428,7 @@ class RowWeight(float):
 
 
 class Mixed(LoaderSource):
-    """A source that combines several sources, in any mode of `CombinedLoader` except ``"sequential"``.
+    """A source whose micro-batches combine those of several sources. ``"sequential"`` mode is not supported.
 
     A micro-batch has the weight of its heaviest part. A part is None on a rank that has no samples of it.
 
@@ -557,7 +557,7 @@ class Mixed(LoaderSource):
     def _rows(
         self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
     ) -> Iterator[list[Any]]:
-        """Yield lists with one batch from each part, starting with micro-batch ``start``."""
+        """Yield rows, which are lists with one batch from each part, starting with micro-batch ``start``."""
         cycles = self._mode == "max_size_cycle"
         begin = 0 if self._rereads else start
         begins = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
@@ -578,7 +578,7 @@ class Mixed(LoaderSource):
         return self._reread(opened, epoch, start) if self._rereads else opened()
 
     def _reread(self, opened: Callable[[], Iterator[list[Any]]], epoch: int, start: int) -> Iterator[list[Any]]:
-        """Read a pass from its beginning, with the random states of a checkpoint, and yield it from ``start`` on."""
+        """Read a pass again from its beginning with a checkpoint's random states. Skip the first ``start`` rows."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
         # Earlier versions did not save the epoch.

@@ -1,4 +1,4 @@
-"""Batch counts of a run that resumes on a different number of ranks.
+"""Numbers of batches in a run that resumes on a different number of ranks.
 
 Flags that count batches still count batches of the planned number of ranks. A checkpoint keeps the plan (`BatchPlan`).
 A resumed attempt of the run computes the numbers that it counts by (`count_batches`) and reports to the user what has
@@ -20,7 +20,7 @@ Accumulation = int | dict[int, int]
 
 
 def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
-    """Return ``accumulate_grad_batches`` for an epoch (counted from 0)."""
+    """Return the value of ``accumulate_grad_batches`` for an epoch. Epochs are counted from 0."""
     if isinstance(accumulate, int):
         return accumulate
     due = [first for first in accumulate if first <= epoch]
@@ -29,7 +29,7 @@ def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A point within an epoch from which an attempt of the run starts."""
+    """A point within an epoch at which an attempt of the run starts, expressed in several counts."""
 
     epoch: int
     number: int
@@ -66,7 +66,7 @@ samples."""
 
 
 class LoaderOrder(NamedTuple):
-    """The order in which a loader yields its samples."""
+    """Description of the order in which a loader yields its samples."""
 
     kind: str
     """Its name in messages: shuffled, in order, and so on."""
@@ -88,7 +88,7 @@ class LoaderOrder(NamedTuple):
         raise ValueError(f"the order of a loader is {state!r:.50}, but must be [kind, samples, workers]")
 
     def change(self, before: LoaderOrder) -> str:
-        """Describe how this order differs from ``before``; return "" if every position still has the same sample."""
+        """Describe how this order differs from ``before``. Return "" if each position still has the same sample."""
         if self.kind != before.kind:
             return f"{self.kind}, before {before.kind}"
         if self.workers != before.workers:
@@ -99,7 +99,7 @@ class LoaderOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The plan of a run's batches, and the progress of the attempt that saved it, as stored in a checkpoint."""
+    """Plan of the batches of a run, and progress of the attempt that saved it. A checkpoint stores both."""
 
     ranks: int
     """The number of ranks that ``accumulate_grad_batches`` and ``batch_size`` were chosen for."""
@@ -143,14 +143,16 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers per rank that have read the stream so far; None if there is no single stream."""
+        """Number of loader workers per rank that have read the stream so far; None without a single stream."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """How the current attempt of a run counts batches, and where it starts. Created by :func:`count_batches`.
+    """How the current attempt of a run counts batches, and where in an epoch it starts.
+
+    Created by :func:`count_batches`.
 
     A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. Flags and schedulers that
     count batches count rows. A window is ``accumulate_grad_batches`` rows; ``size`` ranks share it out over as many
@@ -168,22 +170,22 @@ class BatchCounting:
     """True if a step has a different number of samples from that attempt, or a stream a different number of workers."""
 
     def report(self) -> None:
-        """Log or warn that this attempt counts batches differently from the previous one; do nothing if it does not."""
+        """Tell the user if this attempt counts batches differently from the previous attempt."""
         if self.moved:
             (rank_zero_warn if self.is_warning else rank_zero_info)(self.message)
 
     @property
     def resumed_number(self) -> int | None:
-        """Number of micro-batches of the epoch that precede this attempt; None if it did not start within an epoch."""
+        """Number of micro-batches that precede this attempt in its first epoch; None if it starts with an epoch."""
         return None if self.resumed_at is None else self.resumed_at.number
 
     @property
     def is_replanned(self) -> bool:
-        """True if this attempt has a different number of ranks from the plan."""
+        """True if this attempt runs on a different number of ranks from that in the plan."""
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
-        """Return the number of micro-batches in a window of ``accumulate`` rows."""
+        """Return the number of micro-batches in an accumulation window of ``accumulate`` rows."""
         return -(-accumulate * self.ranks // self.size)
 
     def batches(self, rows: int | float, accumulate: int) -> int | float:
@@ -194,18 +196,21 @@ class BatchCounting:
         return windows * self.micro(accumulate) + self.micro(more)
 
     def done_before(self, epoch: int) -> tuple[int, int]:
-        """Return how many (micro-batches, rows) of an epoch earlier attempts have done."""
+        """Return the numbers of micro-batches and rows of an epoch that earlier attempts have done."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Return the number of rows done after ``number`` micro-batches of an epoch; exact at the end of a window."""
+        """Return the number of rows that ``number`` micro-batches of an epoch complete.
+
+        The result is exact at the end of a window.
+        """
         first, rows = self.done_before(epoch)
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
     def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
-        """Return the plan that divides an epoch into windows; None if the current ranks and loaders determine them."""
+        """Return the plan that divides an epoch into windows. Return None if the current ranks and loaders decide."""
         point = self.resumed_at
         if point is not None and point.epoch == epoch:
             return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
@@ -231,7 +236,7 @@ class RunAttempt:
 
 
 def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
-    """Return how a run that resumes from ``saved`` counts its batches. The function has no side effects.
+    """Return how an attempt that resumes from the plan ``saved`` counts its batches. The function only computes.
 
     The plan is kept if only the number of ranks has changed. If the user has changed ``batch_size`` or
     ``accumulate_grad_batches``, the new values hold from the last boundary on. A stream that is read by another
@@ -259,7 +264,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """Return the message about an attempt that counts differently, and True if the message is a warning."""
+    """Return a message for the user about an attempt that counts differently, and True if it is a warning."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -277,19 +282,19 @@ def _changes(
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """Return ``accumulate_grad_batches`` as a dict from each epoch at which its value changes to the new value."""
+    """Convert ``accumulate_grad_batches`` to a dict. The keys are the epochs at which its value changes."""
     # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
 
 def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Return True if a stream now has a different number of loader workers from the start of the epoch."""
+    """Return True if a stream is now read by a different number of loader workers than before the resume."""
     return saved.workers is not None and attempt.workers not in (None, saved.workers)
 
 
 def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
-    """Convert the last boundary of ``saved`` to the counts of this attempt; return None at the start of an epoch."""
+    """Convert the last boundary that ``saved`` has to the counts of this attempt. Return None at an epoch's start."""
     at = saved.at
     if at.rows == 0:
         return None
@@ -328,7 +333,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 
 
 class StepSize(NamedTuple):
-    """The global batch of an optimizer step; with several loaders, the largest ``batch_size`` counts."""
+    """The factors of an optimizer step's number of samples. With several loaders, the largest ``batch_size`` counts."""
 
     ranks: int
     accumulate: int
@@ -336,7 +341,7 @@ class StepSize(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples in a step, over all ranks."""
+        """Number of samples that all ranks together draw for an optimizer step."""
         return self.ranks * self.accumulate * max(self.batches, default=1)
 
     def __str__(self) -> str:
@@ -350,7 +355,7 @@ class StepSize(NamedTuple):
 
 
 def _counted(number: int, what: str) -> str:
-    """Return ``1 rank``, ``2 ranks`` and so on."""
+    """Return a number and a noun, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

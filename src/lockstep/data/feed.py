@@ -1,4 +1,4 @@
-"""Feeds, which yield this rank's share of the batches of a stage, with their weights.
+"""Feeds, which yield this rank's batches of a stage (such as validation) with their weights.
 
 A *rank* here is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -35,7 +35,7 @@ _END = object()
 
 
 class Feed:
-    """Source of the accumulation windows of a fit, read epoch by epoch from the training loaders.
+    """Source of the accumulation windows of a fit. It reads the training loaders, one epoch after the other.
 
     Create a feed with :meth:`train`. If all loaders know their length and weights in advance, a window costs nothing
     but its batches. Otherwise (iterable data sets, foreign iterables) a window is fetched completely before it is
@@ -112,7 +112,7 @@ class Feed:
         shares: Sequence[float] | None = None,
         reshared: bool = False,
     ) -> Feed:
-        """Create the feed for the value that a ``train_dataloader`` hook returned.
+        """Create the feed that reads the loaders from a ``train_dataloader`` hook.
 
         Args:
             source: a DataLoader or other iterable of batches, or a dict, list or `CombinedLoader` of such (a
@@ -157,7 +157,7 @@ class Feed:
         return cls(made, spec, count, count < whole, ahead and made.ahead, counted, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
-        """Start an epoch at this rank's micro-batch ``start_batch``, and open the loaders.
+        """Start an epoch, with this rank's micro-batch ``start_batch`` as the first, and open the loaders.
 
         Args:
             epoch: counted from 0.
@@ -175,7 +175,7 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Divide an epoch that was planned or started on other ranks; do nothing for other epochs."""
+        """Set the epoch. If it was planned or started on other ranks, divide it among the current ranks."""
         self._epoch, self._accumulate = epoch, accumulate
         counting, source, most = self.counting, self._source, self._limit
         self._first = counting.done_before(epoch)[0]
@@ -194,32 +194,35 @@ class Feed:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The ranks' shares of a global batch as last set; empty if they are equal."""
+        """The ranks' shares of a global batch, as they were set last; empty if all ranks have equal shares."""
         return self._latest
 
     @property
     def drawn(self) -> int:
-        """Number of micro-batches drawn on this rank in the epoch, with prefetched ones; their shares are fixed."""
+        """Number of micro-batches of the epoch that this rank has drawn, so that new shares cannot change them.
+
+        Prefetched micro-batches count as drawn.
+        """
         return self._source.drawn
 
     @property
     def sources(self) -> list[LoaderSource]:
-        """A list of the one source that the feed reads, which may combine several loaders."""
+        """A list with the source that the feed reads. The source may combine several loaders."""
         return [self._source]
 
     @property
     def micro(self) -> int:
-        """Number of micro-batches in a full window of the epoch."""
+        """Number of micro-batches in a full accumulation window of the current epoch."""
         return self.counting.micro(self._accumulate)
 
     def shared_at_once(self) -> tuple[int, int]:
-        """Return the unit in which samples are divided among the ranks: (samples per unit, units per full window)."""
+        """Return the number of samples in the unit that is divided among the ranks, and the units per full window."""
         batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Set new shares, which apply from the first window at or after micro-batch ``number``.
+        """Set new shares for the ranks. They apply from the first window that starts at or after ``number``.
 
         Call it on all ranks with the same arguments.
 
@@ -245,14 +248,14 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """Return the current and future shares of all ranks for :meth:`load_shares`; None if shares do not change."""
+        """Return the ranks' current and future shares for :meth:`load_shares`; None if the shares never change."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
 
     def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
-        """Restore the shares from a :meth:`shares_state`; ignore the state if the number of ranks has changed.
+        """Restore the shares that :meth:`shares_state` returned. Ignore them if the number of ranks has changed.
 
         Args:
             state: the state from a checkpoint.
@@ -273,20 +276,20 @@ class Feed:
 
     @property
     def orders(self) -> list[LoaderOrder]:
-        """The order in which each loader yields its samples."""
+        """For each loader, the order in which it yields its samples."""
         return [leaf.order() for leaf in self._source.leaves()]
 
     # -- counting by the plan
 
     @property
     def rows(self) -> int | float:
-        """Number of the plan's batches in an epoch, after the limit; infinite if unknown."""
+        """Number of the plan's batches in an epoch, at most the limit; infinite if unknown."""
         if not self.counting.is_replanned:
             return self._length
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
-        """Convert a number of micro-batches of the current epoch to a number of the plan's batches."""
+        """Convert a number of micro-batches in the current epoch to the number of the plan's batches."""
         if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
@@ -294,18 +297,21 @@ class Feed:
         return int(all_rows if at_end else min(rows, all_rows))
 
     def samples(self, number: int) -> tuple[list[int], int] | None:
-        """Return (data set indices, position of the first index) for this rank's part of a micro-batch.
+        """Return the data set indices of this rank's part of a micro-batch, and the position of the first index.
 
         Return None if the indices are unknown: with several loaders, a stream, or a user's own sampler.
         """
         return self._source.samples_of(number)
 
     def batches_done(self, number: int, accumulate: int) -> int:
-        """Return the number of micro-batches done in the current window, after ``number`` in the epoch."""
+        """Return how many micro-batches of the current window precede micro-batch ``number`` of the epoch."""
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """Return the resume point, for any number of ranks, after ``number`` micro-batches, which end a window."""
+        """Return the resume point after ``number`` micro-batches, which end a window.
+
+        It is valid for a resume on any number of ranks.
+        """
         before = self.counting.resumed_at
         if before is not None and (before.epoch, before.number) == (self._epoch, number):
             return before
@@ -313,7 +319,7 @@ class Feed:
         return ResumePoint(self._epoch, number, self.rows_at(number), position)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
-        """Return the accumulation windows of the epoch, with ``accumulate`` of the plan's batches each.
+        """Return the accumulation windows of the epoch, each made of ``accumulate`` of the plan's batches.
 
         The last window may have fewer. On the planned number of ranks, each batch of the plan is one micro-batch.
         """
@@ -321,7 +327,7 @@ class Feed:
         return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self, under_way: bool = False) -> dict[str, Any]:
-        """Return the state from which this rank's loaders resume, besides epoch and micro-batch; often empty.
+        """Return the state of this rank's loaders for a resume, in addition to epoch and micro-batch. Often empty.
 
         Args:
             under_way: return the state before the batch that was yielded last, so that a resume yields it again.
@@ -331,7 +337,7 @@ class Feed:
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a :meth:`state_dict`; call it before the :meth:`begin` that resumes the epoch."""
+        """Load the result of :meth:`state_dict`. Call the method before :meth:`begin` resumes the epoch."""
         point = self.counting.resumed_at
         # A stream that other ranks resume is read by position; the state of one rank does not apply.
         reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
@@ -339,7 +345,7 @@ class Feed:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
-        """Abandon the current epoch and end loader workers."""
+        """Abandon the current epoch, and end the loader workers."""
         self._batches = iter(())
         self._source.close()
 
@@ -378,7 +384,7 @@ class Feed:
             number, done = after, 0
 
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, done: int) -> Window:
-        """Return a window whose weights were computed from all ranks' weights of its micro-batches."""
+        """Return a window whose micro-batches have different weights, which are given for all ranks."""
         mine = [[part[self._spec.rank] for part in row] for row in rows]
         # sums over all ranks run inside Python's built-in functions, for speed
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
@@ -398,7 +404,7 @@ class Feed:
         of_parts: Sequence[Sequence[float]],
         ranks: Sequence[int] | None,
     ) -> list[Part]:
-        """Return (weight, share) for each of this rank's micro-batches if only a subset of ranks averages gradients.
+        """Return the (weight, share) of each of this rank's micro-batches, if only some ranks average their gradients.
 
         Args:
             weights: weights of this rank's micro-batches.
@@ -415,7 +421,10 @@ class Feed:
         return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
-        """Return all ranks' weights, by loader, for the existing micro-batches from ``number`` to ``stop``."""
+        """Return the weights of micro-batches ``number`` to ``stop``, for all loaders and ranks.
+
+        Micro-batches that do not exist are omitted.
+        """
         rows = []
         while number < stop and self._source.has(number):
             rows.append(self._source.row(number))
@@ -423,7 +432,7 @@ class Feed:
         return rows
 
     def _with_gaps(self, rows: list[list[float]]) -> Iterator[Any]:
-        """Yield the next batches, with None or a padding batch for micro-batches in which this rank has no samples."""
+        """Yield a batch for each micro-batch. Where this rank has no samples, yield None or a padding batch."""
         for parts in rows:
             batch = next(self._batches, _END) if any(parts) or self._source.pads else None
             if batch is _END:
@@ -467,7 +476,7 @@ class Feed:
             number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield the batches of a window, and advance the feed's state when the last one is yielded."""
+        """Yield the batches of a window. Before the last batch, advance the state that a checkpoint saves."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -478,7 +487,7 @@ class Feed:
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
-        """Exchange the ranks' weights of a window. Collective.
+        """Exchange the weights that the micro-batches of a window have on each rank. Collective.
 
         Returns:
             for each micro-batch the ranks without samples; the sum of each rank's weights; True if no rank has more
@@ -497,7 +506,7 @@ class Feed:
         return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
-        """Return any batch of this rank, as padding in a step in which the rank has no data."""
+        """Return a batch of this rank that pads a window in which the rank has no data."""
         batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
         if batch is _END:
             raise MisconfigurationException(
@@ -515,7 +524,7 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """A buffer for batches drawn ahead, which copies the batches of loaders that reuse their memory.
+    """A buffer for batches that are drawn ahead. If a loader reuses its memory, the buffer copies its batches.
 
     To detect such a loader, the first batches are copied when they are drawn, and compared with the originals after
     later batches were drawn, before the first one is yielded.
@@ -529,7 +538,7 @@ class LastingBatches:
         self._lasting = 0  # this many buffered batches have stayed unchanged
 
     def draw(self, batches: Iterator[WeighedBatch], held: list[WeighedBatch], count: int) -> None:
-        """Fill ``held`` up to ``count`` batches, or with all remaining ones.
+        """Draw batches until ``held`` has ``count`` batches or the loader ends.
 
         Args:
             batches: the loader's batches with their weights.
@@ -576,7 +585,7 @@ def _bytes(array: Any) -> bytes:
 
 
 class EvaluationFeed:
-    """Source of the batches of a validation, test or prediction.
+    """Source of the batches for a validation, a test or a prediction.
 
     Iterating yields (batch, batch_idx, dataloader_idx, weight). Every sample is drawn once, on one of the ranks. The
     loaders follow one another (or a `CombinedLoader`'s mode). Ranks draw different numbers of batches if the samples do
@@ -620,7 +629,7 @@ class EvaluationFeed:
         flag: str = "limit_val_batches",
         overfit: bool = False,
     ) -> EvaluationFeed:
-        """Create the feed for the value that ``val_dataloader`` or a similar hook returned.
+        """Create the feed that reads the loaders from ``val_dataloader`` or a similar hook.
 
         Args:
             source: an iterable of batches, or a dict, list or `CombinedLoader` of such (iterated one after the
@@ -654,7 +663,7 @@ class EvaluationFeed:
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
-        """Set the epoch, which seeds shuffling, and an optional limit of batches for the next pass."""
+        """Set the epoch, which determines the shuffling of the next pass, and optionally a limit of batches."""
         self._epoch = epoch
         self._limit = limit
 
@@ -675,6 +684,6 @@ class EvaluationFeed:
             source.record_indices()
 
     def close(self) -> None:
-        """End loader workers."""
+        """End the loader workers."""
         for source in self.sources:
             source.close()

@@ -1,4 +1,4 @@
-"""The source of loaders that lockstep uses unchanged, and the in-order loaders of ``overfit_batches``.
+"""The source of loaders that lockstep does not change, and copies of loaders in order for ``overfit_batches``.
 
 Used unchanged are iterables that are not DataLoaders, loaders that make batches in their own way, and all loaders if
 ``use_distributed_sampler`` is False.
@@ -52,7 +52,7 @@ from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
 class Untouched(LoaderSource):
-    """An iterable that is used unchanged, with the process' own random numbers.
+    """Source of a loader that is used unchanged. Its random numbers are those of the process.
 
     Its state holds the random states at the start of the pass, including those of a sampler's own generators, so that a
     resumed run draws the same order. It also holds the current states of these generators, for the next pass. For a
@@ -125,7 +125,7 @@ class Untouched(LoaderSource):
         return iter(())
 
     def _open_next(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Start a pass from its beginning; ``resume`` is a state of the previous pass, or empty."""
+        """Start a new pass from its beginning. ``resume`` is the state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
         # After a checkpoint of an earlier pass the generators continue from its end.
@@ -138,7 +138,7 @@ class Untouched(LoaderSource):
         return skip(opened(self._loader), start)
 
     def _reopen(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Read the pass of a checkpoint again, with the random states from its start, and skip ``start`` batches."""
+        """Read the pass of a checkpoint again, with the random states at its start. Skip ``start`` batches."""
         if resume.get("before"):
             self._end_pass(resume["before"])
         self._states, self._own_states = resume["random"], resume.get("own", [])
@@ -152,14 +152,14 @@ class Untouched(LoaderSource):
             return skip(iterator, start) if start else read_first(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Load the state of an earlier pass into a loader and read it to its end."""
+        """Make a loader continue after an earlier pass: load the state of that pass, and read the pass to its end."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):
             next(opened(self._loader), None)
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state from which the current pass can be read again."""
+        """Return the state at the beginning of the current pass, from which the pass can be read again."""
         found = {"random": self._states, "own": self._own_states, "pass": self._pass}
         return {**found, "before": self._newest} if self._stateful else found
 
@@ -180,7 +180,7 @@ class Untouched(LoaderSource):
             sampler.load_state_dict(state)
 
     def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Record the generators that determine the order; hash the order if a user's sampler determines it."""
+        """Find the generators that determine the order. If a user's sampler determines it, hash what it yields."""
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
         self._generators = generators_of([*found, loader])
@@ -236,7 +236,7 @@ class Untouched(LoaderSource):
 
 
 class _RecordedBatches:
-    """A wrapper of a user's batch sampler that records the batches that it yields."""
+    """A wrapper of a user's batch sampler that records each batch of indices that the sampler yields."""
 
     def __init__(self, batches: Iterable[Any], recorded: deque[list[Any]]) -> None:
         self._batches = batches
@@ -254,14 +254,17 @@ class _RecordedBatches:
 
 
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Call ``set_epoch`` on the sampler and batch sampler of a loader, if they have it."""
+    """Call ``set_epoch`` of a loader's sampler and batch sampler, as far as they have such a method."""
     for attribute in ("sampler", "batch_sampler"):
         for holder in holders(getattr(loader, attribute, None)):
             call_set_epoch(holder, epoch)
 
 
 def _partition_of(loader: DataLoader[Any]) -> Partition | None:
-    """Return how a rank's own loader divides its samples; None for a custom batch sampler or no length."""
+    """Return how a rank's own loader divides its samples into batches.
+
+    Return None for a custom batch sampler or a loader without a length.
+    """
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
@@ -270,7 +273,7 @@ def _partition_of(loader: DataLoader[Any]) -> Partition | None:
 
 
 def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
-    """Return a copy of the loader that reads its data set in order, for ``overfit_batches``.
+    """Return a copy of a loader that reads the data set in order, as ``overfit_batches`` requires.
 
     A ``DistributedSampler`` keeps its share and stops shuffling. Loaders with a custom batch sampler class and
     loaders over iterable data sets are returned unchanged; the batches of the former may depend on the epoch.

@@ -1,4 +1,4 @@
-"""Checks of loaders before a feed reads them: limits, empty loaders, and equal lengths on all ranks."""
+"""Checks of loaders before a feed reads them. They concern limits, empty loaders, and equal lengths on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Limit = int | float | None
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Apply a ``limit_*_batches`` flag to a loader's length and return the number of micro-batches.
+    """Return the number of micro-batches that a ``limit_*_batches`` flag leaves of a loader's ``length``.
 
     Raises:
         MisconfigurationException: the limit is a fraction of an unknown length, or amounts to less than one batch.
@@ -42,14 +42,14 @@ def limited(limit: Limit, length: int | float, flag: str) -> int | float:
 
 
 def longest(count: int | float, gather: Gather) -> int | float:
-    """Return the maximum of ``count`` over the ranks. Collective."""
+    """Return the maximum of the ranks' values of ``count``. Collective."""
     most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
     return most if math.isinf(most) else int(most)
 
 
 @does("comparing the loaders of the ranks")
 def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
-    """Return True if all loaders have the same lengths on all ranks. Collective.
+    """Return True if each loader has the same length on all ranks. Collective.
 
     Loaders that lockstep splits among the ranks must have equal lengths; a rank's own loaders may differ.
 
@@ -75,7 +75,7 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
 
 
 def _lengths(ranks: Tensor) -> str:
-    """Describe each rank's length of a loader, in batches, or in samples if the numbers of batches are equal."""
+    """Describe the length that a loader has on each rank, in batches. If these are equal, describe it in samples."""
     batches, samples = ranks[:, 0].tolist(), ranks[:, 1].tolist()
     only_samples = len(set(batches)) == 1 and len(set(samples)) > 1
     what, numbers = ("samples", samples) if only_samples else ("batches", batches)
@@ -83,7 +83,7 @@ def _lengths(ranks: Tensor) -> str:
 
 
 def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
-    """Raise an error if a training loader has no batches on ``ranks`` ranks.
+    """Raise an error if a training loader yields no batch when ``ranks`` ranks share it.
 
     Raises:
         MisconfigurationException: a loader has no batches; the message has the reason.
@@ -94,7 +94,7 @@ def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str
 
 
 def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
-    """Raise an error if a ``train_dataloader`` hook returned no loader, or loaders in sequential mode.
+    """Raise an error if a ``train_dataloader`` hook returned no loader, or a combination in sequential mode.
 
     Raises:
         MisconfigurationException: training cannot use the returned value.

@@ -1,4 +1,4 @@
-"""Orders of samples as functions of (seed, epoch, position), in constant memory and time for any length."""
+"""Orders of samples, as functions from (seed, epoch, position) to an index. They need constant time and memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def make_key(*parts: int | str) -> int:
-    """Hash the parts to a 64-bit key, which is the same on every machine."""
+    """Hash the arguments to a 64-bit key, which is the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def mix(key: int, position: int) -> int:
-    """Hash a key and a position to 64 pseudo-random bits with splitmix64, in plain integers (under 1 us)."""
+    """Hash a key and a position to 64 pseudo-random bits. Uses splitmix64 in Python's integers (under 1 us)."""
     x = (key + (position + 1) * _GOLDEN) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -39,19 +39,19 @@ def mix(key: int, position: int) -> int:
 
 
 def generator(key: int) -> torch.Generator:
-    """Return a new CPU generator, seeded with a key."""
+    """Return a new random generator on the CPU, with the key as its seed."""
     made = torch.Generator()
     made.manual_seed(key)
     return made
 
 
 def sequential(positions: Tensor) -> Tensor:
-    """Return the positions unchanged: the order of a loader that does not shuffle."""
+    """Return the positions themselves as indices. This is the order of a loader that does not shuffle."""
     return positions
 
 
 class Shuffled:
-    """A keyed permutation of ``range(n)``. Positions of ``n`` and above use further permutations of ``range(n)``.
+    """A permutation of ``range(n)`` that a key determines. Positions from ``n`` on use further permutations.
 
     Args:
         n: number of samples, at least 1.
@@ -92,13 +92,13 @@ class Shuffled:
 
 
 def table(n: int, key: int) -> Order:
-    """Return a permutation of ``range(n)`` that is stored as a table, for moderate lengths."""
+    """Return a permutation of ``range(n)`` that is stored as a table. Use it for moderate ``n``."""
     indices = torch.randperm(n, generator=generator(key))
     return lambda positions: indices[positions]
 
 
 class Feistel:
-    """A keyed permutation of ``range(n)`` without a table, for any ``n`` below 2**62.
+    """A permutation of ``range(n)`` that is computed from a key without a table, for any ``n`` below 2**62.
 
     A Feistel network over pairs (left, right) of ``a x b >= n`` values, ``a`` and ``b`` near the root of
     ``n``, that adds modulo ``a`` and ``b`` in turn; a value that leaves ``range(n)`` is sent through again
@@ -133,7 +133,7 @@ class Feistel:
 
 
 def scramble(values: Tensor, key: int) -> Tensor:
-    """Hash each int64 value to 61 pseudo-random bits with the finisher of splitmix64; return a new tensor."""
+    """Return a new tensor with 61 pseudo-random bits for each int64 value. Uses the last steps of splitmix64."""
     x = (values + key).mul_(_M1)
     # `>>` of int64 copies the sign bit; the masks make it a logical shift.
     x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))

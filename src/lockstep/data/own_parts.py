@@ -1,4 +1,4 @@
-"""Detection of data that lockstep must not split among the ranks itself.
+"""Detection of data sets whose data already differs between ranks, so that lockstep must not split it.
 
 That is a data set that shards itself over the ranks, which is recognized by its type or by its first samples, or a
 loader that makes batches in its own way.
@@ -64,7 +64,7 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """A test of whether each rank's stream is already its own part of the data, by comparing the first samples.
+    """A test of whether each rank's stream is already that rank's part of the data. It compares the first samples.
 
     The process that reads the stream (the rank, or one of its loader workers) requests the result and waits for it.
 
@@ -89,7 +89,7 @@ class OwnParts:
 
     @property
     def found(self) -> bool | None:
-        """True if the streams are parts of the data, False if lockstep splits the stream; None while unknown."""
+        """True if each rank has its own part of the data; False if lockstep splits the stream; None while unknown."""
         answer = float(self._cells[0])
         return None if not answer else answer == _OWN
 
@@ -98,7 +98,7 @@ class OwnParts:
         self._cells[0] = 0.0 if own is None else _OWN if own else _SHARED_OUT
 
     def ask(self, worker: int | None, mark: float) -> bool:
-        """Submit a fingerprint of this reader's first samples, wait for all ranks, and return `found`."""
+        """Submit a fingerprint of the first samples that this reader has read. Wait for all ranks. Return `found`."""
         self._cells[1 + (worker or 0)] = mark
         if worker is None:
             self._agree()
@@ -108,7 +108,7 @@ class OwnParts:
         return bool(self.found)
 
     def settle(self, iterator: Iterator[Any]) -> None:
-        """In the rank's process, wait for the fingerprints of all loader workers and determine `found`. Collective."""
+        """Wait until all loader workers of this rank have submitted fingerprints, and determine `found`. Collective."""
         if self._workers and self.found is None:
             workers = getattr(iterator, "_workers", ())
             while not bool(self._cells[1:].all()) and all(worker.is_alive() for worker in workers):
@@ -146,7 +146,7 @@ NOT_SHARED = (
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> str | None:
-    """Return the reason why lockstep cannot replace the indices of a loader; None if it can.
+    """Return the reason why lockstep cannot choose the indices that a loader fetches. Return None if it can.
 
     A class may override ``__iter__`` to transform each batch, which a copy with other indices does, too. Such a copy
     fails if the loader stores an iterator over its own sampler. It also fails if the loader's length differs from its
@@ -167,7 +167,7 @@ def makes_own_batches(loader: DataLoader[Any]) -> str | None:
 
 
 def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reason: str) -> None:
-    """Log that a loader is used unchanged; raise an error if every rank would read all its samples.
+    """Log that a loader is used unchanged. Raise an error if ranks would read the same samples.
 
     Raises:
         MisconfigurationException: several ranks would read the same samples.

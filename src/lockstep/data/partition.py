@@ -1,4 +1,6 @@
-"""Division of an epoch's positions into windows, micro-batches and ranks' parts. All functions are pure.
+"""Division of an epoch's positions (places in the order of samples) into windows, micro-batches and ranks' parts.
+
+All functions are pure.
 
 In `data/` a *rank* is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -19,7 +21,7 @@ has drawn (as plain data). None if only the number of micro-batches is known."""
 
 @dataclass(frozen=True)
 class Partition:
-    """A division of ``n`` positions into windows, and of each window into micro-batches and ranks' parts.
+    """A division of ``n`` positions into accumulation windows, micro-batches, and the parts of the ranks.
 
     A window is a global batch of ``batch x size`` positions, or ``window`` positions if set. Ranks share it evenly
     (their parts differ by at most one position) or by weight. Each rank divides its part evenly over the window's
@@ -56,7 +58,9 @@ class Partition:
 
     @property
     def full(self) -> int:
-        """End of the leading micro-batches in which each rank has as many positions as in the first, and at least one.
+        """Number of the first micro-batch without ``batch x size`` positions, or with a rank that has none of them.
+
+        Equal to ``number`` if a full window does not have ``batch x size`` positions.
 
         Equal to ``number`` (no such micro-batch) if a window does not have
         ``batch x size`` positions.
@@ -68,16 +72,16 @@ class Partition:
 
     @property
     def rest(self) -> int:
-        """Number of positions in a partial last window; 0 if all windows are full or it is dropped."""
+        """Number of positions in the last window if it is not full and not dropped; 0 otherwise."""
         return 0 if self.drop_last else self.n % self._window
 
     @property
     def length(self) -> int:
-        """Number of the last micro-batch plus one."""
+        """Number of the last micro-batch plus one, counted from 0 in the epoch."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
-        """Return (first position, end) of a rank's part of a micro-batch; the two are equal if the part is empty."""
+        """Return the first position and the end of a rank's part of a micro-batch. An empty part has equal numbers."""
         start, count, micro, part = self._locate(number)
         if not self.weights:  # a faster form of the code below
             return even_span(count, micro * self.size, part * self.size + rank, start)
@@ -85,7 +89,7 @@ class Partition:
         return start + before + (ends[rank - 1] if rank else 0), start + before + ends[rank]
 
     def sizes(self, number: int) -> list[int]:
-        """Return how many positions of a micro-batch each rank has."""
+        """Return for each rank the number of positions that it has in a micro-batch."""
         _, count, micro, part = self._locate(number)
         if self.weights:
             return list(_parts_by_weight(count, self.weights, micro, part)[1])
@@ -94,7 +98,7 @@ class Partition:
         return [each + 1] * larger + [each] * (self.size - larger)
 
     def repartition(self, number: int, weights: tuple[float, ...]) -> Partition:
-        """Divide the positions that start with micro-batch ``number`` again, by new weights.
+        """Return a new division by other weights, for the positions from micro-batch ``number`` on.
 
         Example:
             >>> partition = Partition(n=20, batch=4, size=2).repartition(1, (3, 1))
@@ -124,7 +128,11 @@ class Partition:
         return -(-count // (self.batch * self.size))
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return (first position, positions, micro-batches) of a micro-batch's window, and the micro-batch's index."""
+        """Return the place and size of the window that contains micro-batch ``number``, and the index in the window.
+
+        The result is the window's first position, its number of positions, its number of micro-batches, and the
+        micro-batch's index.
+        """
         window, part = divmod(number - self.number, self._micro(self._window))
         start = window * self._window
         count = min(self._window, self.n - start)
@@ -132,14 +140,17 @@ class Partition:
 
 
 def even_span(count: int, size: int, rank: int, start: int = 0) -> tuple[int, int]:
-    """Return (first position, end) of a rank's part if ``count`` positions are divided as evenly as possible."""
+    """Return the first position and the end of a rank's part, if ranks divide ``count`` positions evenly.
+
+    Parts differ by at most one position.
+    """
     each, more = divmod(count, size)
     first = start + rank * each + min(rank, more)
     return first, first + each + (rank < more)
 
 
 def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequence[int]:
-    """Return how many of ``count`` positions each rank gets, evenly or in proportion to its weight.
+    """Return the number of positions of each rank, if ``count`` positions are divided evenly or by weight.
 
     The remainder after rounding down goes to the ranks with the largest fractions; ties go to the lower rank.
     """
@@ -168,7 +179,7 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 def _parts_by_weight(
     count: int, weights: tuple[float, ...], micro: int, part: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return a micro-batch's offset in its window, each rank's number of positions, and the running sums of these."""
+    """Return a micro-batch's offset in its window, the ranks' numbers of positions, and their running sums."""
     totals = _by_weight(count, weights)
     sizes = tuple(total // micro + (part < total % micro) for total in totals)
     before = sum(even_span(total, micro, part)[0] for total in totals)
@@ -177,7 +188,7 @@ def _parts_by_weight(
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Plan for the division of an epoch that was planned, or started, on a different number of ranks."""
+    """Plan that divides an epoch into windows if the epoch was planned or started on a different number of ranks."""
 
     ranks: int
     """Number of ranks in the plan; its batch is this number times a loader's ``batch_size``."""
@@ -191,19 +202,19 @@ class WindowPlan:
     """Data that earlier attempts drew, from `LoaderSource.position`; None: computed from the numbers."""
 
     def micro(self, size: int) -> int:
-        """Return the number of micro-batches in a window on ``size`` ranks."""
+        """Return the number of micro-batches of a window that ``size`` ranks share."""
         return -(-self.accumulate * self.ranks // size)
 
     def divides(self, size: int) -> bool:
-        """Return True if a window consists of full micro-batches on ``size`` ranks."""
+        """Return True if ``size`` ranks can divide a window into full micro-batches."""
         return self.accumulate * self.ranks % size == 0
 
     def window(self, batch: int) -> int:
-        """Return the number of positions in a window, for a loader's ``batch_size``."""
+        """Return the number of positions in a window for a loader with ``batch`` as its ``batch_size``."""
         return self.ranks * self.accumulate * batch
 
     def limited(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """Return how many of an epoch's ``n`` positions all attempts together draw: see ``limit``, ``drop_last``."""
+        """Return how many of an epoch's ``n`` positions all attempts draw, given ``limit`` and ``drop_last``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
@@ -213,16 +224,19 @@ class WindowPlan:
 
     @property
     def drawn(self) -> int:
-        """Number of positions that earlier attempts drew; 0 for a source that does not count positions."""
+        """Number of positions that earlier attempts have drawn; 0 for a source that does not count positions."""
         return self.position if isinstance(self.position, int) else 0
 
     def reached(self, number: int, batch: int, size: int) -> int:
-        """Return the number of positions drawn before micro-batch ``number``, which starts a window."""
+        """Return how many positions have been drawn before micro-batch ``number``, which starts a window."""
         windows, more = divmod(number - self.number, self.micro(size))
         return self.drawn + windows * self.window(batch) + (more * batch * size if self.divides(size) else 0)
 
     def partition(self, n: int, batch: int, size: int, drop_last: bool, weights: tuple[float, ...] = ()) -> Partition:
-        """Return the division of an epoch of ``n`` positions over ``size`` ranks."""
+        """Return the division of the rest of an epoch of ``n`` positions among ``size`` ranks.
+
+        Positions that earlier attempts have drawn are not in the rest.
+        """
         left = max(0, int(self.limited(n, batch, drop_last)) - self.drawn)
         window = 0 if self.divides(size) else self.window(batch)
         return Partition(left, batch, size, False, window, weights, self.number, self.drawn)

@@ -1,4 +1,4 @@
-"""Checks at each pass over a loader: changes since its hook ran, and iterators that can only be read once."""
+"""Checks at each pass over a loader: for changes since its hook ran, and for iterators that can be read only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH = "The data set of {name} has {now} samples, but had {before} when its da
 
 
 def check_samples(name: str, before: int | None, now: int | None) -> None:
-    """Warn if a data set has grown since its loader's hook ran; raise an error if it has shrunk.
+    """Warn if a data set has grown since the dataloader hook ran. Raise an error if it has shrunk.
 
     Args:
         name: name of the loader.
@@ -34,7 +34,7 @@ def check_samples(name: str, before: int | None, now: int | None) -> None:
 
 
 def warn_if_grown(name: str, before: int, now: int | None) -> None:
-    """Warn about a sampler that has grown since its loader's hook ran; ``before`` is -1 if its length is unknown."""
+    """Warn if a sampler has grown since the dataloader hook ran. ``before`` is -1 if the length is unknown."""
     if now is not None and now > before >= 0:
         warn_once(
             f"The sampler of {name} has length {now}, but had {before} when its dataloader hook ran. An epoch still "
@@ -44,7 +44,7 @@ def warn_if_grown(name: str, before: int, now: int | None) -> None:
 
 
 def check_option(name: str, option: str, before: object, now: object) -> None:
-    """Raise an error if an option of a loader's batch sampler has changed since its hook ran.
+    """Raise an error if an option of a batch sampler has changed since the dataloader hook ran.
 
     Raises:
         MisconfigurationException: the option has changed.
@@ -70,7 +70,7 @@ WAY_OUT = "Return a DataLoader, a list, or an object with an `__iter__` that res
 
 
 class Passes:
-    """The passes over one loader, watched for iterators that an earlier pass has consumed.
+    """Reader of one loader, pass by pass. It warns if the loader is an iterator that an earlier pass has consumed.
 
     Args:
         loader: the user's loader.
@@ -86,7 +86,7 @@ class Passes:
         self._had_batches = False
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass; warn if an earlier pass has consumed some or all of them."""
+        """Yield the batches of a pass. Warn if some or all of them are missing, because an earlier pass read them."""
         if self._is_iterator and self._had_batches and not self._may_go_on:
             self._warn(CONTINUES)
         had_batches = False

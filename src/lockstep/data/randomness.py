@@ -1,4 +1,7 @@
-"""Seeding of the random numbers in ``__getitem__`` and ``collate_fn``, by position and independent of training."""
+"""Random numbers for ``__getitem__`` and ``collate_fn``, seeded from the sample's position in the epoch.
+
+They are independent of the random numbers of training.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from lockstep.data.order import mix
 
 
 def seed_all(bits: int) -> None:
-    """Seed torch's CPU generator, numpy (if it is loaded) and ``random`` from 64 bits, in about 6 us.
+    """Seed torch's CPU generator, Python's ``random``, and numpy if it is loaded, from 64 bits. Takes about 6 us.
 
     torch and numpy use the same Mersenne twister, so each is seeded with a different half of the bits.
     `torch.manual_seed` would also visit every accelerator, which takes ten times as long.
@@ -32,7 +35,7 @@ def seed_all(bits: int) -> None:
 
 
 def capture() -> tuple[Any, ...]:
-    """Return the states of this process's random generators, which :func:`put_back` restores."""
+    """Return the states of this process's random generators, for :func:`put_back`."""
     numpy = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
@@ -42,7 +45,7 @@ def capture() -> tuple[Any, ...]:
 
 
 def put_back(states: tuple[Any, ...]) -> None:
-    """Restore the random states that :func:`capture` returned."""
+    """Restore the states of the random generators that :func:`capture` returned."""
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
     if states[2] is not None:
@@ -53,7 +56,7 @@ def put_back(states: tuple[Any, ...]) -> None:
 
 
 class SeededIndices(list[int]):
-    """Indices of a batch that seed the random generators while a fetcher iterates over them.
+    """The indices of a batch. Iterating over them seeds the random generators before each sample is fetched.
 
     Before an index is yielded, the generators are seeded from the sample's position; ``collate_fn`` continues from the
     last sample's state. The generators are also seeded when the indices are unpickled in a loader's worker, for data
@@ -79,7 +82,7 @@ class SeededIndices(list[int]):
         return _arrive, (list(super().__iter__()), self.key, self.first)
 
     def seed(self) -> None:
-        """Seed the generators before a data set fetches the whole batch at once, in this process."""
+        """Seed the generators for a data set of this process that fetches a whole batch at once."""
         seed_all(mix(self.key, self.first))
 
 
@@ -90,14 +93,14 @@ def _arrive(indices: list[int], key: int, first: int) -> SeededIndices:
 
 
 class SeededIndex(int):
-    """An index for a loader with ``batch_size=None``, which seeds the generators when a worker unpickles it."""
+    """An index for a loader with ``batch_size=None``. When a worker unpickles it, it seeds the generators there."""
 
     key: int
     first: int
 
     @classmethod
     def make(cls, index: int, key: int, first: int) -> SeededIndex:
-        """Create an index with position ``first`` in the epoch, where ``key`` is a hash of (seed, epoch)."""
+        """Create an index. ``first`` is its position in the epoch, and ``key`` a hash of (seed, epoch)."""
         made = cls(index)
         made.key = key
         made.first = first
@@ -107,7 +110,7 @@ class SeededIndex(int):
         return _arrive_alone, (int(self), self.key, self.first)
 
     def seed(self) -> None:
-        """Seed the generators before this sample is fetched in this process."""
+        """Seed the generators for this sample, before this process fetches it."""
         seed_all(mix(self.key, self.first))
 
 
@@ -121,7 +124,7 @@ def _arrive_alone(index: int, key: int, first: int) -> int:
 
 @dataclass(frozen=True)
 class HeldGenerator:
-    """Common interface to a random generator in a user's sampler: torch's on the CPU, NumPy's or Python's."""
+    """Common interface to the random generators that samplers hold: torch's on the CPU, NumPy's or Python's."""
 
     state: Callable[[], Any]
     """Returns the generator's state in a form that a checkpoint can store."""
@@ -140,7 +143,7 @@ class HeldGenerator:
 
 
 def held_generator(value: object) -> HeldGenerator | None:
-    """Wrap a random generator of any kind; return None if ``value`` is not a generator that can be seeded."""
+    """Wrap a random generator in the common interface. Return None if ``value`` is no known generator."""
     if isinstance(value, torch.Generator):
         known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
         return known if value.device.type == "cpu" else None
@@ -164,13 +167,13 @@ def held_generator(value: object) -> HeldGenerator | None:
 
 
 def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
-    """Return wrappers of all random generators that samplers have as attributes, each once."""
+    """Return a wrapper of each random generator that is an attribute of one of the samplers."""
     values = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
     return [known for value in values.values() if (known := held_generator(value)) is not None]
 
 
 def _without_arrays(state: object) -> Any:
-    """Replace NumPy arrays in a generator's state by lists, which NumPy accepts as well."""
+    """Convert NumPy arrays in a generator's state to lists, so that a checkpoint can contain the state."""
     # torch.load(weights_only=True) does not read NumPy's arrays.
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
@@ -180,7 +183,7 @@ def _without_arrays(state: object) -> Any:
 
 
 class SeparateStates:
-    """Context manager with random states of its own, separate from those of the rest of the process.
+    """Context with its own states of the random generators, separate from those of the rest of the process.
 
     Inside the context, the process' generators (and the given ``generators``) continue from the state at the end of the
     previous context. Outside, they behave as if nothing had been drawn inside.
@@ -220,7 +223,7 @@ class SeparateStates:
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:
-    """Return True if fetching samples certainly draws no random numbers.
+    """Return True if it is certain that fetching samples draws no random numbers, so that none have to be seeded.
 
     That holds for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
     """

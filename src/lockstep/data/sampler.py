@@ -1,4 +1,4 @@
-"""Orders of samples from torch's samplers and from users' own.
+"""Orders of samples from torch's samplers, and sources that draw from users' own samplers.
 
 One of torch's becomes a function of the position; a user's sampler is drawn identically on every rank.
 """
@@ -44,7 +44,7 @@ _WAY_OUT = (
 
 
 def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
-    """Return a function from (epoch, turn) to the order of one of torch's plain samplers; None for other samplers.
+    """Return a function from (epoch, turn) to the order of a plain sampler of torch. None for any other sampler.
 
     The indices are those of the sampler's own data source, which may differ from the loader's data set. None is also
     returned for a sampler with a ``set_epoch`` attribute, which depends on the epoch, and for one with an empty data
@@ -72,7 +72,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
 
 
 def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the CPU generator that the user passed to a sampler, or None."""
+    """Return the CPU generator that a user passed to a sampler. Return None without one."""
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) and found.device.type == "cpu" else None
 
@@ -81,7 +81,7 @@ def own_generator(sampler: object) -> torch.Generator | None:
 
 
 class Drawn(Indexed):
-    """A source that draws from a user's sampler or batch sampler, identically on every rank.
+    """A source that draws the indices from a user's sampler or batch sampler. All ranks draw the same indices.
 
     The sampler is drawn with generators that are seeded from (seed, epoch), separate from those of training. Its
     positions are divided among the ranks like those of a plain sampler. With a batch sampler, each rank uses every
@@ -175,7 +175,7 @@ class Drawn(Indexed):
         return number if found is None or found.first > number else found.end
 
     def _forget(self, number: int) -> None:
-        """Drop the weights of earlier micro-batches, which are no longer needed."""
+        """Drop the weights of micro-batches before micro-batch ``number``, which are no longer needed."""
         while self._chunks and self._chunks[0].partition.length <= number:
             self._chunks.popleft()
         while self._stretches and self._stretches[0].end <= number:
@@ -207,7 +207,7 @@ class Drawn(Indexed):
 
     @property
     def drawn(self) -> int:  # type: ignore[override]
-        """Number of micro-batches that have been divided among the ranks."""
+        """Number of micro-batches of the pass that have been divided among the ranks."""
         return self._reached
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
@@ -225,7 +225,7 @@ class Drawn(Indexed):
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
-        """Draw the next few global batches, or windows of a plan; return False if there were none."""
+        """Draw the next global batches or windows from the sampler, and divide them. Return False if none are left."""
         # where shares may change, samples are not divided far ahead of training
         wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
@@ -238,7 +238,7 @@ class Drawn(Indexed):
         return self._reached > before
 
     def _next(self, count: int) -> list[Any]:
-        """Return up to ``count`` further elements of the sampler, and add them to the hash of the order."""
+        """Return up to ``count`` further elements of the sampler. Add them to the hash of the drawn order."""
         drawn = list(itertools.islice(self._iterator, count))
         self._has_ended = len(drawn) < count
         if self._sampling.batch_size is None:
@@ -247,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return the checkpoint's state if it is of this pass; otherwise restore the samplers' states and return {}."""
+        """Return the state from a checkpoint of this pass. For another pass, restore the samplers, and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -278,7 +278,7 @@ class Drawn(Indexed):
         self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
-        """Divide drawn positions, which start with a new global batch or window, and store this rank's part."""
+        """Divide newly drawn elements, which begin with a new window, among the ranks. Store this rank's part."""
         in_batches = self._sampling.batch_size is None
         partition = self._partition_of(len(drawn))
         chunk = _Chunk(partition, list(map(len, drawn)) if in_batches else [])
@@ -305,7 +305,7 @@ class Drawn(Indexed):
         self._reached = partition.length
 
     def _partition_of(self, count: int) -> Partition:
-        """Return the division of the next ``count`` positions into micro-batches."""
+        """Return how the next ``count`` positions are divided into micro-batches and ranks' parts."""
         drop_last, initial = self._sampling.drop_last, self._shares[0]
         weights = next((each for each in reversed(self._shares) if each[0] <= self._reached), initial)[1]
         if self._plan is None:
@@ -315,14 +315,14 @@ class Drawn(Indexed):
 
 
 class _Chunk(NamedTuple):
-    """Consecutive positions that were drawn together."""
+    """Consecutive positions that were drawn together, and their division among the ranks."""
 
     partition: Partition
     lengths: list[int]
     """Length of each position's batch, for a batch sampler; else empty."""
 
     def sizes(self, number: int) -> list[int]:
-        """Return how many samples of a micro-batch each rank has."""
+        """Return for each rank the number of samples that it has in a micro-batch."""
         sizes = self.partition.sizes(number)
         if not self.lengths:
             return sizes
@@ -330,7 +330,10 @@ class _Chunk(NamedTuple):
         return self.lengths[first : first + count] + [0] * (len(sizes) - count)
 
     def kind(self) -> tuple[float, ...] | None:
-        """Return a key that is equal for chunks whose full micro-batches weigh the same; None if they differ."""
+        """Return a key that is equal for chunks whose full micro-batches have the same weights.
+
+        Return None if the weights differ within this chunk.
+        """
         if not self.lengths:
             return self.partition.weights
         size = self.lengths[0]
@@ -338,7 +341,7 @@ class _Chunk(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Micro-batches in which every rank takes as many samples as in the first one, and at least one."""
+    """Consecutive micro-batches with equal weights, in which each rank takes at least one sample."""
 
     first: int
     end: int
@@ -346,7 +349,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """A source that draws from a user's `DistributedSampler`, which already selects this rank's samples."""
+    """A source that draws from a user's `DistributedSampler`. Such a sampler yields only this rank's samples."""
 
     flexible = False  # this rank knows its own share only
 
@@ -366,7 +369,7 @@ class OwnShare(Drawn):
         return batches if math.isinf(batches) else -(-batches // ranks)
 
     def repartition(self, plan: WindowPlan) -> None:
-        """Do nothing: the user's sampler defines the share of this rank."""
+        """Do nothing, because the user's sampler determines this rank's samples."""
 
     def position(self, number: int) -> int:
         return super().position(number) * self._ranks
@@ -382,7 +385,7 @@ class OwnShare(Drawn):
 
 
 class DrawnOrder:
-    """A running hash of a sampler's elements in a pass, compared with the one in a checkpoint.
+    """A hash of the elements that a sampler yields in a pass, for comparison with a checkpoint and other ranks.
 
     Args:
         sampler: the sampler, for messages.
@@ -403,17 +406,17 @@ class DrawnOrder:
         self._hash: hashlib.blake2b | None = hashlib.blake2b(digest_size=8)
 
     def begin(self, saved: Sequence[Any] = ()) -> None:
-        """Reset the hash for another pass; ``saved`` is the hash from a checkpoint of that pass, to compare with."""
+        """Start the hash for another pass. ``saved`` is the hash in a checkpoint of that pass, for comparison."""
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=8)
         self.expected, self._wanted = saved or (0, "")
 
     def saved(self) -> list[Any]:
-        """Return the hash as plain data for :meth:`begin`; empty if the elements cannot be compared."""
+        """Return the hash as plain data for a checkpoint; empty if the elements cannot be compared."""
         return [] if self._hash is None else [self.count, self._hash.hexdigest()]
 
     def add(self, drawn: Sequence[Any]) -> None:
-        """Add the next elements of the sampler to the hash.
+        """Add elements that the sampler has yielded to the hash.
 
         Raises:
             MisconfigurationException: the elements differ from those before the resume.
@@ -435,7 +438,7 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """Record the sampler's end; raise the error of :meth:`add` if it had yielded more before the resume."""
+        """Record that the sampler has ended. Raise the error of :meth:`add` if it yielded more before the resume."""
         if self.expected:
             self._refuse()
 
@@ -447,7 +450,7 @@ class DrawnOrder:
         )
 
     def compare(self, gather: Gather) -> None:
-        """Raise an error if ranks have drawn different orders so far. Collective.
+        """Raise an error if the ranks' samplers have yielded different elements so far. Collective.
 
         Raises:
             MisconfigurationException: ranks drew different orders.
@@ -463,7 +466,7 @@ class DrawnOrder:
 
 
 def content(drawn: Sequence[Any]) -> bytes | None:
-    """Return bytes that are the same for equal elements of a sampler; None if equality cannot be determined."""
+    """Encode elements of a sampler so that equal elements give equal bytes. Return None if that is impossible."""
     try:
         return array("q", drawn).tobytes()
     except (TypeError, ValueError, OverflowError):
@@ -485,7 +488,7 @@ def content(drawn: Sequence[Any]) -> bytes | None:
 
 
 class WatchedSampler:
-    """A wrapper of a user's (batch) sampler that hashes the elements that it yields."""
+    """A wrapper of a user's sampler or batch sampler. It hashes each element that the sampler yields."""
 
     def __init__(self, sampler: Iterable[Any], order: DrawnOrder) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Sources, which read one rank's share of the batches of one loader.
+"""Sources. Each reads one rank's share of the batches of one loader.
 
 This file has the base class, and the source of loaders over map-style data sets whose order is a function.
 
@@ -64,7 +64,7 @@ _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of model replicas, which see different samples, and the index of this rank's replica.
+    """The number of model replicas, which see different samples, and the index of the replica of this rank.
 
     Ranks that share a model by tensor or pipeline parallelism are one replica: they draw the same batches. If no
     strategy splits the model, each rank is a replica.
@@ -80,7 +80,10 @@ class Replicas:
     """Function that stacks the tensors of this replica's ranks; a collective. None: the replica has one rank."""
 
     def agreed_gather(self) -> Gather | None:
-        """Return the gather over the replicas; None if there is only one replica and no gather was given."""
+        """Return the function that gathers over the replicas. Return None if there is nothing to gather.
+
+        That is the case with one replica, if no function was given.
+        """
         if self.gather is not None or self.count == 1:
             return self.gather
         if world_size() != self.count:
@@ -92,7 +95,7 @@ class Replicas:
 
 
 def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any]:
-    """Yield the batches after comparing the first one over the ranks in ``gather``, which are one replica."""
+    """Yield the batches of a pass. Raise an error if the ranks of a replica have different first batches."""
     for first in batches:
         found = gather(torch.tensor([rank(), _digest(first)])).tolist()
         for other, digest in found:
@@ -105,7 +108,7 @@ def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any
 
 
 def _digest(batch: object) -> int:
-    """Return a 32-bit checksum of the tensors, arrays, strings and integers in a batch."""
+    """Return a 32-bit checksum of a batch: of its tensors, arrays, strings and integers."""
     found = 0
     for leaf in tree_leaves(batch, (Tensor, np.ndarray, np.generic, str, bytes, int)):
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
@@ -153,11 +156,11 @@ class SourceSpec:
 
     @property
     def by_process(self) -> bool:
-        """True if there is one process, whose global generators draw the order, as for a plain loader."""
+        """True if one process draws the order with its global random generators, as torch does for a plain loader."""
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass, and compare the first one over the ranks of a replica when it is drawn.
+        """Return the batches of a pass. When the first is drawn, compare it between the ranks of this replica.
 
         Raises:
             MisconfigurationException: the ranks' first batches differ.
@@ -166,7 +169,7 @@ class SourceSpec:
         return batches if gather is None else _compared(batches, gather, f"{self.stage}_dataloader")
 
     def agreed(self, seed: int) -> int:
-        """Return ``seed`` as rank 0 passed it. Collective."""
+        """Return the value of ``seed`` on rank 0. Collective."""
         return seed if self.gather is None else int(self.gather(torch.tensor(seed & SEED_BITS))[0])
 
 
@@ -209,7 +212,7 @@ class LoaderSource(ABC):
     """Queue of the sample indices of drawn batches, from which the reader removes them; see `record_indices`."""
 
     def record_indices(self) -> None:  # noqa: B027
-        """Start to record sample indices in ``recorded`` with the next pass; do nothing if they are unknown."""
+        """Record the sample indices of drawn batches in ``recorded`` from the next pass on, if they are known."""
 
     @abstractmethod
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
@@ -219,7 +222,7 @@ class LoaderSource(ABC):
         """
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Start a pass as :meth:`open` does; return pairs of a micro-batch and its number of samples."""
+        """Start a pass as :meth:`open` does. Return an iterator over (micro-batch, number of its samples)."""
         batches = enumerate(self.open(epoch, turn, start, stop), start)
         return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
@@ -232,41 +235,44 @@ class LoaderSource(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not know the weights of batches before they are fetched")
 
     def even_until(self, number: int) -> int:
-        """Return the end of the consecutive micro-batches with the same weights as micro-batch ``number``."""
+        """Return the end of the consecutive micro-batches that have the same weights as micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the shares for later passes, as pairs of a micro-batch and the shares that start with it."""
+        """Set the shares for later passes, as pairs: a micro-batch, and the shares that apply from it on."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Set new shares for the current pass, starting with a micro-batch that no rank has drawn yet."""
+        """Set new shares within the current pass. They apply from a micro-batch on that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """Return the ranks' weights in a micro-batch for each of its loaders. Call it instead of :meth:`weights`."""
+        """Return the ranks' weights in a micro-batch, with one list for each loader that it combines.
+
+        Call either this method or :meth:`weights` for a micro-batch.
+        """
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """Return a micro-batch with None in place of the parts that have no samples on this rank."""
+        """Return a micro-batch in which the parts of loaders that give this rank no samples are None."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
-        """Return the number of micro-batches in a pass on ``ranks`` ranks."""
+        """Return the number of micro-batches in a pass if ``ranks`` ranks share the loader."""
         return self.length
 
     def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Divide later passes by the plan of a different number of ranks; call it before they are opened."""
+        """Divide later passes as planned for a different number of ranks. Call the method before they are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
-        """Return (indices, first position) of this rank's part of a micro-batch of the pass; None if unknown."""
+        """Return the data set indices of this rank's part of a micro-batch, and its first position; None if unknown."""
         return None
 
     def position(self, number: int) -> Position:
-        """Return the progress of all ranks before micro-batch ``number``, which starts a window, for a resume."""
+        """Return how far all ranks have read before micro-batch ``number``, which starts a window."""
         return None
 
     def generator_states(self) -> list[Any]:
-        """Return the states of the generators and samplers that determine the order, if only this source has them."""
+        """Return the states of the user's generators and samplers for a checkpoint; empty if the source needs none."""
         return []
 
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
@@ -274,33 +280,33 @@ class LoaderSource(ABC):
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers that read a stream split among the ranks; None if there is no such stream."""
+        """Number of loader workers per rank that read a stream split among the ranks; None without such a stream."""
         return None
 
     def order(self) -> LoaderOrder:
-        """Describe the order of the samples, which a checkpoint within an epoch records."""
+        """Describe the order of the samples. A checkpoint within an epoch stores the description."""
         return LoaderOrder("in an order of its own", self.samples)
 
     def leaves(self) -> list[LoaderSource]:
-        """Return the sources of single loaders; a list of this one unless it combines several."""
+        """Return the sources of the single loaders that this source combines, or a list of this source."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which a pass resumes, besides the position; empty if there is none."""
+        """Return the state for resuming a pass, in addition to the position; empty if none is needed."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Load a state for the next pass that is opened."""
 
     def close(self) -> None:  # noqa: B027
-        """End loader workers."""
+        """End the loader workers."""
 
 
 # -- loaders over map-style data sets ------------------------------------------------------------------------
 
 
 class Sampling(NamedTuple):
-    """A loader over a map-style data set, and its sampling settings."""
+    """A loader over a map-style data set, with the settings by which it draws samples."""
 
     loader: DataLoader[Any]
     spec: SourceSpec
@@ -317,7 +323,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Sampling:
-        """Read the sampling settings from a loader."""
+        """Read from a loader the settings by which it draws samples."""
         batches: Iterable[Any] | None = loader.batch_sampler
         if batches is None and isinstance(loader.sampler, BatchSampler):
             batches = loader.sampler  # batch_size=None: the data set receives a list of indices
@@ -328,7 +334,7 @@ class Sampling(NamedTuple):
         return cls(loader, spec, key, name, batches, None, False, False)
 
     def order(self, samples: int) -> LoaderOrder:
-        """Describe the order of ``samples`` positions for a checkpoint."""
+        """Describe the order in which the sampler yields ``samples`` positions. A checkpoint stores the description."""
         kind = type(self.sampler)
         if kind is SequentialSampler:
             return LoaderOrder(IN_ORDER, samples)
@@ -340,7 +346,7 @@ class Sampling(NamedTuple):
 
 
 class Indexed(LoaderSource):
-    """Base class of sources that choose the data set indices which a loader fetches.
+    """Base class of sources that choose the data set indices that a loader fetches.
 
     The user's loader is not changed: a shallow copy of it (its class, attributes, data set, workers' settings) gets
     another batch sampler and its own generator.
@@ -377,11 +383,11 @@ class Indexed(LoaderSource):
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
-        """Prepare a pass that starts with micro-batch ``start``."""
+        """Prepare a pass in which micro-batch ``start`` is the first."""
 
     @abstractmethod
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
-        """Return this rank's indices in each micro-batch from the start of the pass up to ``stop``."""
+        """Return this rank's indices for each micro-batch, from the start of the pass to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         planned = self._sampling
@@ -400,7 +406,7 @@ class Indexed(LoaderSource):
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a loader class with its own ``__iter__``, and check that it draws from the sampler.
+        """Yield the batches of a loader class with its own ``__iter__``. Check that it uses lockstep's sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 
@@ -434,7 +440,10 @@ class Indexed(LoaderSource):
         self.recorded = deque()
 
     def lists(self) -> Iterator[Any]:
-        """Iterate over the indices of the pass that was opened last, for the batch sampler of the loader's copy."""
+        """Return an iterator over this rank's indices in the pass that was opened last.
+
+        The batch sampler of the loader's copy yields them.
+        """
         self._sampler_used = True
         drawn = self.draw(self._stop)
         if self.recorded is not None:
@@ -448,7 +457,10 @@ class Indexed(LoaderSource):
         end_workers(self._copy)
 
     def _seeds(self, indices: list[int], first: int) -> list[int] | int:
-        """Convert a micro-batch's indices, whose first position is ``first``, to the form that the loader needs."""
+        """Convert the indices of a micro-batch to the form that the loader needs, which may seed random generators.
+
+        ``first`` is the position of the first index.
+        """
         if not self._sampling.single:
             return indices if self._quiet else SeededIndices(indices, self._epoch_key, first)
         index = indices[0]  # any element of a sampler goes to the data set; only integers can seed
@@ -456,7 +468,7 @@ class Indexed(LoaderSource):
 
 
 class Ordered(Indexed):
-    """A source whose order is a function of the position, so a pass can start anywhere at no cost.
+    """A source that computes the order from the position, so that a pass can start anywhere at no cost.
 
     It stores no order and sends no messages.
 
@@ -544,7 +556,7 @@ class Ordered(Indexed):
         return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
 
     def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-        """Yield (indices, first positions) of this rank's parts of many micro-batches at once."""
+        """Yield blocks of this rank's parts of many micro-batches: their indices, and their first positions."""
         partition, full = self._partition, min(self._partition.full, stop)
         at_once = max(1, _BLOCK // partition.batch)
         for begin in range(self._start, full, at_once):
@@ -558,7 +570,7 @@ class Ordered(Indexed):
             yield self._indices(spans), [first for first, _ in spans]
 
     def _spans(self, partition: Partition, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield (micro-batch, first position, end) for each non-empty part of this rank."""
+        """Yield the number, first position and end of this rank's part of each micro-batch. Omit empty parts."""
         for number in numbers:
             first, end = partition.span(number, self.rank)
             if first == end and self.pads:
@@ -574,7 +586,7 @@ class Ordered(Indexed):
         return [list(itertools.islice(drawn, end - first)) for first, end in spans]
 
     def _one_by_one(self, stop: int) -> Iterator[list[int] | int]:
-        """Yield the indices of each micro-batch while shares may change; discard those computed with old shares."""
+        """Yield the indices of each micro-batch while shares may change. Compute them again if shares have changed."""
         number = self.drawn = self._start
         while number < stop:
             partition, known = self._partition_at(number), len(self._partitions)
@@ -593,12 +605,12 @@ class Ordered(Indexed):
 
 
 def _drawn_from(sampler: object) -> int | None:
-    """Return the length of the data source of one of torch's samplers; None if it has no length."""
+    """Return the length of the data source that one of torch's samplers has. Return None if it has no length."""
     return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:
-    """The batch sampler of a source's loader; one object for all passes, because persistent workers keep the first."""
+    """The batch sampler of a source's loader. One object serves all passes, because persistent workers keep it."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -611,7 +623,7 @@ class _Lists:
 
 
 def recording(drawn: Iterable[Any], recorded: deque[list[Any]]) -> Iterator[Any]:
-    """Yield indices and append them to ``recorded`` first, before loader workers fetch them ahead of time."""
+    """Yield the indices of batches. Before that, append them to ``recorded``, since loader workers fetch ahead."""
     for indices in drawn:
         # a plain slice: iterating over seeded indices would seed
         recorded.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
@@ -623,7 +635,10 @@ def _plain(index: object) -> object:
 
 
 def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
-    """Seed the generators before each fetch in this process, for data sets that fetch a whole batch at once."""
+    """Yield the indices of batches. Seed the generators before each is fetched in this process.
+
+    A data set that fetches a whole batch at once needs this.
+    """
     for indices in drawn:
         if isinstance(indices, SeededIndices | SeededIndex):
             indices.seed()
@@ -634,7 +649,7 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Function that returns the number of samples in a ready-made batch, and logs once how it found the number.
+    """Function that returns the number of samples in a ready-made batch. It logs once how it has found the number.
 
     It uses the length of the first tensor, because lockstep did not draw the samples of such batches.
 
@@ -674,7 +689,7 @@ class Measure:
 
 
 def first_tensor(batch: object) -> Any:
-    """Return the first tensor or array of a nest, in its order; None if there is none."""
+    """Return the first tensor or array in a batch of nested collections. Return None if there is none."""
     if isinstance(batch, Tensor) or (hasattr(batch, "__array__") and hasattr(batch, "shape")):
         return batch
     if isinstance(batch, Mapping):
@@ -692,7 +707,7 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """Return a shallow copy of a loader, with its class and all its attributes except for ``changes``.
+    """Return a shallow copy of a loader, of the same class. ``changes`` replace some of its attributes.
 
     Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
@@ -704,7 +719,7 @@ def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
 
 
 def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the iterator's items, and restore the process's random states after each fetch."""
+    """Yield the items of an iterator, and restore the process' random states after each is fetched."""
     while True:
         states = capture()
         try:
@@ -717,19 +732,19 @@ def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def skip(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """Read and discard ``count`` batches, and return the iterator."""
+    """Read ``count`` batches from an iterator, and return the iterator."""
     for _ in itertools.islice(iterator, count):
         pass
     return iterator
 
 
 def read_first(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Read the first batch now, so that the iterator draws its initial random numbers; return all batches."""
+    """Read the first batch at once, so that the iterator draws its first random numbers. Return all batches."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
 def length_of(sized: object) -> int | None:
-    """Return ``len(sized)``, or None if it has no length."""
+    """Return the length of an object. Return None if it has no ``len``."""
     try:
         return len(sized)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -737,13 +752,13 @@ def length_of(sized: object) -> int | None:
 
 
 def holders(sampler: object) -> list[object]:
-    """Return a (batch) sampler and, if there is one, the sampler inside it."""
+    """Return a list of a sampler or batch sampler, and of the sampler inside it if there is one."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 
 
 def call_set_epoch(target: object, epoch: int) -> None:
-    """Call the method ``set_epoch`` of a user's sampler or data set, if there is one."""
+    """Call ``set_epoch`` of a user's sampler or data set. Do nothing if it has no such method."""
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -758,7 +773,7 @@ class Stateful(Protocol):
 
 
 def stateful(candidates: Iterable[Any]) -> list[Stateful]:
-    """Return the candidates that can save and restore their progress."""
+    """Return those of the objects that can save and restore their progress."""
     return [
         each
         for each in candidates
@@ -767,12 +782,12 @@ def stateful(candidates: Iterable[Any]) -> list[Stateful]:
 
 
 def states_of(samplers: Iterable[Stateful]) -> list[Any]:
-    """Return copies of the samplers' states."""
+    """Return copies of the current states of the samplers."""
     return [deepcopy(sampler.state_dict()) for sampler in samplers]
 
 
 def of_all_ranks(state: object) -> dict[str, Any]:
-    """Return only the order from a loader's state, which is valid on every rank and for any number of ranks."""
+    """Return the part of a loader's state that is valid on every rank, for any number of ranks: the order."""
     if not isinstance(state, dict):
         return {}
     common: dict[str, Any] = {key: state[key] for key in ("order",) if key in state}

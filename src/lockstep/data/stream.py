@@ -48,7 +48,9 @@ OTHER_WORKERS = (
 
 
 class Stream(LoaderSource):
-    """The source of a loader over an iterable data set. `Shard` describes how the stream is split.
+    """The source of a loader over an iterable data set, which reads this rank's part of a stream of samples.
+
+    `Shard` describes how the stream is split.
 
     Attributes:
         moved: True if the next pass was started on a different number of ranks.
@@ -135,7 +137,7 @@ class Stream(LoaderSource):
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
 
     def _go_back(self, epoch: int, turn: int) -> bool:
-        """Restore the data set's state from a checkpoint; return True if that state is within this pass.
+        """Restore the data set's state from a checkpoint. Return True if it was saved within this pass.
 
         A checkpoint of an epoch's end belongs to a pass that has ended: that pass is opened once more, and the next
         starts from the beginning.
@@ -159,7 +161,7 @@ class Stream(LoaderSource):
         return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Record the first sample of a pass; warn if a resumed pass starts with a different sample when read again."""
+        """Record the first sample of a pass. Warn if a pass that a resume reads again starts with another sample."""
         self._first_sample = []
         for batch in itertools.islice(iterator, 1):
             self._first_sample = [*reading, batch[1]]
@@ -174,7 +176,10 @@ class Stream(LoaderSource):
         yield from iterator
 
     def _check_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; after the first, which shows if the stream shards itself, check the number of ranks."""
+        """Yield the batches. After the first, check that the stream supports the number of ranks.
+
+        The first batch shows if the stream shards itself.
+        """
         batch = next(iterator, _END)
         self._check_ranks()
         if batch is not _END:
@@ -183,7 +188,10 @@ class Stream(LoaderSource):
             yield from iterator
 
     def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. Until the first is read, the data set's state may be the end of the previous pass."""
+        """Yield the batches, and record when the first is read and when the pass ends.
+
+        Before the first batch, the state of the data set may be that of the previous pass' end.
+        """
         for first in itertools.islice(iterator, 1):
             self._unread = None
             yield first
@@ -199,7 +207,7 @@ class Stream(LoaderSource):
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers that read the stream; None if it shards itself over the ranks."""
+        """Number of loader workers per rank that read the stream; None if each rank has its own stream."""
         return None if self.own else self._workers
 
     def order(self) -> LoaderOrder:
@@ -263,7 +271,10 @@ class Stream(LoaderSource):
 
 @dataclass(frozen=True)
 class DrawHistory:
-    """The samples that one attempt of a run has drawn from a stream, or from the rest that earlier attempts left."""
+    """The samples that one attempt of a run has drawn from a stream.
+
+    An attempt draws from the samples that earlier attempts have left.
+    """
 
     ranks: int
     workers: int
@@ -272,7 +283,7 @@ class DrawHistory:
     """Number of samples that each worker of each rank has drawn, which are the first ones assigned to that worker."""
 
     def has(self, number: int, worker: int | None) -> bool:
-        """Return True if this attempt drew the sample with a number.
+        """Return True if this attempt has drawn the sample with a number.
 
         Args:
             number: number of the sample in the stream, or among the samples that earlier attempts left.
@@ -287,7 +298,7 @@ class DrawHistory:
 
 
 class Sizes:
-    """A substitute for the batch sampler of an iterable data set's loader, which determines the sizes of batches.
+    """Replacement for the batch sampler of a loader over an iterable data set. It determines the sizes of batches.
 
     A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
     that are as even as possible.
@@ -306,7 +317,7 @@ class Sizes:
         self.window = batch * size
 
     def repartition(self, plan: WindowPlan) -> bool:
-        """Divide later passes by a plan; return True if that changes the batch sizes.
+        """Divide later passes by a plan for other ranks. Return True if the batch sizes change.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -329,7 +340,7 @@ class Sizes:
             yield from (mine // self.micro + (part < mine % self.micro) for part in range(self.micro))
 
     def taken(self, batches: int, workers: int) -> list[list[int]]:
-        """Return the number of samples that each rank's workers have drawn after ``batches`` micro-batches.
+        """Return how many samples the workers of each rank have drawn after ``batches`` micro-batches.
 
         The number of batches must be that at the end of a window.
         """
@@ -346,7 +357,7 @@ class Sizes:
         return found
 
     def _before(self, windows: int, rank: int) -> int:
-        """Return the number of samples that a rank has in the first ``windows`` windows."""
+        """Return how many samples of the first ``windows`` windows belong to a rank."""
         return -((rank - windows * self.window) // self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -354,7 +365,7 @@ class Sizes:
 
 
 class Shard(IterableDataset[Any]):
-    """The part of an iterable data set that one loader worker of one rank reads.
+    """The part of an iterable data set that a rank, or one of its loader workers, reads.
 
     Every rank and worker reads the same stream (random numbers are seeded identically everywhere) and takes its
     part:
@@ -401,7 +412,7 @@ class Shard(IterableDataset[Any]):
         self._drawn: list[int] = []  # samples of each attempt, as far as the stream was read
 
     def set_epoch(self, epoch: int, turn: int) -> None:
-        """Set the epoch and turn of the next pass; copies in persistent workers count later epochs themselves."""
+        """Set the epoch and turn of the next pass. Copies in persistent workers count later epochs themselves."""
         self.epoch, self.turn, self._passes = epoch, turn, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -438,7 +449,7 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """Yield (number, sample) for each sample of the stream, and seed the generators before each read."""
+        """Yield the number and value of each sample in the stream. Seed the random generators before each is read."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
@@ -465,7 +476,7 @@ class Shard(IterableDataset[Any]):
     def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the stream after comparing its first samples over the ranks, to detect if each rank has its own."""
+        """Yield the stream after comparing its first samples between ranks, which shows if each has its own data."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
             # One with a state must not be read ahead.
@@ -483,7 +494,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return the number of a sample among those that no attempt has drawn; None if an attempt has drawn it."""
+        """Return the number that a sample has among those that earlier attempts have left; None if it is not left."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:
@@ -503,18 +514,18 @@ class StatefulShard(Shard):
     """A `Shard` of a data set that can save and restore its progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples read, the data set's own state, and True if the stream has ended."""
+        """Return the number of samples read, the state of the data set, and whether the stream has ended."""
         drawn = {"drawn": list(self._drawn)} if self.attempts else {}
         state = cast(Stateful, self.dataset).state_dict()
         return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from which the next pass resumes."""
+        """Load the state with which the next pass resumes."""
         self._resume = state
 
 
 class WatchedInfo:
-    """A substitute for a loader worker's `WorkerInfo`, which records accesses and returns the user's own data set."""
+    """Replacement for a loader worker's `WorkerInfo`. It records accesses, and has the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
@@ -533,7 +544,10 @@ class WatchedInfo:
 
 
 def watch_worker_info() -> WatchedInfo | None:
-    """Replace `get_worker_info()` in a loader's worker by a recorder and return it; return None elsewhere."""
+    """In a loader worker, replace the result of `get_worker_info()` by a recorder. Return the recorder.
+
+    Return None in any other process.
+    """
     info: object = get_worker_info()
     if info is None or isinstance(info, WatchedInfo):
         return info
@@ -543,7 +557,7 @@ def watch_worker_info() -> WatchedInfo | None:
 
 
 class WatchedInit:
-    """A wrapper of ``worker_init_fn``; if that function accesses the data set, the data set counts as sharded."""
+    """A wrapper of ``worker_init_fn``. If the function accesses the data set, the data set counts as sharded."""
 
     def __init__(self, init: Callable[[int], None]) -> None:
         self.init = init
@@ -556,7 +570,7 @@ class WatchedInit:
 
 
 class Counting:
-    """A ``collate_fn`` that returns (number of samples, fingerprint of their stream's first sample, batch)."""
+    """A ``collate_fn`` that returns the number of samples, a fingerprint of the stream's start, and the batch."""
 
     def __init__(self, collate: Callable[[Any], Any], shard: Shard) -> None:
         self.collate = collate
@@ -567,7 +581,7 @@ class Counting:
 
 
 def fingerprint(item: object) -> float:
-    """Hash a sample to an integer below 2**52, as a float; return 0.0 if samples cannot be compared."""
+    """Hash a sample to an integer below 2**52, as a float. Return 0.0 if the sample cannot be hashed."""
     parts, shape = tree_flatten(item)
     try:
         content = [repr(shape).encode(), *map(_bytes, parts)]
@@ -584,7 +598,7 @@ def _bytes(part: object) -> bytes:
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
-    """Return the number of batches of a stream of known length, on the rank with most.
+    """Return the number of batches in a stream of known length, on the rank that has the most.
 
     Every worker forms its own batches, so that each may end with a partial one.
     """

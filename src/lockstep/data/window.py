@@ -1,4 +1,4 @@
-"""Accumulation windows: one rank's micro-batches of an optimizer step, with their weights and shares."""
+"""The accumulation window: one rank's micro-batches of an optimizer step, with their weights and shares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Part = tuple[float, float]
 
 
 class Window:
-    """An accumulation window: this rank's micro-batches of one optimizer step. It can be iterated once.
+    """An accumulation window: this rank's micro-batches of one optimizer step. Iterate over it only once.
 
     Iterating yields (batch, weight, share). ``weight`` is the number of samples drawn for the micro-batch. It is 0.0
     if this rank's part is empty; the batch is then None or a padding batch. ``share`` is the factor for the loss of
@@ -58,7 +58,7 @@ class Window:
         self._among = among  # returns the parts for a subset of averaging ranks; None: all weights are equal
 
     def share_among(self, ranks: Sequence[int]) -> None:
-        """Recompute the shares for gradients that are averaged over ``ranks`` only, which include this rank."""
+        """Recompute the shares because only the given ``ranks``, including this rank, average their gradients."""
         if self._among is not None:
             self._parts = self._among(ranks)[self.num_done :]
 
@@ -74,12 +74,15 @@ class Window:
 
 
 def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks with weight 0. The loop over ranks runs in Python's built-in functions, for speed."""
+    """Return the ranks whose weight is 0. The function uses built-in functions of Python for speed."""
     return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """Return the first (rank, loader) where a rank has samples of a micro-batch, but none from that loader."""
+    """Return a rank that has samples of a micro-batch but none from one of the loaders, and the loader's index.
+
+    Return None without such a rank.
+    """
     gaps = ((rank, loader) for loader, part in enumerate(of_parts) for rank in empty_ranks(part) if of_rank[rank])
     return next(gaps, None)
 
@@ -88,12 +91,12 @@ def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> 
 
 
 def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
-    """Return (weight, share) for each of a rank's micro-batches; ``total`` is the sum of all weights of the window."""
+    """Return the (weight, share) of each micro-batch. ``total`` is the sum of all ranks' weights in the window."""
     return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
 
 class Share(float):
-    """The share of a micro-batch from several loaders with unequal parts, which is the share of its heaviest part.
+    """The share of a micro-batch with parts from several loaders, which is the share of its heaviest part.
 
     Attributes:
         parts: the share of each part, by which the mean over the part's samples is multiplied; 0.0 if this rank has no
@@ -104,7 +107,7 @@ class Share(float):
 
 
 def share_of(share: float, part: float) -> float:
-    """Multiply the share of a micro-batch, and that of each loader in it, by the fraction ``part``."""
+    """Multiply a share, including the shares of its parts, by the fraction ``part``."""
     if type(share) is not Share:
         return share * part
     made = Share(share * part)
@@ -115,7 +118,7 @@ def share_of(share: float, part: float) -> float:
 def weigh_parts(
     weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
 ) -> list[Part]:
-    """Return (weight, share) for each micro-batch that combines several loaders.
+    """Return the (weight, share) of each micro-batch if micro-batches have parts from several loaders.
 
     Args:
         weighed: the result of :func:`weigh`.
@@ -135,7 +138,7 @@ def weigh_parts(
 
 
 def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Tensor:
-    """Return the sum of several loaders' losses, each weighted by its own loader's samples.
+    """Return the sum of the loaders' losses in ``output``, each multiplied by the share of its loader's part.
 
     Args:
         output: the value that ``training_step`` returned.

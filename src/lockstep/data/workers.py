@@ -1,4 +1,4 @@
-"""Support for loader workers: a suggested number, blocked signals, and errors that explain a worker's death."""
+"""Support for loader workers: a recommended number, signals, and errors that explain why a worker died."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return an upper bound for ``num_workers``: the available cores per rank, minus one for the rank itself.
+    """Return an upper bound for ``num_workers``: the available cores per rank minus one for the rank.
 
     Args:
         local_world_size: number of ranks on this machine.
@@ -53,7 +53,7 @@ SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``, changed so that the pass ends with an error if one of torch's workers is killed.
+    """Return ``iter(loader)``, modified so that the pass ends with an error if a worker of torch's is killed.
 
     torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
     that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would
@@ -91,13 +91,13 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def rewinds(iterator: Iterator[Any]) -> bool:
-    """Return True if an iterator's ``__iter__`` starts a new pass instead of only returning the iterator."""
+    """Return True if ``__iter__`` of an iterator starts a new pass. Usually it only returns the iterator."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
 
 def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the remaining items of an iterator without calling its ``__iter__``."""
+    """Yield the remaining items of an iterator. Its ``__iter__``, which may start a new pass, is not called."""
     with contextlib.suppress(StopIteration):
         while True:
             batch = next(iterator)
@@ -106,7 +106,7 @@ def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[BaseProcess], *timeout: float) -> Any:
-    """Fetch the next batch from a worker; if its connection breaks, raise an error that names the dead worker."""
+    """Fetch the next batch from a worker. If its connection breaks, raise an error that names the dead worker."""
     fetch = method()
     assert fetch is not None  # the iterator is executing this call
     try:
@@ -141,7 +141,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class IndexRecorder:
-    """A wrapper of a sampler's iterator that records the indices of the last batches.
+    """A wrapper of a sampler's iterator that keeps the indices of the last batches, for errors about dead workers.
 
     Args:
         inner: the sampler's iterator.
@@ -166,13 +166,13 @@ class IndexRecorder:
         return found
 
     def indices_of(self, number: int) -> Any:
-        """Return the indices of batch ``number``; None if they are no longer recorded, or for a stream."""
+        """Return the indices of batch ``number``. Return None if they are not kept any more."""
         place = number - self.num_yielded + len(self._last)
         return self._last[place] if 0 <= place < len(self._last) else None
 
 
 def name_death(error: BaseException) -> None:
-    """Add to torch's error about a dead worker the signal that killed it and the samples that it had to fetch.
+    """Add to torch's error about a dead worker the signal that killed it, and the samples that it had to fetch.
 
     torch may raise that error at any point of the program, from its handler of SIGCHLD.
     """
@@ -204,7 +204,7 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """List the samples that a worker had still to deliver; the first batch may already be in the pipe."""
+    """Describe the samples that a dead worker had still to deliver. It may already have sent the first batch."""
     tasks, recorder = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
     if not isinstance(recorder, IndexRecorder):
         return ""
@@ -224,7 +224,7 @@ SHOWN = 8
 
 @contextmanager
 def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
-    """Block the signals that this process handles in Python code for processes started inside the context."""
+    """Block the signals that this process handles by Python functions. Processes started inside inherit this."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         ours.discard(signal.SIGINT)
@@ -244,7 +244,10 @@ def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _kill_at_exit() -> None:
-    """Register a function that kills remaining workers at exit. Python would wait for them: they block SIGTERM."""
+    """Register an exit function that kills remaining workers, which do not react to SIGTERM.
+
+    Python would wait for them.
+    """
 
     def kill() -> None:
         # torch's handler of SIGCHLD would raise during exit.
@@ -258,7 +261,7 @@ def _kill_at_exit() -> None:
 
 
 def end_workers(loader: object) -> None:
-    """End the persistent workers of a loader, if it has any."""
+    """End the persistent workers of a loader. Do nothing if it has none."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -266,7 +269,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """The parent's side of a `multiprocessing.Event` that only the parent sets, robust against killed workers."""
+    """The parent's side of a `multiprocessing.Event` that tells workers to end. Killed workers cannot block it."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition
@@ -278,7 +281,7 @@ class _DoneEvent:
         return self._set
 
     def set(self) -> None:
-        """Signal the workers to end; kill them if the lock is lost and they cannot receive it."""
+        """Tell the workers to end. If a killed worker has the event's lock, kill the others."""
         self._set = True
         if self._condition.acquire(timeout=SECONDS_FOR_LOCK):
             try:

@@ -1,1 +1,1 @@
-"""Basic modules that all other parts of lockstep build on."""
+"""Modules that do not depend on any other part of lockstep, and on which all other parts build."""

@@ -14,7 +14,7 @@ from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
-    """Base class of accelerators, which report available devices and parse ``Trainer(devices=...)``.
+    """Base class of accelerators. They report the available devices, and parse the value of ``Trainer(devices=...)``.
 
     A new kind derives from this class and gets an entry in ``ACCELERATORS``.
     """
@@ -58,7 +58,7 @@ class Accelerator:
 
 
 class CPUAccelerator(Accelerator):
-    """The CPU; ``devices`` is the number of processes."""
+    """The CPU as an accelerator. ``devices`` is the number of processes on a node."""
 
     name = device_type = "cpu"
 
@@ -69,7 +69,7 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return 1, which means one process."""
+        """Return 1, because ``devices="auto"`` means one process on the CPU."""
         return 1
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
@@ -100,7 +100,7 @@ class TorchAccelerator(Accelerator):
         return bool(device_module(self.device_type).is_available())
 
     def auto_device_count(self) -> int:  # type: ignore[override]
-        """Return the number of visible devices if a process group can carry their tensors; 1 otherwise."""
+        """Return the number of visible devices. Return 1 if no process group can send their tensors."""
         present = int(device_module(self.device_type).device_count())
         return present if carries(None, self.device_type) else min(present, 1)
 
@@ -112,7 +112,7 @@ class TorchAccelerator(Accelerator):
 
 
 class CUDAAccelerator(TorchAccelerator):
-    """NVIDIA GPUs, and AMD GPUs with a ROCm build of torch, which calls them "cuda" as well."""
+    """NVIDIA GPUs. In a ROCm build of torch, AMD GPUs, which torch also calls "cuda"."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -141,7 +141,7 @@ class MPSAccelerator(TorchAccelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return 1, because such a machine has one GPU."""
+        """Return 1, because an Apple machine has one GPU."""
         return 1
 
 
@@ -160,7 +160,7 @@ GPUS = ("xpu", "mps", "cuda")
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
-    """Return the `Accelerator` for a name; return an `Accelerator` unchanged.
+    """Return the `Accelerator` with a name. An `Accelerator` is returned unchanged.
 
     Args:
         asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (of NVIDIA, AMD, Apple or Intel), ``"cpu"``,
@@ -195,7 +195,7 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
 def resolve_accelerator(
     accelerator: str | Accelerator = "auto", devices: Devices = "auto"
 ) -> tuple[str, list[torch.device]]:
-    """Return the device type and this node's devices, one for each rank.
+    """Return the device type and the devices of this node, with one device for each rank.
 
     Args:
         accelerator: as in `find_accelerator`.
@@ -217,7 +217,7 @@ def resolve_accelerator(
 
 
 def carries(backend: str | None, kind: str) -> bool:
-    """Return True if a process group backend can send tensors of a kind of device.
+    """Return True if a backend of process groups can send tensors on a kind of device.
 
     Args:
         backend: as torch writes it: "gloo" or "cpu:gloo,cuda:nccl". None: the default backend of the kind.
@@ -233,7 +233,7 @@ def carries(backend: str | None, kind: str) -> bool:
 
 
 def _by_name(asked: object) -> Accelerator:
-    """Return the accelerator with a name, which may be a device type of torch.
+    """Return the accelerator for a name from ``ACCELERATORS``, or for the name of another device type of torch.
 
     Raises:
         MisconfigurationException: torch has no device of this name, or no module for it.
@@ -264,7 +264,10 @@ Devices = int | str | list[int] | tuple[int, ...]
 
 
 def count_of(devices: object) -> int | None:
-    """Return the number in ``2`` or ``"2"``; return None for lists, ``"0,2"`` and all other values."""
+    """Return the integer that a value of ``devices`` such as ``2`` or ``"2"`` represents. Return None for other values.
+
+    Lists and ``"0,2"``, for example, represent indices.
+    """
     if isinstance(devices, str):
         try:
             return int(devices)
@@ -274,7 +277,7 @@ def count_of(devices: object) -> int | None:
 
 
 def _named(devices: Devices, present: int) -> list[int]:
-    """Return the indices that a value of ``devices`` selects; an empty list if the value is malformed."""
+    """Return the device indices that a value of ``devices`` denotes; an empty list if the value is malformed."""
     count = -1 if devices == "auto" else count_of(devices)
     if count is not None:
         return list(range(present if count == -1 else count))

@@ -122,7 +122,10 @@ class ConsensusFlags:
     # -- flags
 
     def register(self, name: str) -> int:
-        """Return the bit of the flag ``name``, and assign one at the first call. Call it in one order on all ranks."""
+        """Return the bit of the flag ``name``. The first call for a name assigns the bit.
+
+        Register all flags in the same order on all ranks.
+        """
         if name in self._names:
             return self._names.index(name)
         if len(self._names) == BITS:
@@ -133,7 +136,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised, which happens on all ranks at the same, later boundary."""
+        """Request that ``bit`` be raised. A later boundary raises it, which is the same on all ranks."""
         if bit not in self.up:
             self._wanted.add(bit)
 
@@ -142,13 +145,13 @@ class ConsensusFlags:
         return bit in self.up
 
     def lower(self, bit: int) -> None:
-        """Lower ``bit`` and discard all requests made so far. Call it on every rank at the same boundary."""
+        """Lower ``bit`` on this rank, and discard all earlier requests. Call it on all ranks at the same boundary."""
         self.up.discard(bit)
         self._wanted.discard(bit)
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
-        """Raise ``bit`` if any rank has requested it; return True if it is raised.
+        """Raise ``bit`` on all ranks if any rank has requested it. Return True if it is raised.
 
         This is a blocking collective, for ends of epochs.
         """
@@ -166,7 +169,7 @@ class ConsensusFlags:
 
     @waits()
     def settle(self, synced: bool) -> None:
-        """Raise the bits that any rank has requested, at the boundary of a window. May wait for other ranks.
+        """At the boundary of a window, raise the bits that any rank has requested. May wait for other ranks.
 
         Args:
             synced: True if a reduction over all ranks that started after `publish` has completed in this window;
@@ -185,13 +188,13 @@ class ConsensusFlags:
 
 
 class _Channel(Protocol):
-    """Interface of the channels that carry requests between ranks."""
+    """Interface of the channels through which the ranks' requests for bits reach the other ranks."""
 
     def publish(self, wanted: Iterable[int]) -> None: ...
 
     @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
-        """Return the bits that any rank has requested since they were last lowered."""
+        """Return the bits to raise at this boundary, because a rank has requested them since they were last lowered."""
         ...
 
     def void(self, bit: int) -> None: ...
@@ -201,7 +204,7 @@ class _Channel(Protocol):
 
 
 class _Alone:
-    """Channel for a single rank."""
+    """Channel for a run with a single rank, which sees its own requests at the next boundary."""
 
     def publish(self, wanted: Iterable[int]) -> None:
         pass
@@ -219,7 +222,7 @@ class _Alone:
 
 
 class _Shared:
-    """Channel for ranks on one host, with two cells of shared memory for each bit."""
+    """Channel for ranks that are all on one host. It has two cells of shared memory for each bit."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
@@ -260,7 +263,7 @@ class _Shared:
 
 
 class _Messages:
-    """Channel for ranks on several hosts, which reduces requests every k-th window and reads the result k later."""
+    """Channel for ranks on several hosts. It starts an exchange every k-th window and reads it k windows later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None
@@ -315,7 +318,7 @@ class _Messages:
 
 
 def pace(duration: int, cost: int) -> int:
-    """Return the number of windows from one agreement to the next.
+    """Return the number of windows from one exchange of requests between hosts to the next.
 
     Args:
         duration: microseconds of a window on the slowest rank.
@@ -344,7 +347,9 @@ Receive = Callable[[Tensor, int], Work]
 
 
 def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive) -> Generator[list[Work], None, Tensor]:
-    """Compute the maximum of the leaders' rows, as a generator that yields messages to wait for between its steps.
+    """Exchange the leaders' rows of numbers, and return their element-wise maximum.
+
+    The generator yields lists of messages. The caller must wait for these before the next step.
 
     Args:
         place: index of this leader.
@@ -381,7 +386,9 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
 
 
 class HostMaximum:
-    """Element-wise maximum of integers over the ranks of a group. All methods are collective.
+    """Element-wise maximum of integers over the ranks of a group, which is started first and read later.
+
+    All methods are collective.
 
     Args:
         width: how many integers.
@@ -436,7 +443,7 @@ class HostMaximum:
             comm.barrier(self._own_group)
 
     def begin(self, row: Sequence[int]) -> None:
-        """Publish this rank's numbers for the next maximum, without waiting."""
+        """Start a new round: publish this rank's numbers for the next maximum. Does not wait."""
         self._round += 1
         self.has_started, self.is_started = True, False
         self._mine = torch.tensor(row, dtype=torch.int64)
@@ -445,7 +452,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def start(self) -> None:
-        """Start the exchange of messages between leaders. A leader waits for the numbers of its host's ranks."""
+        """Start the exchange between the hosts' leaders. A leader first waits for the numbers of its host's ranks."""
         if not self.has_started or self.is_started:
             return
         self.is_started = True
@@ -465,7 +472,10 @@ class HostMaximum:
         self._advance()
 
     def _advance(self) -> bool:
-        """Run the next step of the exchange; return False if it has ended and the result is published on this host."""
+        """Run the next step of the exchange between leaders. Return False if there is none.
+
+        The maximum is then published on this host.
+        """
         assert self._playing is not None
         try:
             self._waiting = next(self._playing)
@@ -503,7 +513,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def _read(self, slot: int, limit: float) -> tuple[int, ...]:
-        """Wait until the row of this round is completely written to a slot of the shared page, and return it."""
+        """Wait until a slot of the shared page contains a complete row of the current round. Return the row."""
         assert self._page is not None
         until, pause = time.monotonic() + limit, 0.0
         while True:

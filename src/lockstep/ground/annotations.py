@@ -17,7 +17,9 @@ OURS = "lockstep"
 
 
 def evaluate(found: object) -> None:
-    """Replace string annotations by objects, in a function, or in a class, its bases in lockstep and their methods.
+    """Replace annotations that are strings by the objects that they name.
+
+    The argument is a function or a class. For a class, its methods and its bases in lockstep are included.
 
     Names from packages that are not imported become `typing.Any`. Annotations of other packages are left alone.
     """
@@ -38,7 +40,10 @@ def _evaluate_class(kind: type) -> None:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the constructor, public methods and properties of a class. Other annotations might require imports."""
+    """Yield the functions of a class whose annotations are evaluated: constructor, public methods and properties.
+
+    The annotations of other methods might require imports.
+    """
     for name, value in [*vars(kind).items()]:
         if name.startswith("_") and name != "__init__":
             continue
@@ -61,7 +66,7 @@ def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
 
 @functools.cache
 def _value(text: str, module: str) -> Any:
-    """Evaluate a string in the namespace of a module. The result is cached, because most strings occur often."""
+    """Evaluate the string of an annotation in the namespace of a module. The result is cached."""
     try:
         # Only strings of lockstep's own source are evaluated.
         return eval(text, vars(sys.modules[module]), _ForTypeCheckers(module))
@@ -70,7 +75,7 @@ def _value(text: str, module: str) -> Any:
 
 
 class _ForTypeCheckers(dict[str, Any]):
-    """Namespace of the names that a module imports for type checkers only, which imports each on access."""
+    """The names that a module imports for type checkers only. Each is imported when it is first looked up."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -88,7 +93,7 @@ class _ForTypeCheckers(dict[str, Any]):
 
 
 class _Anything:
-    """A stand-in for a package that is not imported, with `typing.Any` as each attribute."""
+    """A stand-in for a package that has not been imported. Each attribute is `typing.Any`."""
 
     def __getattr__(self, name: str) -> Any:
         return Any
@@ -96,7 +101,7 @@ class _Anything:
 
 @functools.cache
 def _block(file: str) -> ast.Module:
-    """Return the block ``if TYPE_CHECKING:`` of a file; empty if there is no such block or no source."""
+    """Return the block ``if TYPE_CHECKING:`` of a file. The result is empty without such a block, or without source."""
     try:
         with open(file) as source:
             # Only the block is parsed; a whole file takes many times longer.
@@ -112,7 +117,7 @@ def _block(file: str) -> ast.Module:
 
 
 def _imports(module: str) -> dict[str, tuple[str, str]]:
-    """Return the imports of the block ``if TYPE_CHECKING:``: local name to module and attribute."""
+    """Return the imports in a module's block ``if TYPE_CHECKING:``, as a dict: local name to module and attribute."""
     found = {}
     for node in ast.walk(_block(sys.modules[module].__file__ or "")):
         if isinstance(node, ast.ImportFrom):

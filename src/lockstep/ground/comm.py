@@ -1,4 +1,4 @@
-"""Collectives that also work without a process group, as a world of one rank.
+"""Collectives that also work without a process group, where this process counts as the only rank.
 
 Every function that communicates takes a process group, or ``None`` for the default group. Tensors are made contiguous
 before they are sent: gloo reduces strided views wrongly, without an error. Ranks (``src``) are counted within the
@@ -72,7 +72,7 @@ def ranks_of(group: Group = None) -> list[int]:
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """Return the device from which ``group`` can send a tensor.
+    """Return the device on which a tensor has to be so that ``group`` can send it.
 
     That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
     CPU tensors travel by way of a GPU: see `travel_by`.
@@ -87,13 +87,15 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
 
 
 def backend_of(group: Group, kind: str) -> str:
-    """Return the backend (such as "gloo") with which ``group`` sends tensors of a kind of device; "" if it cannot."""
+    """Return the name of the backend with which ``group`` sends tensors on a kind of device; "" if it has none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
     return backends.get(kind, "")
 
 
 def travel_by(device: torch.device, group: Group = None) -> None:
-    """Send CPU tensors over ``group`` by way of ``device`` from now on, instead of the current accelerator.
+    """From now on, send CPU tensors over ``group`` through ``device`` if its backend cannot send from the CPU.
+
+    Without this call, they travel through the current accelerator.
 
     Nothing changes if ``device`` is the CPU. The current accelerator is GPU 0 on all ranks of a host if the program
     places its model by hand and does not set it. NCCL refuses two ranks on one GPU.
@@ -110,7 +112,7 @@ def _found(group: Group) -> Any:
 
 
 def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
-    """Return a context in which the accelerator chosen by `travel_by` for ``group`` is the current one."""
+    """Return a context in which the accelerator that `travel_by` chose for ``group`` is the current device."""
     found = _accelerators.get(_found(group))
     return nullcontext() if found is None else current_device(found)
 
@@ -169,7 +171,7 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
 
 
 def _extreme(source: Tensor, op: Operation, group: Group) -> Tensor:
-    """Reduce floats to their minimum or maximum, or NaN if any value is NaN.
+    """Compute the minimum or maximum of floats over the ranks. The result is NaN where a rank has NaN.
 
     Marks for NaN are reduced together with the values.
     """
@@ -203,7 +205,7 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 class RowExchange:
-    """An exchange of one row of numbers per rank, started at one boundary and read at a later one.
+    """An exchange of each rank's row of numbers, which starts at one boundary and is read at a later one.
 
     Args:
         row: this rank's numbers, of the same length on all ranks.
@@ -233,14 +235,14 @@ class RowExchange:
 
     @waits()
     def send_only(self) -> None:
-        """Wait at most 5 seconds for this rank's row to be sent, ignore errors, and do not read the other rows."""
+        """Wait at most 5 seconds for this rank's row to be sent. Ignore errors, and do not read any row."""
         if self._work is not None and is_distributed():
             with suppress(RuntimeError):  # a rank that is gone cannot answer
                 self._work.wait(timedelta(seconds=5))
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Combine the tensors of all ranks along a tree, eight neighbors at a time.
+    """Combine the tensors of all ranks with a function, along a tree in which eight neighbors are combined at a time.
 
     The shape of the tree, and so the bits of the result, depend on the number of ranks alone. With up to eight ranks,
     and if only GPUs can send, each rank gets all tensors and combines them itself. Otherwise a rank gets at most seven
@@ -268,7 +270,7 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
 
 
 def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Compute `combined` with the same bits, but on the tensor's device and without waiting for the result."""
+    """Return the same bits as `combined`, but on the tensor's device, and without waiting for the device."""
     return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
@@ -285,7 +287,7 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Compute `combined` for CPU tensors, with messages to the first of each eight ranks.
+    """Compute `combined` for CPU tensors by messages. One rank of each eight gets the others' tensors.
 
     It is recorded as one collective, since no rank leaves it before all have entered.
     """
@@ -316,7 +318,7 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
 
 @waits()
 def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
-    """Return every rank's ``tensor``, by rank. The first dimension may differ between ranks, and may be 0.
+    """Return every rank's ``tensor``, by rank. The sizes of the first dimension may differ, and may be 0.
 
     Raises:
         ValueError: on every rank, if the dtypes or the other dimensions differ.
@@ -340,7 +342,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 @waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """Gather a tensor as `all_gather_tensor` does, with support for backward.
+    """Gather every rank's tensor as `all_gather_tensor` does, so that gradients flow back through the result.
 
     The gradient of this rank's ``tensor`` is the sum, over all ranks, of the gradients of its copies. Every rank must
     therefore run the backward.
@@ -378,7 +380,7 @@ def all_gather_object(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
-    """Return the ``obj`` of rank ``src`` on every rank, by pickling it; other ranks' arguments are ignored."""
+    """Return rank ``src``'s ``obj`` on every rank, by pickling it. The arguments of other ranks are ignored."""
     if world_size(group) == 1:
         return obj
     box: list[Any] = [packed(obj) if rank(group) == src else None]
@@ -389,7 +391,7 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
 
 @waits()
 def gather_objects(obj: object, group: Group = None) -> list[Any]:
-    """Return the ``obj`` of every rank, ordered by rank, on the group's first rank; an empty list on the others."""
+    """On the group's first rank, return every rank's ``obj``, by rank. On the other ranks, return an empty list."""
     world = world_size(group)
     if world == 1:
         return [obj]
@@ -401,7 +403,10 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def scatter_objects(objects: list[Any], group: Group = None) -> Any:
-    """Distribute a list from the group's first rank and return this rank's item; other ranks' arguments are ignored."""
+    """Send each rank its item of the first rank's list, and return this rank's item.
+
+    The arguments of other ranks are ignored.
+    """
     if world_size(group) == 1:
         return objects[0]
     box: list[Any] = [None]
@@ -420,7 +425,7 @@ def broadcast_tensors(
     piece: int | None = None,
     over: torch.device | None = None,
 ) -> None:
-    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit, many of them in one message.
+    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit. One message has many tensors.
 
     Args:
         tensors: same shapes, dtypes and order on every rank; strided views and any dtype are supported.
@@ -481,7 +486,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def reduction_of(name: str, reduce_fx: object) -> str:
-    """Return the name in `REDUCTIONS` for a ``reduce_fx`` of ``self.log``, which is a name or a function.
+    """Return the name of a reduction in `REDUCTIONS` for the argument ``reduce_fx`` of ``self.log``.
 
     Args:
         name: name of the logged value.
@@ -519,7 +524,7 @@ class _Pickler(pickle.Pickler):
 
 
 def on_host(value: Tensor) -> Tensor:
-    """Return a copy on the CPU of a tensor on a device; return any other tensor as it is."""
+    """Return a CPU copy of a plain tensor or parameter on a device. Return any other tensor unchanged."""
     if type(value) not in _PLAIN or value.device.type in _HOSTS:
         return value
     copy = value.detach().cpu()
@@ -527,7 +532,7 @@ def on_host(value: Tensor) -> Tensor:
 
 
 def packed(value: object) -> bytes:
-    """Pickle an object, with device tensors copied to the CPU."""
+    """Pickle an object to bytes. Tensors on devices are copied to the CPU first."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.DEFAULT_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -543,14 +548,14 @@ ALONE = 2**20
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a tensor, which is the default ``kind`` in `grouped`."""
+    """Return the dtype of a tensor. `grouped` uses this function by default."""
     return tensor.dtype
 
 
 def grouped(
     tensors: Sequence[Tensor], max_bytes: int, kind: Callable[[Tensor], Hashable] = dtype_of
 ) -> Iterator[list[int]]:
-    """Group tensors of equal kind into groups of at most ``max_bytes``, in their order.
+    """Divide tensors into groups of the same kind, with at most ``max_bytes`` in a group. Yield each group's indices.
 
     A tensor of `ALONE` bytes or more, or one that is not strided (a sparse one), is a group of its own. The groups
     depend on kinds and sizes alone, so ranks with equal tensors make equal groups in the same order.
@@ -597,13 +602,13 @@ takes longer than sending it.
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Flatten a tensor to a 1-D tensor of real numbers, with two for each complex number."""
+    """Flatten a tensor to a 1-D tensor of real numbers. A complex number becomes two real numbers."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors to send together, with one dtype and device and at most `PIECE` bytes each."""
+    """Divide tensors into lists to send together. A list has one dtype and device, and at most `PIECE` bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""Functions for devices of any kind, implemented with torch's module for the kind.
+"""Functions for devices of any kind. They call torch's module for the kind of device, such as ``torch.cuda``.
 
 They list devices, select the current one, report supported dtypes, create streams and events, and create modules and
 tensors on a device.
@@ -36,7 +36,7 @@ def accelerator_kinds() -> list[str]:
 
 
 def in_bad_fork() -> bool:
-    """Return True if accelerators are unusable here, since the process was forked after one was initialized."""
+    """Return True if this process cannot use accelerators, because it was forked after one had been initialized."""
     return any(getattr(device_module(kind), "_is_in_bad_fork", bool)() for kind in accelerator_kinds())
 
 
@@ -67,7 +67,7 @@ def current_of(kind: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Select ``device`` as the current one of its kind in this process; do nothing for kinds with one device."""
+    """Make ``device`` the current device of its kind in this process. Do nothing for a kind with one device."""
     # Kinds with a single device, such as mps, lack the function.
     choose = getattr(device_module(device), "set_device", None)
     if device.type != "cpu" and choose is not None:
@@ -109,7 +109,7 @@ def has_float64(kind: str) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the most precise dtype for sums on a device, which is float64, or float32 if that is not supported."""
+    """Return the most precise dtype in which a device can add: float64, or float32 without support for float64."""
     return torch.float64 if has_float64(device.type) else torch.float32
 
 
@@ -142,30 +142,30 @@ def current_stream(device: torch.device) -> Any:
 
 
 def in_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Return a context in which computations are queued on ``stream``."""
+    """Return a context in which a device's computations are queued on ``stream``."""
     made: AbstractContextManager[Any] = device_module(stream.device).stream(stream)
     return made
 
 
 def has_timed_events(device: torch.device) -> bool:
-    """Return True if a device can record the time of events without blocking the host."""
+    """Return True if a device supports events that record their time without blocking the host."""
     return device.type != "cpu" and hasattr(device_module(device), "Event")
 
 
 class TimedEvent(Protocol):
-    """An event in a device's queue that records its time; see `torch.Event`."""
+    """An event in a device's queue that records the time at which the device reaches it; see `torch.Event`."""
 
     def record(self) -> None: ...
 
     def query(self) -> bool: ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds from this event to a later one."""
+        """Return the time from this event to a later event, in milliseconds."""
         ...
 
 
 def timed_event(device: torch.device) -> TimedEvent:
-    """Create an event that records its time, for the current device of a kind that supports events."""
+    """Create an event that records its time, on the current device of a kind that supports such events."""
     return device_module(device).Event(enable_timing=True)
 
 
@@ -173,7 +173,7 @@ def timed_event(device: torch.device) -> TimedEvent:
 def creating(
     device: torch.device, dtype: torch.dtype | None = None, empty: bool = False, in_parts: bool = False
 ) -> Iterator[None]:
-    """Create modules and tensors on ``device`` within the block.
+    """Create new modules and tensors on ``device`` inside the block.
 
     Args:
         device: default device of new tensors.
@@ -196,7 +196,7 @@ def creating(
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Function mode in which ``torch.nn.init`` leaves tensors uninitialized."""
+    """Torch function mode in which the functions of ``torch.nn.init`` leave their tensors unchanged."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -18,15 +18,15 @@ class MisconfigurationException(ValueError, RuntimeError):
 
 
 class WrongType(MisconfigurationException, TypeError):
-    """Error for an argument of the wrong type, or with an unknown name; also a ``TypeError``."""
+    """Error for an argument of the wrong type or for an unknown name. The error is also a ``TypeError``."""
 
 
 class MissingAttribute(MisconfigurationException, AttributeError):
-    """Error for the use of something that does not exist yet, such as weights before a fit; an ``AttributeError``."""
+    """Error for the use of an object that does not exist yet, such as weights before a fit; an ``AttributeError``."""
 
 
 class MissingKey(MisconfigurationException, KeyError):
-    """Error for a checkpoint that lacks a required part; also a ``KeyError``."""
+    """Error for a checkpoint that lacks a required entry. The error is also a ``KeyError``."""
 
     __str__ = Exception.__str__  # KeyError's own shows the message in quotes
 
@@ -36,7 +36,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def words_of(error: BaseException) -> str:
-    """Return the message of an exception; "" if its ``__str__`` fails, which would otherwise hide the exception."""
+    """Return the message of an exception; "" if its ``__str__`` raises another exception."""
     try:
         return str(error)
     except Exception:
@@ -44,7 +44,7 @@ def words_of(error: BaseException) -> str:
 
 
 class RankFailed(RuntimeError):
-    """Error on this rank because another rank failed. The message has that rank, the place and the reason.
+    """Error that a rank raises because another rank has failed. The message has that rank, the place and the reason.
 
     It replaces the error of the collective whose peer is gone ("Connection closed by peer"), which is its
     ``__cause__``.
@@ -60,7 +60,7 @@ class RankFailed(RuntimeError):
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """Raise an error on all ranks if any rank has one. Collective.
+    """Raise an error on all ranks if any rank could not write ``what``. Collective.
 
     A rank with an error raises that error; the other ranks raise `RankFailed`.
 
@@ -82,7 +82,7 @@ class CorruptCheckpoint(RuntimeError):
 
 
 class MissingExtra(ModuleNotFoundError):
-    """Error for a missing optional package. The message has the feature that needs it and the extra to install."""
+    """Error for an optional package that is not installed. The message has the feature and the extra to install."""
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
@@ -107,7 +107,7 @@ _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<
 
 
 def _find_caller() -> tuple[str, str]:
-    """Return (package, "file:line") of the innermost caller outside of lockstep and the import system."""
+    """Return the package, and "file:line", of the innermost caller outside of lockstep and Python's import system."""
     # The import system's frames are skipped, too: a name may be requested by an import statement.
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
@@ -126,7 +126,7 @@ _SCRIPTS = ("", "__main__", "__mp_main__")
 
 
 def way_out() -> str:
-    """Return advice for a user whose script, or a package that it uses, needs a missing part of Lightning."""
+    """Return advice for a user whose script, or a package used by it, needs a part of Lightning that lockstep lacks."""
     package, _ = _find_caller()
     if package in _SCRIPTS:
         return "Remove this use, or run the script with Lightning itself, without --lightning."
@@ -134,7 +134,7 @@ def way_out() -> str:
 
 
 class Inner:
-    """A stand-in for an internal part of Lightning's Trainer, with the attributes that third parties use.
+    """A stand-in for an internal part of Lightning's Trainer. It has only the attributes that third parties use.
 
     Access to any other attribute raises an error.
 
@@ -160,7 +160,9 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """Create the error for a missing internal part of Lightning's Trainer. Its message has the line that uses the part.
+    """Create the error for the use of an internal part of Lightning's Trainer that lockstep lacks.
+
+    The message has the line that uses the part.
 
     Args:
         path: path to the part.
@@ -174,7 +176,7 @@ def no_inner_part(path: str, does: str = "reads") -> AttributeError:
 
 @functools.cache
 def refused_class(name: str, reason: str) -> type:
-    """Create a class in place of an unsupported one. Its constructor raises an error with the reason.
+    """Create a class in place of an unsupported class of Lightning. Its constructor raises an error with the reason.
 
     Args:
         name: name of the class. Exceptions and warnings become plain classes that nothing raises.

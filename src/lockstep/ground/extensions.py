@@ -1,4 +1,4 @@
-"""The table of extensions, in which the core looks up names.
+"""The table of lockstep's extensions. The core finds in it the names that each extension provides.
 
 An extension is a package in `lockstep.extensions`. The core does not import extensions directly. It looks up a
 strategy, a command, a service or a public name here, and the extension is imported then. If an extension is deleted,
@@ -29,7 +29,7 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """The names that one extension provides, with the place of each.
+    """The names that one extension provides, each with the place of its object.
 
     A place is ``"module"`` or ``"module:name"``, relative to the extension's folder.
     """
@@ -210,17 +210,17 @@ class MissingExtension(MisconfigurationException, ImportError):
 
 
 def is_there(extension: str) -> bool:
-    """Return True if an extension is installed, which means that its folder exists."""
+    """Return True if the folder of an extension exists, which means that the extension is installed."""
     return os.path.isfile(os.path.join(FOLDER, extension, "__init__.py"))
 
 
 def available() -> dict[str, Extension]:
-    """Return the table entries of the installed extensions, by name."""
+    """Return the rows of the table for the installed extensions, by the extension's name."""
     return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
 
 
 def names_of(face: str) -> dict[str, str]:
-    """Return the public names that extensions add to a public module, each with the full path of its own module.
+    """Return the names that extensions add to a public module, each with the full path of the module that defines it.
 
     Args:
         face: path of the public module below lockstep, such as ``"callbacks"``; "" for lockstep itself.
@@ -235,7 +235,7 @@ def names_of(face: str) -> dict[str, str]:
 
 
 def module_of(path: str) -> str | None:
-    """Return the full path of the extension's module that a path below lockstep redirects to, or None.
+    """Return the full path of the extension's module to which a path below lockstep redirects. Return None without one.
 
     Example:
         >>> module_of("verify.certificate")
@@ -253,7 +253,10 @@ def module_of(path: str) -> str | None:
 
 
 def absent(name: str) -> str | None:
-    """Explain that a name or path below lockstep belongs to a missing extension; return None if it does not."""
+    """Return an error message if a name or path below lockstep belongs to an extension that is not installed.
+
+    Return None otherwise.
+    """
     for extension, rows in EXTENSIONS.items():
         under = any(name == path or name.startswith(f"{path}.") for path in rows.paths)
         if (name in rows.names or under) and not is_there(extension):
@@ -272,12 +275,12 @@ def _absent(what: str, extension: str) -> str:
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:
-    """Return the names and arguments of the strategies from all of lockstep's extensions, installed or not."""
+    """Return the arguments of the strategies in all of lockstep's extensions, installed or not, by name."""
     return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
 
 
 def commands() -> dict[str, str]:
-    """Return the commands from extensions and other distributions, each with one line of help."""
+    """Return the commands that extensions and other distributions provide, each with one line of help."""
     found = {name: row[1] for rows in available().values() for name, row in rows.commands.items()}
     for name, points in _others("commands").items():
         found.setdefault(name, f"a command of {' and of '.join(map(_origin, points))}")
@@ -285,7 +288,7 @@ def commands() -> dict[str, str]:
 
 
 def load(group: Group, name: str) -> Any:
-    """Import and return the object that an extension, or another distribution, registered under a name.
+    """Import the object that an extension, or another distribution, has registered under a name. Return the object.
 
     Args:
         group: kind of the object.
@@ -317,7 +320,7 @@ def load(group: Group, name: str) -> Any:
 
 
 def is_known(group: Group, name: str) -> bool:
-    """Return True if lockstep's table, or an entry point of another distribution, has a name."""
+    """Return True if an extension of lockstep or an entry point of another distribution provides a name."""
     return any(name in getattr(rows, group) for rows in EXTENSIONS.values()) or name in _others(group)
 
 
@@ -329,7 +332,7 @@ def _at(extension: str, place: str) -> Any:
 
 @functools.cache
 def _others(group: Group) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of other distributions, by name."""
+    """Return the entry points for a group that other distributions provide, by name."""
     # Takes 10 ms, so it is imported only for names that lockstep lacks.
     from importlib.metadata import entry_points
 

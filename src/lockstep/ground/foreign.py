@@ -1,4 +1,7 @@
-"""The other distribution named ``lockstep``, version 0.0.1: its empty ``lockstep/__init__.py`` replaces ours."""
+"""Detection of another distribution, ``lockstep`` 0.0.1, which can replace this package's ``lockstep/__init__.py``.
+
+The file that it installs is empty.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ WAY_OUT = "Run `pip uninstall lockstep torch-lockstep`, then `pip install torch-
 
 
 def warn_if_installed(package: str) -> None:
-    """Warn if the other distribution is installed in the same folder as ``package``, the path of this package.
+    """Warn if the other distribution is installed in the same folder as this package, whose path is ``package``.
 
     It was installed first, or this import would have run its file. Uninstalling it removes our file.
     """

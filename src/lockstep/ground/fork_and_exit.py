@@ -41,7 +41,7 @@ LAST_PATIENCE = 10.0
 
 
 def protect_forks() -> None:
-    """Install fork handlers that make later forks of this process safe, once.
+    """Install the fork handlers that make later forks of this process safe. Repeated calls do nothing.
 
     With Python 3.11 or older on Linux, a fork waits until torch's threads sleep. The child does not collect its
     parent's garbage.
@@ -54,7 +54,7 @@ def protect_forks() -> None:
 
 
 class _Collector:
-    """Control of Python's garbage collector at a fork.
+    """Switch for Python's garbage collector around a fork.
 
     In the child, other packages' fork handlers run first. They may create enough objects for a collection, which would
     free memory that is pinned for a device and abort the child.
@@ -69,18 +69,21 @@ class _Collector:
         gc.disable()
 
     def enable(self) -> None:
-        """Enable the collector again in the parent, if it was enabled."""
+        """Enable the collector again in the parent after a fork, if it was enabled before."""
         if self._collects:
             gc.enable()
 
     def freeze_in_child(self) -> None:
-        """Freeze the parent's objects in the child, and enable the collector for new ones."""
+        """In the child, exclude the parent's objects from collection, and enable the collector if it was enabled."""
         gc.freeze()
         self.enable()
 
 
 def settle_at_exit() -> None:
-    """Install an exit handler that waits until torch's threads have released their last tensors, once."""
+    """Install the exit handler that waits until torch's threads have released their last tensors.
+
+    Repeated calls do nothing.
+    """
     EXIT_THREADS.at_exit(settle)
 
 
@@ -113,7 +116,7 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """Return the context-switch counts of torch's threads, by thread; None if a thread is awake."""
+    """Return how often each of torch's threads has gone to sleep, by thread. Return None if one of them is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # torch also names this one, in processes that it has started.

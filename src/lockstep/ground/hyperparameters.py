@@ -57,7 +57,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Mixin with :meth:`save_hyperparameters`, :attr:`hparams` and :attr:`hparams_initial`."""
+    """Mixin class with the method :meth:`save_hyperparameters`, and its results as attributes."""
 
     #: True if the Trainer sends these hyperparameters to its loggers
     _log_hyperparams: bool = False
@@ -131,7 +131,7 @@ class HyperparametersMixin:
         self._hparams_initial = copy.deepcopy(self.hparams)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Remove hyperparameters by name, such as those that a base class has saved."""
+        """Remove the hyperparameters with these names, for example those that a base class has saved."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 
@@ -150,7 +150,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """The hyperparameters, as an :class:`AttributeDict` that may be changed."""
+        """The hyperparameters in an :class:`AttributeDict`, which the user may change."""
         if "_hparams" not in self.__dict__:
             self._hparams = AttributeDict()
         return self._hparams  # type: ignore[return-value]  # or the mapping passed to save_hyperparameters
@@ -164,7 +164,10 @@ class HyperparametersMixin:
 
 
 def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:
-    """Select from `found` what `save_hyperparameters(*args)` saves, and return it with its ``_hparams_name``."""
+    """Return the hyperparameters that ``save_hyperparameters(*args)`` saves, and the value of ``_hparams_name``.
+
+    The function selects from `found`, which has the arguments of ``__init__``.
+    """
     if not args:
         return found, "kwargs" if found else None
     containers = [arg for arg in args if not isinstance(arg, str)]
@@ -185,7 +188,7 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
 
 
 def is_same(value: object, container: object) -> bool:
-    """Return True if two values have the same class and are equal; False if they cannot be compared."""
+    """Return True if two objects have the same class and are equal. Return False if they cannot be compared."""
     if value is container:
         return True
     try:
@@ -195,7 +198,7 @@ def is_same(value: object, container: object) -> bool:
 
 
 def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert hyperparameters to plain values for a checkpoint, and omit modules.
+    """Convert hyperparameters to plain values, which a checkpoint can store. Omit modules.
 
     With Lightning's names (`lockstep.lightning`), modules and values without a plain form stay, as in Lightning.
 
@@ -223,7 +226,7 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
-    """Return the classes of hyperparameters that their plain forms lose, so that a checkpoint can store them.
+    """Return the classes of hyperparameters that a checkpoint has to store, because plain values lack them.
 
     Args:
         hparams: the objects.
@@ -256,7 +259,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any], int]:
-    """Return the merged arguments of all running ``__init__`` calls on `obj`, and the number of these calls."""
+    """Return the arguments of all running calls of ``__init__`` on `obj` as one dict, and the number of calls."""
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
     found: dict[str, Any] = {}
@@ -273,7 +276,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
-    """Return the arguments of the call in `frame` if it runs an ``__init__`` of `obj`; None otherwise."""
+    """Return the arguments of the call that `frame` runs, if it is ``__init__`` of `obj`. Otherwise, return None."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
         return None

@@ -1,4 +1,4 @@
-"""A list of everything that lockstep installs in its process, such as hooks in Python and torch, and handlers.
+"""The list of all hooks and handlers that lockstep installs in its process, in Python, torch or the system.
 
 Code installs something only through its entry here, so the list is complete. A test compares it with the source, and
 with the process before and after a fit. An entry that belongs to a fit is removed when the fit ends. An entry that
@@ -41,7 +41,7 @@ class Installation:
         return self._count > 0
 
     def install(self, put: Callable[[], Undo | None]) -> None:
-        """Install the hook unless it is already installed.
+        """Install the hook by calling ``put``, unless the hook is already installed.
 
         Args:
             put: installs the hook and returns the function that removes it; None if it cannot be removed.
@@ -51,7 +51,7 @@ class Installation:
             self._undo = put()
 
     def remove(self) -> None:
-        """Remove the hook, if it is installed and can be removed."""
+        """Remove the hook. Do nothing if it is not installed or cannot be removed."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -59,7 +59,7 @@ class Installation:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Mark the hook as installed inside the block, for callers that install and remove it themselves."""
+        """Mark the hook as installed inside the block. The caller installs and removes the hook itself."""
         self.mark_installed()
         try:
             yield
@@ -67,11 +67,11 @@ class Installation:
             self.mark_removed()
 
     def mark_installed(self) -> None:
-        """Mark the hook as installed by a caller, which must call `mark_removed` later."""
+        """Mark the hook as installed. The caller has installed it, and must call `mark_removed` after removing it."""
         self._count += 1
 
     def mark_removed(self) -> None:
-        """Mark the hook as removed by its caller."""
+        """Undo `mark_installed` after the caller has removed the hook."""
         self._count -= 1
 
     def at_fork(
@@ -94,7 +94,10 @@ class Installation:
             self.install(put)
 
     def at_exit(self, do: Callable[..., object], *args: object) -> None:
-        """Register a function that runs when the process exits, once if it has no arguments, else once per call."""
+        """Register a function that runs when the process exits.
+
+        A function without arguments runs once. With arguments, it runs once for each call of this method.
+        """
         if not args:
             atexit.unregister(do)
         atexit.register(do, *args)

@@ -44,42 +44,45 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Return a number from a function of the device's module, or from its statistics; None if unknown."""
+    """Return the result of a function of the device's module, or else an entry of `memory_stats`; None if unknown."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Return the number of bytes that tensors of this process occupy on a device; None if unknown."""
+    """Return how many bytes the tensors of this process occupy on a device; None if unknown."""
     return _bytes(device, "memory_allocated", "allocated_bytes.all.current")
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Return the maximum number of bytes that tensors have occupied since `forget_memory_peak`; None if unknown."""
+    """Return the largest number of bytes that tensors have occupied on a device; None if unknown.
+
+    The period starts with the last call of `forget_memory_peak`.
+    """
     return _bytes(device, "max_memory_allocated", "allocated_bytes.all.peak")
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Reset the value of `memory_peak` to the number of bytes in use now."""
+    """Start a new period for `memory_peak`, whose maximum starts at the number of bytes in use."""
     forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
     if forget is not None:
         forget(device)
 
 
 def memory_cached(device: torch.device) -> int:
-    """Return the number of bytes that torch's allocator has reserved on a device but no tensor uses."""
+    """Return how many bytes of a device torch's allocator has reserved without using them for tensors."""
     return max(0, (_bytes(device, "memory_reserved", "reserved_bytes.all.current") or 0) - (memory_held(device) or 0))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release the memory that torch's allocator has reserved on devices of this kind but no tensor uses."""
+    """Release the memory on devices of this kind that torch's allocator has reserved but that no tensor uses."""
     give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
     if give is not None:
         give()
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Return (free bytes, total bytes) of an accelerator's memory; None if unknown."""
+    """Return the free and the total bytes of an accelerator's memory as a tuple; None if unknown."""
     if device.type == "cpu":
         return None
     module = device_module(device)
@@ -120,7 +123,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int | None:
-    """Return the number of bytes that this process may still use on a device; None if unknown.
+    """Return how many more bytes this process may use on a device; None if unknown.
 
     Args:
         device: an accelerator, or the CPU.

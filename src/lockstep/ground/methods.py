@@ -1,4 +1,4 @@
-"""Functions that replace methods temporarily, and that compile a layer's ``forward``.
+"""Functions that replace methods temporarily, and the class that compiles a layer's ``forward``.
 
 This file also checks if a module has compiled layers, and selects the attributes that copies of an object keep.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def replace_until(end: ExitStack, owner: object, name: str, value: object) -> None:
-    """Replace an attribute of an object until an exit stack is closed, which restores the former attribute.
+    """Replace an attribute of an object. Closing the exit stack ``end`` restores the former attribute.
 
     Args:
         end: restores the attribute.
@@ -33,7 +33,7 @@ def replace_until(end: ExitStack, owner: object, name: str, value: object) -> No
 
 
 def innermost(method: Any) -> Any:
-    """Return the function inside a bound method and inside all of its wrappers."""
+    """Return the function that a method or wrapper calls in the end, without binding and without wrappers."""
     while True:
         if isinstance(method, partial):
             method = method.func
@@ -48,7 +48,7 @@ def innermost(method: Any) -> Any:
 
 
 def kept(part: object, *of_the_call: str) -> dict[str, Any]:
-    """Return the attributes of an object that its copies keep; for use in `__getstate__`.
+    """Return the attributes that copies of an object should have, for the result of `__getstate__`.
 
     Methods that the running Trainer call has replaced, to measure them, are omitted, because they refer to this object.
 
@@ -65,7 +65,7 @@ def kept(part: object, *of_the_call: str) -> dict[str, Any]:
 
 
 class CompiledForward:
-    """A compiled replacement for a layer's ``forward``. It leaves the layer's hooks uncompiled.
+    """Replacement for a layer's ``forward`` that compiles it. The layer's hooks are not compiled.
 
     A copy of the layer is compiled again at its first call.
 
@@ -108,7 +108,7 @@ class CompiledForward:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Return True if any layer of a module is compiled, by the run, by ``torch.compile`` or by ``torch.jit``.
+    """Return True if any layer of a module has been compiled, by the run, ``torch.compile`` or ``torch.jit``.
 
     Hooks and modes that observe the module cannot see into a compiled layer.
     """
@@ -116,7 +116,7 @@ def has_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_layer(layer: nn.Module) -> bool:
-    """Return True if a layer itself, not only a child of it, is compiled."""
+    """Return True if the layer has been compiled itself. Compiled layers inside it do not count."""
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
         return True
     if getattr(layer, "_compiled_call_impl", None) is not None:  # torch.compile in place, `layer.compile()`

@@ -25,7 +25,7 @@ Parts = list[tuple[str, Tensor]]
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of tensors that have NaN or Inf in this rank's shard.
+    """Return the names of the tensors of which this rank's shard contains NaN or Inf.
 
     Waits for the device once, and again only if something is found.
     """
@@ -36,22 +36,28 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Return this rank's shard of each tensor, except for empty shards and dtypes that torch cannot search."""
+    """Return the names and this rank's shards of tensors, without shards that cannot be searched for NaN.
+
+    Such shards are empty, or have a dtype or layout that torch cannot search.
+    """
     return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
 
 
 def total_norm(parts: Parts) -> Tensor | None:
-    """Return a norm over all parts, which is not finite if an element is not, or if it overflows. None if empty."""
+    """Return the norm of all elements of the parts; None without parts.
+
+    The norm is not finite if an element is not finite, or if it overflows.
+    """
     return torch.nn.utils.get_total_norm([part for _, part in parts]) if parts else None
 
 
 def names_not_finite(parts: Parts) -> list[str]:
-    """Return the names of the parts with NaN or Inf. Waits for the device at each part."""
+    """Return the names of the parts that contain NaN or Inf. Waits for the device once for each part."""
     return [name for name, part in parts if not bool(part.isfinite().all())]
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """Return this rank's floating-point shard of a tensor; None if it is empty or torch cannot search its dtype."""
+    """Return this rank's shard of a tensor. Return None if it is empty, or cannot be searched for NaN."""
     if is_lazy(tensor) or is_placeholder(tensor):
         return None
     tensor = partition_values(tensor, comm.rank()) if hasattr(tensor, "ds_tensor") else tensor.detach()
@@ -76,7 +82,7 @@ def _is_far(value: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Convert an integer, possibly written as a float such as 1e3, to an int; return None for other values."""
+    """Convert an integer, or a float without a fraction such as 1e3, to an int. Return None for other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):

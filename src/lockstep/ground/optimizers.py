@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """An optimizer that combines several optimizers of different parameters.
+    """An optimizer that combines several optimizers, each with its own parameters.
 
     ``step`` steps each of them, in their order. ``zero_grad``, learning rate schedulers and gradient clipping use the
     parameter groups of all. The state dict is that of one optimizer with all the groups, whatever their classes are.
@@ -63,14 +63,14 @@ class CombinedOptimizer(Optimizer):
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError, because it is unknown which of the optimizers should get the group."""
+        """Raise ValueError, because it is undefined which of the optimizers should get the parameter group."""
         raise ValueError(
             "CombinedOptimizer.add_param_group cannot choose one of its optimizers for these parameters: call "
             "`add_param_group` of an optimizer in `.optimizers`"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer in turn.
+        """Call ``step`` of each of the optimizers, in their order.
 
         Args:
             closure: called once, before the first step.
@@ -87,7 +87,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of a single optimizer that would have the parameter groups of all."""
+        """Return a state dict in the form of a single optimizer's, with all parameter groups."""
         return merged([optimizer.state_dict() for optimizer in self.optimizers])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -124,14 +124,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside a (nested) `CombinedOptimizer`, or a list with any other optimizer itself."""
+    """Return the optimizers inside a `CombinedOptimizer`, at any depth. For another optimizer, return a list of it."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer, with the parts' names in parentheses for a combined one.
+    """Return the class name of an optimizer. For a combined one, the names of its optimizers follow in parentheses.
 
     >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
     'CombinedOptimizer(SGD)'
@@ -143,7 +143,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def by_parts(optimizer: Optimizer, state_of: Callable[[Optimizer], Mapping[str, Any]]) -> dict[str, Any]:
-    """Call ``state_of`` for each part of an optimizer and merge the returned state dicts."""
+    """Call ``state_of`` for each of the optimizers that an optimizer combines, and merge the state dicts."""
     if not isinstance(optimizer, CombinedOptimizer):
         return dict(state_of(optimizer))
     return merged([by_parts(each, state_of) for each in optimizer.optimizers])
@@ -186,7 +186,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
 
 
 class _States(MutableMapping[Any, Any]):
-    """A mutable mapping view of the states of several optimizers."""
+    """The states of several optimizers as one mapping, by parameter. Changes reach the optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -217,7 +217,7 @@ class _States(MutableMapping[Any, Any]):
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return True if the closure should be passed to ``optimizer.step``.
+    """Return True if ``optimizer.step`` should be called with the closure.
 
     An optimizer from a package other than torch and lockstep may need the closure, even if its signature is
     ``closure=None`` or ``**kwargs``.
@@ -235,7 +235,7 @@ def demands_closure(optimizer: Optimizer) -> bool:
 
 
 def may_ignore(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` has ``**kwargs`` but no ``closure``, so that it may ignore the closure."""
+    """Return True if ``optimizer.step`` may ignore a closure, because it has ``**kwargs`` but no ``closure``."""
     parameters = _parameters(optimizer)
     return "closure" not in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -245,7 +245,10 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class EagerClosure:
-    """A closure that is evaluated at once, so that an optimizer may call or ignore it.
+    """A closure that is evaluated before the optimizer gets it, so that the optimizer may call or ignore it.
+
+    The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
+    optimizer steps with the gradients of the accumulation window.
 
     The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
     optimizer steps with the gradients of the accumulation window.
@@ -270,7 +273,7 @@ class EagerClosure:
         return self.loss
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return torch's version counters of each weight and gradient, which change with every in-place write."""
+        """Return torch's version counters of all weights and gradients. Every in-place write changes a counter."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = ((each._version, each.grad) for each in parameters)
         return [(version,) if grad is None else (version, id(grad), grad._version) for version, grad in found]

@@ -80,7 +80,7 @@ def refuse_lazy(module: nn.Module, who: str) -> None:
 
 
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
-    """Clip gradients to [-value, value] in place; for complex ones, real and imaginary parts separately."""
+    """Clip gradients to [-value, value] in place. For complex gradients, clip real and imaginary parts separately."""
     real: list[Tensor] = []
     for parameter in parameters:
         # torch has no clamp for complex numbers.
@@ -93,7 +93,7 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return lists of the names that refer to one parameter, such as an embedding tied to the output layer.
+    """Return the names of each parameter that has several, such as an embedding tied to the output layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -110,7 +110,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Replace the parameters named in each list by the one with the first name, and return the module.
+    """In each list of names, replace all parameters by the parameter with the first name. Return the module.
 
     Args:
         module: changed in place.
@@ -125,7 +125,7 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def plain_name(name: str) -> str:
-    """Convert a name from ``named_parameters`` to the key in a state dict.
+    """Convert a name from ``named_parameters`` to the key that the parameter has in a state dict.
 
     torch's ``CheckpointWrapper`` adds to the names of ``named_parameters``, but not to the keys of state dicts.
 
@@ -160,7 +160,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
 
 
 def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the parameters in ``optimizers`` that are not parameters of ``module``, by place in the optimizers.
+    """Return the parameters in ``optimizers`` that do not belong to ``module``, by their place in the optimizers.
 
     A module that stores parameters in a plain list, for example, does not list them.
     """
@@ -177,13 +177,16 @@ def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Iterate over an optimizer's parameters without the wait of a sharded list's own iterator."""
+    """Iterate over the parameters of an optimizer. The iterator of a sharded list, which would wait, is not used."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
 @contextmanager
 def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -> Iterator[None]:
-    """Omit some names from a module's state dicts inside the block, so that their values are not gathered."""
+    """Omit the names for which ``is_left_out`` is True from a module's state dicts inside the block.
+
+    Their values are not gathered then.
+    """
 
     def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
         for name in [name for name in state if is_left_out(name)]:
@@ -201,13 +204,13 @@ KEPT = "_lockstep_keeps_dtype"
 
 
 def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
-    """Keep the dtype of some parameters and buffers of a layer when the model is converted."""
+    """Mark parameters and buffers of a layer, so that they keep their dtype when the model is converted to another."""
     vars(layer)[KEPT] = frozenset(names)
 
 
 @contextmanager
 def keeping_dtypes(module: nn.Module) -> Iterator[None]:
-    """Restore the parameters and buffers marked by `keep_dtype` after the block, which converts the module."""
+    """Convert the module inside the block. Parameters and buffers marked by `keep_dtype` are restored at its end."""
     named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
     buffers = [(layer, name, layer._buffers[name]) for layer, name in named if name in layer._buffers]
     parameters = [layer._parameters.get(name) for layer, name in named if name in layer._parameters]
@@ -220,7 +223,7 @@ def keeping_dtypes(module: nn.Module) -> Iterator[None]:
 
 
 def loads_by_name(module: nn.Module) -> bool:
-    """Return True if a module loads each tensor of a state dict into the parameter with its name.
+    """Return True if a module loads each tensor of a state dict into the parameter or buffer of the same name.
 
     A mismatch of names or shapes can then be detected before any value changes.
     """
@@ -248,7 +251,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slice of each dimension that this rank's shard of a DTensor covers; full slices for other tensors."""
+    """Return the slices of a DTensor that this rank's shard covers, by dimension; full slices for other tensors."""
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None:
         return tuple(slice(0, size) for size in tensor.shape)
@@ -285,7 +288,7 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def starts_of(tensor: Tensor) -> list[int]:
-    """Return the first index of this rank's shard of a DTensor in each dimension; zeros for other tensors."""
+    """Return the index at which this rank's shard of a DTensor starts in each dimension; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 
 
@@ -319,12 +322,12 @@ def partition_values(parameter: Any, rank: int) -> Tensor:
 
 
 def is_freed(module: nn.Module) -> bool:
-    """Return True if a pipeline has freed weights of this module on this rank."""
+    """Return True if a pipeline has freed parameters of this module on this rank, because other ranks have them."""
     return any(is_placeholder(parameter) for parameter in module.parameters())
 
 
 def engine_that_split(module: nn.Module) -> str:
-    """Return the engine that has split a module, detected from its parameters; "" if no engine has."""
+    """Return the name of the engine that has split a module among the ranks; "" if no engine has."""
     if is_freed(module):
         return PIPELINE
     if is_split(module):

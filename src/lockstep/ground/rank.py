@@ -26,7 +26,7 @@ LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
 
 
 class _Screen(logging.Handler):
-    """Handler that prints to stderr unless logging is configured or a logger of Lightning has a higher level."""
+    """Log handler that prints to stderr, unless logging is configured or a logger of Lightning has a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # INFO is the level that Lightning gives its own loggers on import.
@@ -142,7 +142,7 @@ _warned: set[str] = set()
 
 
 def forget_warnings() -> None:
-    """Let :func:`warn_once` show every warning again; for processes that run several tests."""
+    """Let :func:`warn_once` show every warning again, for a process that runs several tests."""
     _warned.clear()
 
 
@@ -152,7 +152,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 def _at_caller(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return logging arguments for which the record refers to the caller of a ``rank_zero_*`` function."""
+    """Return arguments for a logging call, so that its record names the caller of a ``rank_zero_*`` function."""
     return {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}
 
 
@@ -164,7 +164,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """The mark that `does` or `waits` puts on a function."""
+    """What a mark by `does` or `waits` says about a function."""
 
     words: str  #: "saving a checkpoint"; "" if there are none
     waits: bool  #: True if the function itself waits for other ranks
@@ -182,7 +182,7 @@ def waits(words: str = "") -> Callable[[F], F]:
 
 @functools.cache
 def marks_in(file: str) -> dict[str, Doing]:
-    """Read the marks from a source file of lockstep, by function name; return {} if there is no source."""
+    """Read the marks of functions from a source file of lockstep, by function name. Return {} without a source."""
     try:
         with open(file) as source:
             tree = ast.parse(source.read())

@@ -58,7 +58,7 @@ def current_seed() -> int | None:
 
 
 def hand_down_seed(seed: int | None) -> None:
-    """Set the `current_seed` of a process that was just started, without seeding any generator.
+    """Set the result of `current_seed` in a process that was just started. No generator is seeded.
 
     Raises:
         ValueError: the seed is not an integer or is out of bounds.
@@ -122,7 +122,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the `random_states` for another process, whose devices may have other indices.
+    """Return random states like `random_states`, but for a process whose devices may have other indices.
 
     Args:
         devices: the devices of a rank; the state of each accelerator among them is included, in their order.
@@ -135,7 +135,7 @@ def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Restore the states that `random_states_of` returned, matched to devices by order.
+    """Restore the states that `random_states_of` returned. Devices are matched by their order.
 
     Checkpoints of earlier versions have CUDA's states by index; each device gets the state of its own index.
 
@@ -156,7 +156,7 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Restore all random states at the end of the block, also after an exception.
+    """At the end of the block, restore all random states from its start, also after an exception.
 
     Args:
         include_cuda: include the accelerator's. False in a forked process, which must not use CUDA.

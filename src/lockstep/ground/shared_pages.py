@@ -1,4 +1,4 @@
-"""Memory that the ranks on a host share, which is anonymous or in a file that is unlinked at once."""
+"""Memory that the ranks on a host share. It is anonymous, or in a file that is deleted once all have opened it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pages(NamedTuple):
 
 
 class _PageFile(NamedTuple):
-    """The path and identity by which other processes find the pages."""
+    """The path of a file with pages, and its identity, by which other processes find the file and recognize it."""
 
     path: str
     space: str  #: the namespace of process ids in which the path is valid, "" for any
@@ -73,7 +73,7 @@ def common_pages(
     on_disk: bool = False,
     leaders: Sequence[int] | None = None,
 ) -> Pages | None:
-    """Map memory that the ranks of ``group`` on one host share; return None on all ranks if that is impossible.
+    """Map memory that the ranks of ``group`` on a host share. Return None on all ranks if that is impossible.
 
     Collective. The caller closes the handle and releases the memory; no file is left.
 
@@ -125,13 +125,13 @@ def _close(handle: int | None) -> None:
 
 
 def close_handle(pages: Pages | None) -> None:
-    """Close the file handle of pages that need no lock."""
+    """Close the file handle of pages. It is needed only for locks."""
     if pages is not None:
         os.close(pages.handle)
 
 
 def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:
-    """Create a file of ``size`` bytes; return its handle and place, or None if that fails."""
+    """Create a file of ``size`` bytes. Return its handle and how others find it, or None if that fails."""
     try:
         handle, path = make()
     except OSError:
@@ -150,7 +150,7 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFil
 
 
 def _unnamed() -> tuple[int, str]:
-    """Create anonymous memory, which disappears with its processes and is not limited by /dev/shm."""
+    """Create a file in anonymous memory, which disappears with its processes and is not limited by /dev/shm."""
     if not hasattr(os, "memfd_create") or not space():
         raise OSError("this system does not support anonymous memory files")
     handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")
@@ -163,7 +163,7 @@ def _new_file(folder: str) -> tuple[int, str]:
 
 
 def space() -> str:
-    """Return the namespace of this process's id, which differs between containers; "" if unknown."""
+    """Return an identifier of the namespace in which this process' id is valid, as of a container; "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -172,7 +172,10 @@ PARTS: tuple[Part, ...] = (
 
 @cache
 def missing(feature: str, more: tuple[Part, ...] = ()) -> tuple[Part, ...]:
-    """Return the parts of a feature, including an extension's parts in ``more``, that the installed torch lacks."""
+    """Return the private parts of torch that a feature needs and that the installed torch lacks.
+
+    ``more`` has the parts that an extension needs.
+    """
     return tuple(part for part in (*PARTS, *more) if part.feature == feature and not is_there(part.name))
 
 
@@ -198,7 +201,7 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
 
 
 def is_there(name: str) -> bool:
-    """Return True if the installed torch has a module, or an attribute of a module, a class or its instances."""
+    """Return True if the installed torch has a module, or an attribute of a module, of a class or of its instances."""
     return any(map(_is_there, name.split("|")))
 
 
@@ -215,7 +218,7 @@ def _is_there(name: str) -> bool:
 
 
 def _longest_module(names: list[str]) -> tuple[object, list[str]]:
-    """Import the longest importable prefix of a dotted name; return the module and the remaining names."""
+    """Import the longest prefix of a dotted name that is a module. Return the module and the other names."""
     for length in range(len(names), 0, -1):
         try:
             return importlib.import_module(".".join(names[:length])), names[length:]
@@ -225,7 +228,7 @@ def _longest_module(names: list[str]) -> tuple[object, list[str]]:
 
 
 def _gives(kind: type, attribute: str) -> bool:
-    """Return True if a class annotates an attribute, or one of its methods uses the attribute's name."""
+    """Return True if instances of a class seem to have an attribute: it is annotated, or used in a method."""
     for base in kind.__mro__:
         if attribute in vars(base).get("__annotations__", {}):
             return True
@@ -260,7 +263,7 @@ def warn_of_untested_torch(version: str = torch.__version__) -> None:
 
 
 def untested_device_warning(kind: str, several: bool = False) -> str | None:
-    """Return a warning if this release has never run on such devices; None if it has.
+    """Return a warning if this release of lockstep has never run on such devices. Return None if it has.
 
     Args:
         kind: kind of the devices.

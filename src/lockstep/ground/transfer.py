@@ -37,7 +37,7 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
-    """Return a copy of ``batch`` with everything that has a method ``to(device)`` on ``device``.
+    """Return a copy of ``batch`` in which every object with a method ``to(device)`` is on ``device``.
 
     Handles nested collections and dataclasses as `tree_map` does. Copies to CUDA do not block the host if the source is
     in pinned memory.
@@ -60,7 +60,7 @@ def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
 
 
 def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
-    """Return a copy of a nested collection with its tensors detached from their graphs.
+    """Return a copy of a nested collection in which the tensors are detached from their graphs.
 
     Args:
         in_dict: a dict, or any value that `lockstep.ground.tree.tree_map` handles.
@@ -83,7 +83,7 @@ ALIGNMENT = 512
 
 
 class HostMemory:
-    """Allocator for CPU tensors, each with its own storage, in a few large blocks.
+    """Allocator of CPU tensors in a few large blocks. Each tensor has a storage of its own.
 
     A block is freed when this object and all tensors in the block are freed.
 
@@ -118,7 +118,7 @@ class HostMemory:
 
 
 class ReusedCopies:
-    """Copies of device storages in pinned CPU memory, which is reused when its tensors are freed.
+    """Copies of device storages in pinned CPU memory. The memory is used again when the tensors in a copy are freed.
 
     On the CPU, and for devices without pinned memory, each copy allocates new memory.
     """
@@ -128,7 +128,10 @@ class ReusedCopies:
         self._memory: dict[torch.device, HostMemory] = {}
 
     def of(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Start a copy and return it; :meth:`arrive` completes it. Create a tensor in it before the next call."""
+        """Start to copy a storage, and return the copy, which :meth:`arrive` completes.
+
+        Create a tensor in the copy before the next call, which could otherwise use its memory again.
+        """
         size, device = source.nbytes(), source.device
         if not size or not has_pinned_memory(device.type):
             return source.clone() if device.type == "cpu" else source.cpu()
@@ -142,7 +145,7 @@ class ReusedCopies:
         return free
 
     def arrive(self) -> None:
-        """Wait until all copies are complete."""
+        """Wait until the copies that :meth:`of` has started are complete."""
         for device in self._memory:
             synchronize(device)
 

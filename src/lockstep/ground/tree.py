@@ -1,4 +1,4 @@
-"""Functions that map over the leaves of nested values, or convert values to plain ones for checkpoints."""
+"""Functions that apply a function to the leaves of nested values, and that convert values for checkpoints."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def plain(value: object) -> Any:
 
 
 def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield (path, class) for each object in `value` that can be rebuilt from its plain form, which lacks the class.
+    """Yield the path and class of each object in `value` that can be rebuilt from its plain form and its class.
 
     Yields:
         The path of the object in the plain form, and ``"module:name"`` of its class. A path consists of keys, indices
@@ -167,7 +167,7 @@ def _is_omegaconfs(kind: type) -> bool:
 
 
 def _fields(value: object) -> object:
-    """Return a namespace or dataclass as a dict; return other values unchanged."""
+    """Return the fields of a namespace or dataclass as a dict. Return any other value unchanged."""
     if isinstance(value, Namespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -221,7 +221,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
 
 
 def can_be_read_back(value: object) -> bool:
-    """Return True if ``torch.load(weights_only=True)`` can read `value` after ``torch.save``, by trying both."""
+    """Return True if ``torch.load(weights_only=True)`` can read `value` back. The function tries it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -241,7 +241,7 @@ def described(value: object) -> str:
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
+    """Yield the tensors in nested dicts, lists, tuples and sets, and in the attributes of other objects."""
     # Objects may refer to one another in a circle.
     seen: set[int] = set()
 

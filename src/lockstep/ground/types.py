@@ -1,4 +1,4 @@
-"""Type aliases for the arguments and results of hooks, by their public names; the states of a Trainer."""
+"""Type aliases with public names for the arguments and results of hooks, and the states of a Trainer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ OptimizerLRScheduler = (
 if TYPE_CHECKING:
 
     class OneOptimizerOrSeveral(Optimizer, list[Optimizer]):
-        """Result of ``self.optimizers()``: an optimizer or a list of them; only the caller knows which."""
+        """Type of the result of ``self.optimizers()``, which is an optimizer or a list of optimizers."""
 
 else:
     OneOptimizerOrSeveral = Optimizer | list[Optimizer]
@@ -135,7 +135,7 @@ class TrainerStatus(_Word):
 
 
 class TrainerFn(_Word):
-    """Method of the Trainer that the user called, such as ``fit``."""
+    """The method of the Trainer that the user has called, such as ``fit``."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -144,7 +144,7 @@ class TrainerFn(_Word):
 
 
 class RunningStage(_Word):
-    """Loop that is running; inside ``fit``, this is training, validation or the sanity check."""
+    """The loop that is running. Inside ``fit``, this is training, validation or the sanity check."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -154,7 +154,7 @@ class RunningStage(_Word):
 
     @property
     def evaluating(self) -> bool:
-        """True if this stage evaluates the model on held-out data."""
+        """True in validation, in a test and in the sanity check."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
@@ -165,7 +165,7 @@ class RunningStage(_Word):
 
 @dataclass
 class TrainerState:
-    """Function, stage and status of a Trainer, as callbacks read them from ``trainer.state``."""
+    """The method, stage and status of a Trainer's call. Callbacks read them from ``trainer.state``."""
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
     fn: TrainerFn | None = None
@@ -198,14 +198,14 @@ class Planned(Protocol):
         """The reason for the choice, as text."""
 
     def lines(self, everything: bool = False) -> Iterator[str]:
-        """Yield the lines of the report; with ``everything``, include configurations that are not worth choosing."""
+        """Yield the lines of the report. With ``everything``, include configurations that are not worth choosing."""
 
     def save(self, path: str | Path) -> None:
         """Write the choice to a YAML file, for use as ``Trainer(strategy="plan.yaml")``."""
 
 
 class Verified(Protocol):
-    """Result of `Trainer.verify`, which is true if the ranks train what one process trains. Print it for a report."""
+    """Result of `Trainer.verify`. It is true if the ranks train what one process trains. Print it for a report."""
 
     @property
     def verdict(self) -> str:
@@ -221,6 +221,6 @@ class Verified(Protocol):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 0 if the runs agree, 1 if they differ, 2 if that is unknown."""
+        """Exit code of ``lockstep verify``: 0 if the runs agree, 1 if they differ, 2 if that is unknown."""
 
     def __bool__(self) -> bool: ...

@@ -23,11 +23,11 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Error on a rank left over from an earlier attempt, before the rank can touch the run's checkpoints."""
+    """Error on a rank of an earlier attempt that still runs. It prevents the rank from changing checkpoints."""
 
 
 class Attempts(ABC):
-    """One attempt at a run that is restarted after a failure, or when its time is up.
+    """One attempt at a run that is restarted after a failure, or when the time of its job is up.
 
     A file next to the checkpoints records the newest attempt, and the checkpoint that each of its fits wrote last.
     Ranks left over from an earlier attempt find a newer one in the file, and stop touching checkpoints. Fits are
@@ -59,11 +59,11 @@ class Attempts(ABC):
 
     @abstractmethod
     def superseded_by(self, newest: int) -> str:
-        """Return the message for a rank that the attempt ``newest`` has replaced."""
+        """Return the error message for a rank of this attempt after the attempt ``newest`` has started."""
 
     @abstractmethod
     def checkpoint(self, call: int) -> str:
-        """Return the path where lockstep itself saves the fit with number ``call``."""
+        """Return the path at which lockstep saves the fit with number ``call`` for the next attempt."""
 
     @abstractmethod
     def enter(self, agents: Sequence[str] = ()) -> None:
@@ -77,23 +77,23 @@ class Attempts(ABC):
         """
 
     def claim(self) -> tuple[str, int] | None:
-        """Return rank 0's path and number of the attempt for `join` on the other ranks. None if they need neither."""
+        """On rank 0, return the file's path and the attempt's number for `join`. None if `join` needs neither."""
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
-        """Store the path and the attempt's number from rank 0's `claim`. Called on the other ranks."""
+        """On the other ranks, store the file's path and the attempt's number from rank 0's `claim`."""
 
     @abstractmethod
     def requeue(self) -> str:
         """Request a restart of the run, which ends its processes. Return "", or the reason if the request failed."""
 
     def done(self, call: int) -> None:  # noqa: B027, nor to do
-        """Record that a fit has ended and that the script continues. Called on rank 0."""
+        """On rank 0, record that a fit has ended and that the script continues."""
 
     # -- the file, written by rank 0 -----------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Return the content of the run's file. Raise if the file names a newer attempt.
+        """Return the content of the run's file. Raise an error if the file records a newer attempt.
 
         Raises:
             Superseded: there is a newer attempt.
@@ -110,7 +110,7 @@ class Attempts(ABC):
         self.write({**known, "attempt": self.attempt, "saved": {**known.get("saved", {}), str(call): path}})
 
     def newest(self, call: int) -> str | None:
-        """Return the last checkpoint that an earlier attempt recorded for a fit. None without such a checkpoint."""
+        """Return the last checkpoint that an earlier attempt recorded for a fit. Return None if there is none."""
         path = self.check().get("saved", {}).get(str(call)) if self.attempt else None
         return path if path is not None and storage.exists(path) else None
 
@@ -148,7 +148,7 @@ def trial_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """Folder, attempt and SLURM job of the search trial that this process belongs to."""
+    """A search trial to which this process belongs: its folder, its attempt and its SLURM job."""
 
     folder: str
     attempt: int  #: number of earlier starts
@@ -203,7 +203,7 @@ class Job(Attempts):
         )
 
     def checkpoint(self, call: int) -> str:
-        """Return the path where a fit is saved before the job ends. ``call`` counts this process' fits from 1."""
+        """Return the path at which a fit is saved before the job ends. ``call`` counts this process' fits from 1."""
         return os.path.join(self._folder, f"lockstep-{self._stem}-fit-{call}.ckpt")
 
     def enter(self, agents: Sequence[str] = ()) -> None:
@@ -212,7 +212,7 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """Remove a finished fit's records when this process ends, unless the script fails later.
+        """Let this process remove a finished fit's records when it exits. If the script has failed, they remain.
 
         SLURM may stop and restart the job before, for instance during a test after the fit. Without the records, the
         restarted script would train the fit again from the start.
@@ -220,7 +220,7 @@ class Job(Attempts):
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove the records of a fit. The attempt's number remains, to keep earlier attempts off checkpoints."""
+        """Remove a fit's records. The attempt's number stays in the file, to keep earlier attempts off checkpoints."""
         # keep the records if the script has failed after the fit
         if getattr(sys, "last_value", None) is not None:
             return
@@ -269,7 +269,7 @@ def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = o
 
 
 def await_end(seconds: float = END_TIMEOUT) -> None:
-    """Wait for SLURM to end this process. If the process exited by itself, its job would count as finished."""
+    """Wait until SLURM ends this process. If the process exited itself, SLURM would consider the job finished."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.2)
@@ -355,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the run's file. For a new run, the content is {}."""
+        """Return the path and the content of the file of the run to which this attempt belongs; {} for a new run."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
@@ -395,7 +395,7 @@ def remove_records(path: str, done: bool) -> None:
 
 
 def attempts_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
-    """Return this process' attempt at a run of ``lockstep run`` or of a SLURM job. None if neither restarts the run.
+    """Return this process' attempt at a run that ``lockstep run`` or SLURM restarts. None without such a run.
 
     Args:
         folder: folder of the file and the checkpoints.

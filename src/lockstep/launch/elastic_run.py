@@ -93,12 +93,12 @@ class LaunchPlan:
 
     @property
     def alone(self) -> bool:
-        """True if there is only one node."""
+        """True if the run has exactly one node."""
         return self.nodes == (1, 1)
 
     @property
     def flags(self) -> str:
-        """The options that chose the number of ranks, as on the command line."""
+        """The command-line options that determine the number of ranks."""
         few, most = self.nodes
         nodes = "" if self.alone else f" --nodes {few}" if few == most else f" --nodes {few}:{most}"
         return f"--devices {self.devices}{nodes}"
@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def cause(self) -> str:
-        """Return the first cause that a supervisor has reported, or else a description of the ranks' exit codes."""
+        """Return the first cause that a supervisor has reported. Otherwise, describe the ranks' exit codes."""
         path = Path(os.environ[CAUSE])
         until = time.monotonic() + CAUSE_TIMEOUT * path.with_name(f"{path.name}.promised").exists()
         while True:
@@ -169,7 +169,12 @@ class Agent(LocalElasticAgent):
 
 
 def _describe_first(failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe the first failure from the ranks' exit codes. Ranks killed by SIGTERM were ended by the agent."""
+    """Describe the failure that is most likely the first, from the ranks' exit codes.
+
+    A rank that was killed counts before a rank that failed with an exception. Ranks that were killed by SIGTERM do not
+
+    count if others failed, because the agent ended them.
+    """
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     ends = by_itself or failures
     killed = [rank for rank, failure in ends.items() if failure.exitcode < 0]
@@ -221,7 +226,9 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
 
 
 def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
-    """Replace this process with the script, under Lightning's import names. The script's Trainer starts the ranks.
+    """Replace this process with one that runs the script under Lightning's import names.
+
+    The Trainer in the script starts the ranks.
 
     Raises:
         MisconfigurationException: this process is a rank itself.
@@ -289,7 +296,7 @@ def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> di
 
 
 def _hosts_rendezvous(plan: LaunchPlan) -> bool:
-    """Return True if the nodes' rendezvous listens on this node."""
+    """Return True if this node is the one on which the rendezvous of the nodes listens."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
     assert plan.address is not None
@@ -334,7 +341,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
 
 
 def _rendezvous_of_nodes(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
-    """Return the rendezvous handler for several nodes. With ``hosts``, the rendezvous listens on this node."""
+    """Return the handler of a rendezvous of several nodes. With ``hosts``, it listens on this node."""
     options = {
         "join_timeout": plan.patience,
         "last_call_timeout": 5,
@@ -398,7 +405,7 @@ def _rendezvous_failure(plan: LaunchPlan, error: BaseException) -> str:
 
 
 class OneNode(RendezvousHandler):
-    """Rendezvous handler for a single node. Its store listens on this host alone, with a prefix for each round.
+    """Handler of a rendezvous on a single node, with a store that only processes on this host can reach.
 
     torch's own store listens on all network interfaces, where anybody can write to the store.
 
@@ -421,7 +428,7 @@ class OneNode(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round of the rendezvous, for the first start or a restart of the ranks."""
+        """Start the next round of the rendezvous, with which the ranks are started or restarted."""
         self._round += 1
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HERE, self._store.port))
@@ -446,7 +453,7 @@ class OneNode(RendezvousHandler):
 
 
 class InOrder(RendezvousHandler):
-    """Rendezvous handler that orders the nodes by ``--node-rank``. Rank 0 is on the first node.
+    """Rendezvous handler that numbers the nodes in the order of ``--node-rank``, so rank 0 is on the first of them.
 
     torch orders the nodes by host names and process ids. The nodes exchange their numbers through torch's store of the
     round.
@@ -467,7 +474,7 @@ class InOrder(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other nodes in this round of the rendezvous.
+        """Wait until all nodes have joined this round of the rendezvous, and return its result.
 
         Raises:
             RendezvousStateError: two nodes have the same number.

@@ -1,4 +1,4 @@
-"""Environment variables that lockstep reads and sets for ranks: Trainer flags, threads, CUDA, and a free port.
+"""Environment variables that lockstep reads, or sets for ranks. They concern flags, threads, devices and names.
 
 A started process also inherits its rank and the seed, and ends with its parent.
 """
@@ -31,7 +31,7 @@ from lockstep.supervise.status import pass_early_errors, watch_early_errors
 def flags_of(
     given: Mapping[str, Any], defaults: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the Trainer flags from ``PL_TRAINER_`` variables, for flags that the script leaves at their defaults.
+    """Return the Trainer flags in ``PL_TRAINER_`` variables, except for flags that the script sets itself.
 
     Args:
         given: every flag as the script sets it.
@@ -79,7 +79,9 @@ HIDDEN = "(not shown)"
 
 
 def variables_in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables that lockstep reads and that are set. Values that look like secrets are hidden.
+    """Return the environment variables that are set and that lockstep reads.
+
+    Values that look like secrets are hidden.
 
     Example:
         >>> variables_in_use({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
@@ -96,7 +98,7 @@ def variables_in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def share_cores(environ: Mapping[str, str], local_size: int) -> None:
-    """Limit torch's threads to the cores of this node divided by its ranks.
+    """Limit the number of torch's threads in this rank to its share of the node's cores.
 
     If each rank used all cores, the ranks would mostly wait for each other. The user's choice takes precedence, by
     ``OMP_NUM_THREADS`` or by fewer threads in ``torch.set_num_threads``. Sums depend on the number of threads, so a
@@ -128,7 +130,7 @@ VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def ask_nvml(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let ``torch.cuda.is_available()`` query NVML. Otherwise it starts CUDA, and this process cannot be forked.
+    """Let ``torch.cuda.is_available()`` query NVML instead of starting CUDA, so that this process can be forked.
 
     Called when lockstep is imported. A value set by the user is kept.
     """
@@ -189,7 +191,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def fix_cublas_workspaces() -> None:
-    """Make cuBLAS deterministic through workspaces of fixed sizes. cuBLAS reads the variable on first use.
+    """Make cuBLAS deterministic by giving its workspaces fixed sizes. Call it before cuBLAS is used.
 
     A value set by the user is kept. Ranks started from here inherit the variable.
 
@@ -202,7 +204,7 @@ def fix_cublas_workspaces() -> None:
 
 
 class ReservedPort:
-    """A port of this machine that is reserved until the ranks' store listens on it.
+    """A port of this machine that other processes do not get until the ranks' store listens on it.
 
     The port is bound without a listener. On Linux, a second socket with SO_REUSEADDR, such as the store's, can still
     listen on the port, and the system gives the port to no process that requests a free one. Other systems refuse the
@@ -243,7 +245,9 @@ ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
 def trial_environment(
     folder: str, at_a_time: int, devices: str | None, keeps: bool, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables for the process of a search trial. The process will end with this one.
+    """Return the environment variables for a new process that runs a search trial.
+
+    The process will end when this process ends.
 
     Args:
         folder: folder of the trial.
@@ -280,7 +284,7 @@ STANDS_FOR = "2.6.6"
 
 
 def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that give Lightning's import names to every Python process that inherits them.
+    """Return environment variables that let Python processes import lockstep under Lightning's names.
 
     Args:
         environ: the environment to extend.
@@ -293,7 +297,7 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def site_variable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return PYTHONPATH with `SITE` as its first entry."""
+    """Return a PYTHONPATH variable that starts with the folder `SITE` and continues with the current entries."""
     given = python_path(environ)
     others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
     return {"PYTHONPATH": os.pathsep.join([SITE, *others])}
@@ -305,7 +309,7 @@ def python_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def hand_down_names() -> tuple[str, Callable[[], None]]:
-    """Let processes that are started from now on import lockstep under Lightning's names.
+    """Set environment variables, so that processes started later can import lockstep as Lightning.
 
     Returns:
         the version of Lightning, and a function that restores the environment.
@@ -338,7 +342,7 @@ except OSError:  # the folder was removed
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Read this process' rank and seed from the environment, and let the process end with its parent.
+    """Read this process' rank and seed from the environment. Let the process end with the parent that it names.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
     script before its Trainer.
@@ -362,7 +366,7 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def bind_loader_workers() -> None:
-    """Let the system kill this process' forked loader workers at once when the process ends, even by SIGKILL.
+    """Let the system kill the loader workers of this process, if they are forks, as soon as it ends.
 
     Torch's workers check for their parent every 5 seconds. Workers that are not forked still rely on these checks.
     """

@@ -1,4 +1,4 @@
-"""Detection of processes that the system killed for lack of memory, from counters of cgroups and the machine."""
+"""Detection of processes that the system killed because memory ran out, from the kernel's counts of such kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemoryKills:
         self.update()
 
     def add(self, process: int) -> None:
-        """Record the cgroup of a process while it lives."""
+        """Record the cgroup of a running process, which cannot be read after the process has ended."""
         file = _events_of(process)
         with self._lock:
             # cgroup version 1 shows an ending process in the root
@@ -44,7 +44,7 @@ class MemoryKills:
                     counts.setdefault(file, _count(file))
 
     def update(self) -> None:
-        """Read the counts of kills and the processes' current cgroups. Called about once a second."""
+        """Read the current counts of kills, and the cgroups of the processes. Call this method about once a second."""
         for process in [*self._files]:
             self.add(process)
         now = time.monotonic()
@@ -54,7 +54,7 @@ class MemoryKills:
                 self._samples.popleft()
 
     def explain(self, process: int) -> str:
-        """Return the words that explain SIGKILL by a lack of memory, or "" if memory was not the reason."""
+        """Return words that explain a SIGKILL of the process by a lack of memory; "" if there was no lack."""
         with self._lock:
             own, before = self._files.get(process), self._samples[0][1]
         if own is not None:
@@ -66,7 +66,7 @@ class MemoryKills:
 
 
 def _events_of(process: int) -> Path | None:
-    """Return the file that counts the kills in a process' cgroup, or None without a cgroup."""
+    """Return the path of the file with the number of kills in a process' cgroup. Return None without a cgroup."""
     try:
         lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def _events_of(process: int) -> Path | None:
 
 
 def _count(file: Path) -> int:
-    """Return the number of kills that a file of the kernel counts."""
+    """Return the number of processes killed for lack of memory, from a file of the kernel."""
     try:
         lines = file.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

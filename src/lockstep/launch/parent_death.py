@@ -1,4 +1,7 @@
-"""Binding of a process to its parent, so that it ends when the parent does. Also a script that runs a rank."""
+"""Binding of a process to its parent, so that the process ends when its parent does.
+
+As a script, this module binds its process to an agent and then runs a rank in the process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def prctl() -> Callable[..., int] | None:
-    """Return the system's ``prctl``, or None on systems other than Linux.
+    """Return the C function ``prctl`` of the system. Return None on systems other than Linux.
 
     Call it before a fork: a forked child should do as little as possible.
     """
@@ -24,7 +27,7 @@ def prctl() -> Callable[..., int] | None:
 
 
 def bind(prctl: Callable[..., int]) -> None:
-    """Let the system kill this process when the thread that started it ends. ``prctl`` is from :func:`prctl`."""
+    """Let the system kill this process when the thread that started it ends. Pass the result of :func:`prctl`."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -48,7 +51,7 @@ def end_with(parent: int) -> None:
 
 
 def rank_preparation() -> Callable[[], None]:
-    """Return the function that a started rank calls first, to create a process group and to end with this process.
+    """Return the function that a new rank calls first, to create a process group and to end with this process.
 
     The system watches the thread that starts the rank. That thread must not end before the process.
     """
@@ -64,7 +67,7 @@ def rank_preparation() -> Callable[[], None]:
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process with ``command``, and let the system kill it when the process ``parent`` ends.
+    """Run ``command`` in place of this process, and let the system kill it when the process ``parent`` ends.
 
     An agent may be killed at any moment, and its ranks would continue without it. The binding is in place before the
     first line of the script, whatever the script imports. There is none on systems other than Linux.

@@ -1,4 +1,4 @@
-"""The ranks' processes on this node. When one fails, the others are ended."""
+"""The processes of the ranks on this node. If one process fails, the other processes are ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PERIOD = 0.05
 
 
 class Process(Protocol):
-    """Interface of a child process that can be watched, such as ``subprocess.Popen``."""
+    """Interface of a child process that `RankProcesses` can watch, such as ``subprocess.Popen``."""
 
     pid: int
 
@@ -162,11 +162,11 @@ class RankProcesses:
         self._processes[rank] = _Started(process, group=True)
 
     def add(self, rank: int, process: Process) -> None:
-        """Watch a rank's process that other code has started as a child of this process."""
+        """Watch a process that runs a rank and that other code has started as a child of this process."""
         self._processes[rank] = _Started(process, group=False)
 
     def adopt(self, rank: int, process: Foreign, stop: bool = True) -> None:
-        """Watch a rank's process that another process has started.
+        """Watch a process that runs a rank and that is not a child of this process.
 
         Args:
             rank: the rank.
@@ -188,24 +188,24 @@ class RankProcesses:
 
     @property
     def failed(self) -> list[Ended]:
-        """The processes that failed by themselves, ordered by time."""
+        """Records of the processes that failed by themselves, in the order of time."""
         with self._lock:
             return list(self._failed)
 
     @property
     def ended(self) -> dict[int, float]:
-        """The ranks that ended successfully, and when, on the clock of ``time.monotonic``."""
+        """The time of the end of each rank that ended successfully, on the clock of ``time.monotonic``."""
         with self._lock:
             return dict(self._ended)
 
     @property
     def running(self) -> list[int]:
-        """The ranks that still run and have not reported that they are done."""
+        """The ranks whose processes run and whose scripts have not reported their end."""
         with self._lock:
             return [rank for rank in self._processes if rank not in self._gone]
 
     def record_end(self, rank: int, at: float | None) -> None:
-        """Record that a rank's script has ended. Its process waits for permission to exit.
+        """Record that the script of a rank has ended. The rank's process still waits for permission to exit.
 
         Args:
             rank: the rank.
@@ -270,7 +270,7 @@ class RankProcesses:
             process.signal_group(number)
 
     def wind_up(self, at: float) -> None:
-        """End all ranks after a failure. First give the others time to raise and to save their state.
+        """End all ranks after a failure. Before that, give them time to raise their own errors and to save their state.
 
         Args:
             at: time of the failure, on the clock of ``time.monotonic``.
@@ -302,7 +302,7 @@ class RankProcesses:
         self._on_failure()
 
     def _failed_since(self, rank: int, at: float) -> float:
-        """Return the time at which a rank reported a failure since about ``at``; 0 without a report."""
+        """Return the time of the failure that a rank has reported; 0 if it has reported none since about ``at``."""
         failed_at = self._failed_at(rank)
         return failed_at if failed_at is not None and failed_at > at - GRACE else 0.0
 
@@ -333,7 +333,7 @@ class RankProcesses:
 
 
 class _Started:
-    """A watched child of this process."""
+    """A child of this process that `RankProcesses` watches."""
 
     stops = True
 
@@ -382,7 +382,7 @@ class _Started:
 
 
 class Foreign:
-    """A watched process that another process has started. Its exit code may be unknown.
+    """A process that another process has started and that `RankProcesses` watches. Its exit code may be unknown.
 
     Args:
         pid: process id.
@@ -453,7 +453,7 @@ class Foreign:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """Return the fields of ``/proc/<process>/stat``, starting with the state. A thread is ``"7/task/8"``.
+    """Return the fields of ``/proc/<process>/stat`` from the state on. Pass ``"7/task/8"`` for a thread.
 
     Raises:
         OSError: there is no such process, or the system has no /proc.
@@ -481,7 +481,7 @@ _EXIT = 1 << 3
 
 
 def _exit_code(process: int, descriptor: int | None) -> int | None:
-    """Return the exit code of an ended process that is not a child of this one. None if unknown."""
+    """Return the exit code of an ended process that is not a child of this process. Return None if it is unknown."""
     # at once: /proc shows the code until the parent reaps the process
     with contextlib.suppress(OSError):
         fields = stat_of(process)

@@ -1,4 +1,7 @@
-"""Launcher of ``strategy="ddp"``. It starts this script once per rank on the node, or by ``srun`` for each task."""
+"""Launcher of ``strategy="ddp"``, which starts the script once for each rank of the node.
+
+In a SLURM batch script, ``srun`` starts the script once for each task.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_P
 
 
 class ScriptLauncher:
-    """Launcher that runs this process' script once more for each other rank, and calls functions on all ranks.
+    """Launcher that starts the script of this process again for each other rank, and calls functions on all ranks.
 
     The calling process is local rank 0. Its first `launch` starts the others with the same command line. They run the
     script from the top, reach the same `launch`, detect that they are ranks, and continue together. Later launches,
@@ -89,7 +92,7 @@ class ScriptLauncher:
 
 
 def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise if a parent process already is the rank that this process would be.
+    """Raise an error if this process has inherited its rank from a parent process that is the rank itself.
 
     A script that a rank starts inherits the rank's variables. It would wait for ranks that do not expect it. Without an
     error, record this process' rank for its own child processes.
@@ -116,7 +119,9 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise if this rank's first call is one that rank 0 ran alone, before it started the ranks.
+    """Raise an error if this rank's first call is not the call in which rank 0 started it.
+
+    The first call of this rank is then one that rank 0 ran alone.
 
     ``devices="auto"`` on the CPU is one process before ranks exist, and all ranks afterwards. This rank would run the
     script's first call while rank 0 runs a later one.
@@ -136,7 +141,7 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str]) -> list[str] | None:
-    """Return the command that runs this process' script again, or None if there is no script.
+    """Return the command that runs the script of this process again. Return None if there is no script.
 
     Args:
         main: the module ``__main__``.
@@ -159,7 +164,7 @@ def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str])
 
 
 def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Sequence[str]:
-    """Return the words after the script's name in a command line, which are the script's arguments."""
+    """Return the script's arguments: the words that follow the script's name in a command line."""
     at = next((i for i, word in enumerate(original) if i and word in names), None)
     return argv[1:] if at is None else original[at + 1 :]
 
@@ -172,7 +177,7 @@ _reserved_ports: list[ReservedPort] = []
 
 
 def _start_supervisor(world: World) -> Supervised:
-    """Start the supervisor, which starts the other ranks of the node."""
+    """Start the supervisor of this node, which then starts the other ranks."""
     import __main__
 
     command = command_line(__main__, sys.argv, sys.orig_argv) if world.local_size > 1 else []
@@ -202,7 +207,10 @@ def _start_supervisor(world: World) -> Supervised:
 
 
 def side() -> Side | None:
-    """Return this process' connection to its supervisor. None without one, or in ranks that the supervisor started."""
+    """Return this process' connection to its supervisor. Return None if there is none.
+
+    Ranks that the supervisor itself started have no connection.
+    """
     return _sides[0] if _sides else None
 
 

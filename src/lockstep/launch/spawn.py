@@ -52,7 +52,7 @@ STAYS = ("cpu", "meta")
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object with cloudpickle: its tensors as copies on the CPU, and its code with file names.
+    """Write an object to a file with cloudpickle. Tensors are copied to the CPU, and code keeps its file names.
 
     The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. Since version
     3.1.3, cloudpickle omits file names, and tracebacks would show "<dynamic-code>".
@@ -146,7 +146,7 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def report(rank: int) -> None:
-            """Report the first cause to the other ranks, for the errors that their collectives raise now."""
+            """Report the first cause to the other ranks. The errors of their collectives will name the cause."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
@@ -204,7 +204,7 @@ def _on_one_host(world: World) -> dict[str, str]:
 
 @dataclass
 class Call:
-    """The function that the ranks call, its arguments, and the World of local rank 0."""
+    """The call that the ranks make: the function, its arguments, and the World of local rank 0."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -214,7 +214,7 @@ class Call:
 
 
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
-    """Write the call, and the parts of this process' state that its result may depend on."""
+    """Write the call to a file, after the parts of this process' state on which its result may depend."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     surroundings = {
         "argv": sys.argv,
@@ -240,7 +240,7 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
-    """Return the ranks' tracebacks or stacks as text, to be printed above the first cause."""
+    """Return the first cause's traceback, or the stacks of ranks that diverged, to print above the last line."""
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:
@@ -251,7 +251,10 @@ def _traces(cause: Cause | Ended | Divergence | None) -> str:
 def _failure(
     strategy: str, processes: RankProcesses, mailbox: Mailbox, verdict: Verdict | None, monitor: RankMonitor
 ) -> BaseException:
-    """Return the exception that the calling process raises: KeyboardInterrupt, or an error with the first cause."""
+    """Return the exception that the calling process raises for a failed run.
+
+    It is a KeyboardInterrupt after Ctrl-C, and otherwise an error with the first cause.
+    """
     interrupted = verdict is not None and verdict.interrupted
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not interrupted:
@@ -269,7 +272,7 @@ def _failure(
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
-    """Read the call from a file, and run it as a rank. Entry point of new processes.
+    """Read the call from a file, and make it as a rank. This function is the entry point of new processes.
 
     Args:
         file: file with the call.
@@ -288,7 +291,7 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
 
 
 def run_rank(load: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """Run the call as a rank. Write its result to a file, or a failure to the mailbox. End the process.
+    """Make the call as a rank, and end this process. Write the result to a file, or a failure to the mailbox.
 
     Args:
         load: returns the call.
@@ -336,7 +339,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _restore(surroundings: dict[str, Any]) -> None:
-    """Restore the parts of the calling process' state that results may depend on, such as seeds and precision."""
+    """Restore the parts of the calling process' state on which results may depend, such as seeds and precision."""
     sys.argv[:] = surroundings["argv"]
     hand_down_seed(surroundings["seed"])
     set_random_states(surroundings["random states"])
@@ -373,7 +376,7 @@ class ForkLauncher(SpawnLauncher):
     name = "ddp_fork"
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call ``function(*args, **kwargs)`` in each of the forks. See :meth:`SpawnLauncher.launch`.
+        """Call ``function(*args, **kwargs)`` in a fork for each rank. See :meth:`SpawnLauncher.launch`.
 
         Raises:
             MisconfigurationException: a fork of this process could not work. The message gives the reason.
@@ -415,7 +418,7 @@ class ForkLauncher(SpawnLauncher):
 
 
 def why_not() -> str | None:
-    """Return the reason why a fork of this process could not run a rank, or None if it can."""
+    """Return the reason why a fork of this process could not run a rank. Return None if it could."""
     threads = []
     with contextlib.suppress(OSError):  # a system without /proc
         for thread in os.listdir("/proc/self/task"):
@@ -430,7 +433,7 @@ def why_not() -> str | None:
 
 
 def obstacle(can_fork: bool, cuda: bool, group: bool, threads: list[str]) -> str | None:
-    """Return the reason why a fork of a process in this state could not run a rank, or None if it can.
+    """Return the reason why a fork of a process in the given state could not run a rank. Return None if it could.
 
     Args:
         can_fork: whether the system supports forks.
@@ -460,7 +463,7 @@ def _refusal(strategy: str, reason: str) -> MisconfigurationException:
 
 
 def end_openmp_pools() -> bool:
-    """End libgomp's thread pool for this thread, because the threads do not exist in a fork.
+    """End the threads that libgomp has started for this thread, because they would not exist in a fork.
 
     The next parallel region creates new threads. Other OpenMP libraries (LLVM's, Intel's) handle forks themselves.
 
@@ -501,7 +504,7 @@ class ForkedProcess:
 
 
 def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
-    """Fork this process. The child calls ``body`` and then ends."""
+    """Fork this process. The child calls ``body`` and then ends. Return the child."""
     # Only the child's side of multiprocessing's process is used: it resets what a fork must reset. Its parent's side
     # does not let two threads wait for a child.
     process = multiprocessing.get_context("fork").Process(target=body, name=name, daemon=False)

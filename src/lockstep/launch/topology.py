@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = None) -> Placement:
-    """Return this process' World, and whether its ranks still have to be started.
+    """Return this process' World, and whether the other ranks still have to be started.
 
     Does not return in the batch script of a SLURM job with several tasks: the process becomes ``srun``.
 
@@ -39,26 +39,32 @@ def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = N
 
 
 def is_placed_by_cluster(cluster: DescribesRanks | None = None) -> bool:
-    """Return True if a cluster, not lockstep, places the ranks and assigns devices. ``cluster`` is as for `here`."""
+    """Return True if a cluster places the ranks and assigns devices, which otherwise lockstep does.
+
+    ``cluster`` is as for `here`.
+    """
     name = _known(cluster)
     return True if cluster is not None and name is None else is_placed(os.environ, name)
 
 
 def _known(cluster: object) -> str | None:
-    """Return the recognized cluster of a user's cluster environment, or None for any other object."""
+    """Return the name of the recognized cluster to which a user's cluster environment belongs.
+
+    Return None for any other object.
+    """
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
 
 
 def is_interactive(placement: Placement) -> bool:
-    """Return True if ranks have to be started without a script, as in a notebook or at Python's prompt."""
+    """Return True if ranks have to be started but there is no script, as in a notebook or at Python's prompt."""
     import __main__
 
     return not placement.launched and command_line(__main__, sys.argv, sys.orig_argv) is None
 
 
 def directly(function: Callable[..., T], *args: object) -> T:
-    """Call ``function`` in this process, without other ranks."""
+    """Call ``function`` in this process alone, without other ranks."""
     check_first_call()
     count_call_without_ranks()
     try:
@@ -69,7 +75,7 @@ def directly(function: Callable[..., T], *args: object) -> T:
 
 
 def launcher(kind: str | None, placement: Placement, strategy: object = None) -> Callable[..., Any]:
-    """Return the ``launch(function, *args)`` that calls a function on all ranks.
+    """Return the function ``launch(function, *args)`` that calls ``function`` on all ranks.
 
     Args:
         kind: a strategy's ``launcher``: None, "script", "spawn" or "fork".

@@ -1,1 +1,1 @@
-"""Support for Lightning's names, which are mapped to lockstep's or refused with a reason."""
+"""Support for importing Lightning's names, each of which is mapped to lockstep's or refused with a reason."""

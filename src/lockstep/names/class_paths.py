@@ -1,4 +1,4 @@
-"""Conversion of Lightning's class paths, and of short class names, in configs and command lines."""
+"""Conversion of class paths of Lightning, and of short class names, in configs and on command lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.names.finder import CLASS, LIGHTNINGS, ROOT, TEST_TUBE
 
 
 def lockstep_module(module: str) -> str | None:
-    """Convert a module path of Lightning to lockstep's; return None for modules of other packages.
+    """Convert the path of a module of Lightning to lockstep's. Return None for a module of another package.
 
     Example:
         >>> modules = ("pytorch_lightning.callbacks", "lightning.fabric.utilities.seed", "torch")
@@ -29,7 +29,7 @@ def lockstep_module(module: str) -> str | None:
 
 @functools.cache
 def refusal(path: str) -> str | None:
-    """Return the reason why a name cannot be imported from lockstep; None if it can."""
+    """Return the reason why a dotted name cannot be imported from lockstep. Return None if it can."""
     found: object = import_module(ROOT)
     try:
         for part in path.split(".")[1:]:
@@ -46,7 +46,7 @@ def refusal(path: str) -> str | None:
 
 
 def lockstep_class_path(text: str) -> str | None:
-    """Convert a class path of Lightning to lockstep's; return None for any other text.
+    """Convert the path of a class of Lightning to lockstep's. Return None for any other text.
 
     Example:
         >>> lockstep_class_path("lightning.pytorch.loggers.CSVLogger"), lockstep_class_path("torch.optim.Adam")
@@ -65,7 +65,10 @@ FACES = ("callbacks", "loggers", "profilers", "strategies")
 
 
 def import_named(name: str) -> None:
-    """Import the class with a short name, if there is one, because a parser finds only imported classes."""
+    """Import the class with a short name such as "CSVLogger", because a parser finds only imported classes.
+
+    Do nothing if lockstep has no such class.
+    """
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         if name in module.__all__:
@@ -76,7 +79,7 @@ def import_named(name: str) -> None:
 
 
 def to_lockstep_paths(config: Any) -> Any:
-    """Replace Lightning's class paths in a config by lockstep's, and import classes with short names.
+    """Replace the class paths of Lightning in a config by lockstep's. Import classes that have short names.
 
     Args:
         config: plain values, in dicts and lists.

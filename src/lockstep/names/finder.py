@@ -1,4 +1,4 @@
-"""The import finder for Lightning's paths, with which ``from lockstep.<path in Lightning> import name`` works.
+"""The import finder for Lightning's import paths. It makes ``from lockstep.<path in Lightning> import name`` work.
 
 The finder is in front of Python's own finders. For a module below ``lockstep`` it returns
 
@@ -71,7 +71,7 @@ UNKNOWN = "lockstep has no object with this name."
 
 
 class Finder(MetaPathFinder):
-    """Meta path finder for modules with Lightning's import paths.
+    """Finder in ``sys.meta_path`` for modules that have import paths of Lightning.
 
     Attributes:
         version: version of Lightning that lockstep replaces; None: the finder handles only paths below ``lockstep``.
@@ -82,7 +82,9 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module; None if Python's own finders should search for it.
+        """Return the spec of a module with an import path of Lightning.
+
+        Return None if Python's own finders should search for the module.
 
         Raises:
             ModuleNotFoundError: lockstep does not have this module of Lightning.
@@ -95,7 +97,7 @@ class Finder(MetaPathFinder):
         return None
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """Return the distribution of one of Lightning's packages, if ``importlib.metadata`` requests it by name."""
+        """Return the distribution for a package of Lightning that ``importlib.metadata`` requests by name."""
         name = getattr(context, "name", None)
         if self.version is None or name is None or name.lower().replace("-", "_") not in LIGHTNINGS:
             return ()
@@ -106,13 +108,13 @@ FINDER = Finder()
 
 
 def install() -> None:
-    """Install the finder. Called once, when ``lockstep`` is imported."""
+    """Install the finder before Python's own finders. Called once, when ``lockstep`` is imported."""
     ALIASES.install(put_first)
     TableNames(sys.modules[ROOT])
 
 
 def put_first() -> Callable[[], object]:
-    """Insert the finder before all others; return the function that removes it."""
+    """Move the finder before all other finders. Return the function that removes it."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
     sys.meta_path.insert(0, FINDER)
@@ -149,7 +151,7 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
 
 
 def _moved(fullname: str, name: str) -> ModuleSpec | None:
-    """Return the spec for a path from an earlier release of lockstep, or below one; None for other paths."""
+    """Return the spec for a path from an earlier release of lockstep, or below such a path. None for other paths."""
     homes = moved()
     before, rest = name, ""
     while before and before not in homes:
@@ -175,7 +177,7 @@ def _of_lightning(fullname: str, version: str) -> ModuleSpec:
 
 
 def lightnings(fullname: str) -> tuple[str | None, Rows | Refused] | None:
-    """Return (lockstep's module, table rows) for a module of Lightning; None if the table does not contain it."""
+    """Return lockstep's module and the table rows for a module of Lightning. Return None if the table lacks it."""
     root, _, path = fullname.partition(".")
     if root == "lightning":
         root, _, path = path.partition(".")
@@ -208,9 +210,9 @@ def _distribution(name: str, version: str) -> Distribution:
 
 
 class TableNames:
-    """Attributes for a module that import the names in its table rows, and its submodules, on first access.
+    """Attributes that a module imports on first access: the names in its table rows, and its submodules.
 
-    They are its ``__getattr__`` and ``__dir__``.
+    They replace the module's ``__getattr__`` and ``__dir__``.
 
     Args:
         module: the module, whose class stays `ModuleType`.
@@ -230,18 +232,18 @@ class TableNames:
 
     @property
     def rows(self) -> Rows:
-        """The table rows of the module; empty if the whole module is refused."""
+        """The table rows with the module's names; empty if the whole module is refused."""
         path = self._module.removeprefix(ROOT).lstrip(".")
         rows = table()["pytorch"].get(path, {}) if self._given is None else self._given
         return {} if isinstance(rows, Refused) else rows
 
     def names(self) -> list[str]:
-        """Return the names that ``dir`` shows for the module."""
+        """Return the names that ``dir`` lists for the module."""
         rows = (name for name, row in self.rows.items() if not isinstance(row, Refused))
         return sorted({*self._listed(), *rows, *(() if self._home is None else dir(self._home))})
 
     def value(self, name: str) -> Any:
-        """Import the object with a name, store it in the module, and return it.
+        """Return the object with a name. Import it first, and store it in the module.
 
         Raises:
             AttributeError: the name does not exist, or it is refused for the reason in the message.
@@ -263,7 +265,7 @@ class TableNames:
         return self._names[name]
 
     def _store(self, name: str) -> bool:
-        """Store the object with this name in the module; return False if there is none."""
+        """Store the object for a name in the module. Return False if there is no such object."""
         row = self._given if isinstance(self._given, Refused) else self.rows.get(name)
         if isinstance(row, Refused):
             if self._given is None or not re.fullmatch(CLASS, name):
@@ -277,7 +279,7 @@ class TableNames:
 
 
 def resolve(row: Row, name: str) -> Any:
-    """Import and return the object that a table row refers to.
+    """Import the object to which a table row refers, and return it.
 
     Args:
         row: a row with a home.
@@ -291,7 +293,7 @@ def resolve(row: Row, name: str) -> Any:
 
 
 class _Names(Loader):
-    """Loader of a module of Lightning that has no file in lockstep.
+    """Loader of modules that exist in Lightning, but have no file in lockstep.
 
     Args:
         home: the module of lockstep whose names the module has.
@@ -315,13 +317,13 @@ class _Names(Loader):
 
 
 class _SameModule(Loader):
-    """Loader of an existing module under a second name."""
+    """Loader that returns an existing module under a second name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of the file, for ``python -m`` with the second name."""
+        """Return the code of the module's file, which ``python -m`` runs for the second name."""
         spec = find_spec(self.target)
         return None if spec is None else spec.loader.get_code(self.target)  # type: ignore[union-attr]
 
@@ -335,7 +337,7 @@ class _SameModule(Loader):
 
 
 def _completing(spec: ModuleSpec) -> ModuleSpec:
-    """Extend the loader of a spec, so that it adds `TableNames` to the module after its file has run."""
+    """Extend the loader of a spec: after the module's file has run, the loader adds `TableNames` to the module."""
     run = spec.loader.exec_module  # type: ignore[union-attr]
 
     def exec_module(module: ModuleType) -> None:
@@ -350,7 +352,7 @@ def _completing(spec: ModuleSpec) -> ModuleSpec:
 
 
 def listed(face: str, files: Iterable[str]) -> list[str]:
-    """Return the names of a public module, with those from extensions, for its ``__all__``."""
+    """Return all names of a public module, including names from extensions, for the module's ``__all__``."""
     return sorted({*files, *_names_of_extensions(face)})
 
 
@@ -359,7 +361,9 @@ def _names_of_extensions(face: str) -> dict[str, str]:
 
 
 def late(face: str, files: Mapping[str, str], name: str) -> Any:
-    """Import an object of a public module on first access, and store it there. Called by the module's ``__getattr__``.
+    """Import an object of a public module when it is first accessed, and store it in the module.
+
+    The module's ``__getattr__`` calls this function.
 
     Such a module (a face) re-exports names for users, and only names that are used cost an import.
 

@@ -1,4 +1,4 @@
-"""Translation of Trainer flags from PyTorch Lightning 0.4 to 1.9 (2019 to 2022) to current ones.
+"""Translation of Trainer flags that PyTorch Lightning 0.4 to 1.9 (2019 to 2022) had to current flags.
 
 A script that uses old flags runs with one warning, which shows the current spelling, or gets an error with a solution.
 """
@@ -23,7 +23,7 @@ REMOVED = "this old flag was removed"
 
 @dataclass(frozen=True)
 class OldFlag:
-    """The translation of one old flag."""
+    """Translation of one old flag: the current flags, values without effect, and a text for the message."""
 
     today: Callable[[Any], Today] | None = None
     """Function from the old flag's value to current flags; None: the flag cannot be translated."""
@@ -35,7 +35,7 @@ class OldFlag:
 
 @dataclass
 class Translation:
-    """The current flags that are equivalent to old ones.
+    """Result of the translation of old flags: the equivalent current flags, and the text of the warning.
 
     Attributes:
         flags: current flags.
@@ -52,7 +52,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def with_callbacks(self, given: Callback | Sequence[Callback] | None) -> list[Any]:
-        """Return the callbacks that replace old flags, followed by those in ``Trainer(callbacks=...)``."""
+        """Return the callbacks that replace old flags, followed by the callbacks in ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
 
@@ -201,7 +201,7 @@ _BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovo
 
 
 def old_flags_of(given: Today, others: Today) -> Today:
-    """Remove old flags, and old values of current flags, from a Trainer's arguments, and return them.
+    """Remove old flags, and old values of current flags, from the arguments of a Trainer. Return what was removed.
 
     Args:
         given: current flags with their values. An old value is reset to its default here.
@@ -241,7 +241,7 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
 
 
 def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> Translation:
-    """Return the current flags that are equivalent to old ones.
+    """Return the current flags that are equivalent to old flags, without a warning.
 
     Args:
         old: as for `translate`.
@@ -286,7 +286,7 @@ def _add(translation: Translation, name: str, today: Today) -> None:
 
 
 def _where(old: Today, given: Today, translation: Translation, here: bool) -> None:
-    """Translate the old flags for devices, nodes and strategy."""
+    """Add the translation of the old flags for devices, nodes and strategy to ``translation``."""
     nodes = [old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old]
     today: Today = {"num_nodes": nodes[0]} if nodes else {}
     devices, gpus = _devices(old, given, translation, here)
@@ -297,7 +297,7 @@ def _where(old: Today, given: Today, translation: Translation, here: bool) -> No
 
 
 def _devices(old: Today, given: Today, translation: Translation, here: bool) -> tuple[Today, int | None]:
-    """Translate the old flags for devices; also return the number of GPUs (None if unknown)."""
+    """Return the current flags for the old flags for devices, and the number of GPUs (None if unknown)."""
     backend, processes = old.get("distributed_backend"), old.get("num_processes", 1)
     today: Today = {}
     gpus: int | None = None
@@ -314,7 +314,7 @@ def _devices(old: Today, given: Today, translation: Translation, here: bool) -> 
 
 
 def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str | None:
-    """Return the strategy for the old distributed backend, given the number of nodes and of GPUs on each."""
+    """Return the strategy that replaces the old distributed backend, which depends on nodes and GPUs per node."""
     backend, is_open = old.get("distributed_backend"), given["strategy"] == "auto"
     several_nodes = isinstance(nodes, int) and nodes > 1
     # Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
@@ -329,7 +329,7 @@ def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str 
 
 
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
-    """Translate a value of ``gpus`` to (``devices``, number of devices).
+    """Translate a value of the old flag ``gpus``. Return the value of ``devices``, and the number of devices.
 
     Raises:
         MisconfigurationException: the value is invalid, or this machine has no GPU.
@@ -360,7 +360,7 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
 
 
 def _precision(old: Today, translation: Translation) -> None:
-    """Translate the precision flags."""
+    """Add the translation of the old flags for precision to ``translation``."""
     level, amp = old.get("amp_level"), old.get("use_amp", False)
     if old.get("amp_backend", "native") not in ("native", None):
         raise MisconfigurationException(

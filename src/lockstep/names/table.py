@@ -1,4 +1,4 @@
-"""The table of Lightning's import paths, with the module in lockstep or the reason for refusal of each name.
+"""The table of Lightning's import paths. A name has its place in lockstep, or a reason why it is refused.
 
 This file also reads the table of methods that Lightning has removed.
 
@@ -36,7 +36,7 @@ from typing import Any
 
 
 class Refused(str):
-    """The reason why a name or a module is refused, as a string."""
+    """The reason why a name or a module is refused. The class distinguishes it from the place of a name."""
 
     __slots__ = ()
 
@@ -56,14 +56,14 @@ def _read() -> dict[str, Any]:
 
 
 def moved() -> dict[str, str]:
-    """Return the current paths of modules of lockstep, by their paths in earlier releases."""
+    """Return a dict from module paths of earlier releases of lockstep to the current paths."""
     found: dict[str, str] = _read()["moved"]
     return found
 
 
 @functools.cache
 def table() -> dict[str, Modules]:
-    """Read the sections of the table, once; section ``pytorch`` combines ``today`` and ``earlier``."""
+    """Return the table's sections, with a row for each name. Section ``pytorch`` joins ``today`` and ``earlier``."""
     found = {name: section for name, section in _read().items() if name not in ("reasons", "moved")}
     reasons = _read()["reasons"]
     today = _modules(found["today"], reasons, {})
@@ -77,7 +77,7 @@ def table() -> dict[str, Modules]:
 
 
 def _modules(section: Mapping[str, str | Mapping[str, str]], reasons: Mapping[str, str], others: Modules) -> Modules:
-    """Expand a section so that each name has its own row."""
+    """Expand a section, so that each name of each module has its own row."""
     found: Modules = {}
     for path, given in section.items():
         if isinstance(given, str):
@@ -114,7 +114,10 @@ def refusal(module: str, name: str) -> Refused | None:
 
 @functools.cache
 def former_methods(kind: str) -> dict[str, str]:
-    """Return the replacements of former methods, by name, of a "module", "callback", "strategy" or "precision"."""
+    """Return the replacements for methods that Lightning has removed, by name.
+
+    ``kind`` is the kind of object: "module", "callback", "strategy" or "precision".
+    """
     with open(os.path.join(FOLDER, "former_methods.json"), encoding="utf-8") as file:
         rows: dict[str, str] = json.load(file)[kind]
     return {name: instead for names, instead in rows.items() for name in names.split()}

@@ -42,16 +42,16 @@ class Cause:
 
     @property
     def is_exit(self) -> bool:
-        """True for ``sys.exit()``. Python prints no traceback for it."""
+        """True if the exception is a ``SystemExit``, for which Python prints no traceback."""
         return self.reason.startswith(EXIT)
 
     @property
     def is_interrupt(self) -> bool:
-        """True for Ctrl-C, which is not a failure."""
+        """True if the exception is a ``KeyboardInterrupt`` from Ctrl-C, which is not a failure."""
         return self.reason.startswith(INTERRUPTED)
 
     def is_like(self, other: Cause) -> bool:
-        """Return True if both ranks failed at the same line with the same message."""
+        """Return True if another rank's exception has the same type, message and line of the user's code."""
         return (self.reason, self.location, self.lost) == (other.reason, other.location, other.lost)
 
     def __str__(self) -> str:
@@ -131,7 +131,10 @@ def first_cause(
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
-    """Return the first process that ended without a record, unless a rank's own exception is clearly earlier."""
+    """Return the first process that ended without leaving a record of an exception.
+
+    Return None if there is no such process, or if a rank's own exception is clearly earlier.
+    """
     ranks = {cause.rank for cause in noted}
     silent = next((end for end in ended if end.rank not in ranks), None)
     is_later = silent is not None and bool(own) and own[0].at < silent.at - SLACK
@@ -139,13 +142,16 @@ def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> End
 
 
 def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if the script caught the exception that ended its newest call. Lost connections do not count."""
+    """Return True if the script caught the exception that ended the rank's newest call.
+
+    The result is always False for exceptions that follow from another failure, such as a lost connection.
+    """
     position = positions.get(cause.rank)
     return position is not None and not cause.lost and position.call == cause.call and not position.inside
 
 
 def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if a script caught an exception and made another call, while others are still in the failed one."""
+    """Return True if a script caught an exception and made another call, while another rank is in the failed call."""
     position = positions.get(cause.rank)
     if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
@@ -160,7 +166,7 @@ def has_left(position: RankPosition, call: int) -> bool:
 def endless_wait(
     positions: Mapping[int, RankPosition], stacks: Mapping[int, Stack], everyone: bool
 ) -> Divergence | None:
-    """Find ranks whose wait for other ranks can never end. Return None without such ranks.
+    """Describe ranks whose wait for other ranks can never end. Return None if there are no such ranks.
 
     Args:
         positions: positions of the ranks of this node.
@@ -234,7 +240,7 @@ def final_cause(
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
-    """Return the first cause after all processes have ended.
+    """Return the first cause after all processes have ended, and whether the terminal shows its traceback.
 
     Args:
         failed, notes, positions: as for `early_cause`.
@@ -255,7 +261,9 @@ def final_cause(
 
 
 def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
-    """Return True if the terminal shows the first cause's traceback, or another rank's with the same error.
+    """Return True if the terminal shows the traceback of the first cause, or of another rank with the same error.
+
+    The result is also True for ``sys.exit()``, which has no traceback.
 
     Args:
         cause: the first cause.
@@ -322,7 +330,7 @@ def judgement(
 
 
 def with_host(cause: First | None, host: str) -> str:
-    """Return the message for a cause, with the host name after the rank."""
+    """Return the message for a cause. With a host name, the name is inserted after the rank."""
     if not host or cause is None or isinstance(cause, Divergence):
         return str(cause)
     return str(cause).replace(f"rank {cause.rank}", f"rank {cause.rank} on {host}", 1)

@@ -32,7 +32,7 @@ class Changes:
         self._next: dict[int, RankSnapshot] = {}
 
     def of(self, snapshots: Sequence[RankSnapshot], at: float) -> dict[str, Any]:
-        """Return the next message, with the snapshots that changed and the ranks that no longer exist.
+        """Return the next message. It contains the changed snapshots and the numbers of ranks that no longer exist.
 
         Args:
             snapshots: current snapshots.
@@ -55,7 +55,7 @@ class Changes:
         return {"at": at, "ranks": [plain(now) for now in changed], "gone": gone}
 
     def keep(self) -> None:
-        """Record that the last message was sent, so that the next message contains only later changes."""
+        """Record that the message from `of` was sent, so that the next message contains only later changes."""
         self._known = self._next
 
 
@@ -79,7 +79,7 @@ def plain(snapshot: RankSnapshot) -> dict[str, Any]:
 
 
 def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
-    """Return the snapshot that `plain` converted to JSON data."""
+    """Convert the JSON data that `plain` returned back to a snapshot."""
     position, notes = RankPosition(**plain["position"]), notes_of(plain["notes"])
     stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
     return RankSnapshot(**{**plain, "position": position, "notes": notes, "stack": stack, "worker": worker})
@@ -102,7 +102,7 @@ def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
 
 
 def notes_of(plain: Iterable[dict[str, Any]]) -> tuple[Note, ...]:
-    """Return the notes that `plain_notes` converted to JSON data."""
+    """Convert the JSON data that `plain_notes` returned back to notes."""
     return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
 
 
@@ -123,5 +123,5 @@ def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def members(runs: tuple[tuple[int, int, int], ...]) -> Members:
-    """Expand the ranges from `ranges` to ranks."""
+    """Return all ranks in the ranges that `ranges` returned."""
     return shared(tuple(rank for first, last, step in runs for rank in range(first, last + 1, step)))

@@ -21,7 +21,9 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of a connection between two processes. Any thread may send; one thread at a time may receive.
+    """One end of a connection over which two processes exchange JSON messages.
+
+    Any thread may send. Only one thread at a time may receive.
 
     Args:
         connection: a connected stream socket. The channel owns it.
@@ -85,7 +87,7 @@ class Channel:
         return message_in(text)
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
-        """Return the channel's first message, and the file descriptor that was sent with the message."""
+        """Wait for the channel's first message. Return the message, and the file descriptor sent with the message."""
         try:
             text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
         except OSError:
@@ -117,7 +119,7 @@ def line_of(message: Message) -> bytes:
 
 
 def message_in(line: bytes) -> Message | None:
-    """Return the message on a line, or None if the line is not a message."""
+    """Decode the JSON message in a line. Return None if the line is not a message."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

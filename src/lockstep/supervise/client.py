@@ -149,7 +149,7 @@ class Supervised:
             self._reply_arrived.notify_all()
 
     def _end(self, text: str, code: int) -> None:
-        """Print the final text on the terminal, and exit."""
+        """Print the run's last line on the terminal, and exit this process with ``code``."""
         # workers of a data loader, for instance
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -169,7 +169,7 @@ class Supervised:
             return self._replies.get(kind)
 
     def _finish(self) -> None:
-        """Wait for the other ranks at exit. Do not return if the run has failed."""
+        """At this process' exit, wait until the supervisor permits the exit. Do not return if the run has failed."""
         if os.getpid() != self._process:  # a forked child
             return
         if not self._starts:
@@ -228,7 +228,7 @@ def socket_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
 
 
 class FoundSupervisor:
-    """Connection of any other local rank to the supervisor that local rank 0 has started.
+    """Connection of a local rank other than 0 to the supervisor that local rank 0 has started.
 
     Args:
         world: world of this process.
@@ -251,7 +251,7 @@ class FoundSupervisor:
         status.at_exit.append(self._finish)
 
     def _find(self) -> None:
-        """Find the supervisor and receive its messages. Runs in a thread."""
+        """Connect to the supervisor as soon as it listens, and receive its messages. Runs in a thread."""
         name, until = "\0" + socket_name(self._world), time.monotonic() + SUPERVISOR_TIMEOUT
         while time.monotonic() < until and self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -309,7 +309,10 @@ Side = Supervised | FoundSupervisor
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:
-    """Connect a rank that a launcher started to its node's supervisor. Return None without supervision."""
+    """Connect a rank that an external launcher started to its node's supervisor. Local rank 0 starts the supervisor.
+
+    Return None if the run has no supervision.
+    """
     if world.size == 1 or environ.get(OFF) == "0":
         return None
     try:

@@ -1,4 +1,7 @@
-"""Trace of torch's collectives. A wrapper records each call before it runs, and makes strided tensors contiguous."""
+"""Wrappers of torch's collectives, which record each call in this process' trace before the call runs.
+
+The wrappers also pass contiguous copies of strided tensors to collectives that gloo computes incorrectly on them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ _PENDING = 4096
 
 
 class CollectiveTrace:
-    """Recorder for this process' collectives. It replaces torch's functions with wrappers.
+    """Recorder of this process' collectives. Wrappers that replace torch's functions write to the recorder.
 
     Attributes:
         where: returns the hook that this rank is in, and the batch; None: unknown.
@@ -98,7 +101,7 @@ class CollectiveTrace:
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Wrap a collective to record its calls.
+        """Return a wrapper of a collective that records the calls.
 
         Args:
             name: one of `COLLECTIVES`.
@@ -108,15 +111,18 @@ class CollectiveTrace:
         return self._wrap(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a point-to-point operation to record its calls."""
+        """Return a wrapper of a point-to-point operation that records the calls."""
         return self._wrap(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function in lockstep that implements a collective with messages, to record its calls."""
+        """Return a wrapper that records the calls of lockstep's own collectives, which send point-to-point messages."""
         return self._wrap(name, function, COLLECTIVES[name], nests=True)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a group's method to send or receive, so that messages do not count as collectives."""
+        """Return a wrapper of a group's ``send`` or ``recv``, so that these do not count as collectives.
+
+        The backend's counter also counts messages.
+        """
         groups = self._groups
 
         def counted(group: Any, tensors: list[Tensor], *args: object, **kwargs: object) -> Any:
@@ -133,7 +139,7 @@ class CollectiveTrace:
         return functools.update_wrapper(counted, method)
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``Work.wait`` to record that a collective has completed."""
+        """Return a wrapper of ``Work.wait`` that records the completion of an asynchronous collective."""
         pending, complete, queues, mark = self._pending, self.memory.complete, self._queues, self._marks.put
 
         @waits()
@@ -190,7 +196,7 @@ class CollectiveTrace:
     # wrapped.
 
     def _record_start(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
-        """Return a function that records the start of a call and returns the index of the new note."""
+        """Return a function that records the start of a collective and returns the index of the new note."""
         word, enter = self.memory.word("operation", name), self.memory.enter
         payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
         root_of = _root_of(names)
@@ -218,7 +224,10 @@ class CollectiveTrace:
         return start
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
-        """Return a function that looks up the word for a call's tensor and reduction, or 0 without a tensor."""
+        """Return a function that encodes the tensor and reduction of a call as the number of a word in the trace.
+
+        The number is 0 for a call without a tensor.
+        """
         what = names.index(payload)
         op = names.index("op") if "op" in names else -1
         payloads, describe = self._payloads, self._describe
@@ -237,7 +246,7 @@ class CollectiveTrace:
         return payload_of
 
     def _record_end(self, nests: bool) -> Callable[..., None]:
-        """Return a function that records the end of a call."""
+        """Return a function that records the end of a collective's call."""
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
@@ -261,7 +270,7 @@ class CollectiveTrace:
         self._busy.add(get_ident())
 
     def _pend(self, work: Any, index: int, queue: str) -> None:
-        """Record an asynchronous collective's work, whose ``wait`` will mark the collective as complete."""
+        """Remember the ``Work`` of an asynchronous collective. Waiting for it will mark the collective as complete."""
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
@@ -278,7 +287,7 @@ class CollectiveTrace:
     # -- words
 
     def _describe(self, tensor: Tensor, reduction: object) -> int:
-        """Return the number of the word that describes a tensor and its reduction, and add the word if needed."""
+        """Return the number of the word in the trace that describes a tensor and its reduction. Add new words."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
@@ -296,7 +305,7 @@ class CollectiveTrace:
         return found, batch
 
     def _location(self, frame: FrameType | None) -> int:
-        """Return the innermost line of the user's code, or 0 if lockstep's loop made the call."""
+        """Return the number of the word for the innermost line of the user's code; 0 for calls by lockstep's loop."""
         files = self._files
         while frame is not None:
             code = frame.f_code
@@ -318,7 +327,7 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """Return the record of a new group, or of the backend that carries a call in a group with several backends.
+        """Return the record of a process group, or of the backend that carries the call if the group has several.
 
         Return None if this rank is not a member, or the group does not exist.
         """
@@ -359,7 +368,7 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """Return a function that reads the source or destination rank from a call's arguments; -1 if it is not an int.
+    """Return a function that reads the source or destination rank from a call's arguments, or -1 if that is no int.
 
     Return None for functions without such an argument.
     """
@@ -397,13 +406,13 @@ IN_PLACE = ("all_reduce", "reduce")
 
 
 class _Done:
-    """Completed ``Work`` for a collective that was called with ``async_op=True``."""
+    """A ``Work`` that is already complete, for a collective that was called with ``async_op=True``."""
 
     def __init__(self, result: list[Tensor]) -> None:
         self._result = result
 
     def wait(self, timeout: object = None) -> bool:
-        """Return True at once."""
+        """Return True without waiting, because the collective is complete."""
         return True
 
     def is_completed(self) -> bool:
@@ -411,7 +420,7 @@ class _Done:
         return True
 
     def is_success(self) -> bool:
-        """Return True. A failure was raised when it happened."""
+        """Return True, because a failed collective raises its error when it is called."""
         return True
 
     def result(self) -> list[Tensor]:
@@ -488,7 +497,7 @@ def uninstall_trace() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns this rank's hook and batch for recorded calls. None removes the function."""
+    """Set the function from which recorded calls get this rank's current hook and batch. None removes it."""
     if _trace is not None:
         install_trace()
         _trace.where = where
@@ -501,7 +510,7 @@ WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")
 
 @contextmanager
 def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]) -> Iterator[None]:
-    """Replace functions of torch by ``wrap(name, function)`` inside the context.
+    """Replace torch's functions with these names by ``wrap(name, function)`` inside the context.
 
     Args:
         wrap: returns the function to call instead.

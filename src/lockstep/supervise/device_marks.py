@@ -38,7 +38,7 @@ class DeviceMarks:
         self._wakes = threading.Event()
 
     def put(self, index: int, device: str) -> bool:
-        """Record an event after a collective in a device's current queue. Return False if that is impossible.
+        """Record an event in a device's queue after a collective. Return False if no event can be recorded.
 
         Args:
             index: index of the collective's note.

@@ -1,4 +1,4 @@
-"""Exchange about ranks between nodes. Each node reports its ranks to node 0, which compares all ranks.
+"""Reports about ranks between nodes. Each node reports its ranks to node 0, which compares the ranks of all nodes.
 
 Nothing is sent while nobody waits. Once a rank has waited for `soon` seconds, node 0 requests reports from all nodes.
 They report their ranks' changes, and every 2 s that nothing has changed. They send stacks where node 0 requests them.
@@ -28,17 +28,17 @@ SUSPECT, CROWD = 2.0, 256
 
 
 class OtherNodes(Protocol):
-    """Interface of a connection to the supervisors on other nodes, such as the hub."""
+    """Interface of a node's connection to the supervisors on other nodes. `Hub` implements it."""
 
     node: int
 
     @property
     def nodes(self) -> list[int]:
-        """Numbers of the other nodes that are connected."""
+        """Numbers of the other nodes to which this node is connected."""
         ...
 
     def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
-        """Send a message to one node, or to all. Return True if the message was accepted.
+        """Send a message to one node or to all other nodes. Return True if the message was accepted.
 
         Args:
             topic: topic of the message.
@@ -49,7 +49,7 @@ class OtherNodes(Protocol):
         ...
 
     def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        """Call ``callback(node, body)`` for each message of other nodes on a topic."""
+        """Call ``callback(node, body)`` for each message on a topic that another node sends."""
         ...
 
 
@@ -58,9 +58,9 @@ AnswerQuestion = Callable[[bool], Iterable[RankSnapshot]]
 
 
 def soon(limit: float, size: int) -> float:
-    """Return the seconds of waiting after which a node reports its ranks. It grows with the number of ranks.
+    """Return for how many seconds a rank has to wait before its node reports its ranks to node 0.
 
-    The growth limits the load on node 0.
+    The time grows with the number of ranks, to limit the load on node 0.
 
     Args:
         limit: seconds of waiting after which the user gets a report.
@@ -70,7 +70,7 @@ def soon(limit: float, size: int) -> float:
 
 
 class OtherRanks:
-    """Reports about this node's ranks to node 0. On node 0, the reports from all nodes.
+    """Sender of reports about this node's ranks to node 0. On node 0, receiver of the reports from all other nodes.
 
     Args:
         hub: connection to the other nodes.
@@ -104,13 +104,15 @@ class OtherRanks:
 
     @property
     def nodes(self) -> set[int]:
-        """Nodes that have to reply to this node's questions, including itself."""
+        """Nodes that have to reply when this node asks for stacks: on node 0 all nodes, else only this node."""
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
         self, own: Sequence[RankSnapshot], limit: float, now: float, ask: AnswerQuestion, caught: str
     ) -> list[RankSnapshot]:
-        """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, inside or outside a call.
+        """Report this node's ranks to node 0, if a report is due. Return the ranks that this node knows.
+
+        Node 0 knows the ranks of all nodes, inside or outside a call. Other nodes know their own ranks only.
 
         Args:
             own: snapshots of this node's ranks.
@@ -139,7 +141,7 @@ class OtherRanks:
     # -- node 0
 
     def request(self, now: float, is_new: bool = False) -> None:
-        """Request reports from all nodes, and replies to the newest question for stacks.
+        """Ask all nodes for reports, and for their ranks' stacks if the newest request for these is unanswered.
 
         Args:
             now: current time.
@@ -151,7 +153,7 @@ class OtherRanks:
             self._hub.send("wanted", body, newest=not is_new)
 
     def _receive_report(self, node: int, body: Mapping[str, Any]) -> None:
-        """Receive the snapshots of a node's ranks."""
+        """On node 0, store another node's snapshots, and its reply to the newest question for stacks if it has one."""
         now = time.monotonic()
         with self._lock:
             before = self._elsewhere.get(node, (0.0, {}))[1]
@@ -170,12 +172,12 @@ class OtherRanks:
 
     @property
     def is_watched(self) -> bool:
-        """True if node 0 also watches this node's ranks."""
+        """True if node 0 is connected and has recently requested reports, so that it also checks this node's ranks."""
         return self._hub.node > 0 and time.monotonic() - self._requested_at < REPORT_AGE and 0 in self._hub.nodes
 
     @property
     def has_question(self) -> bool:
-        """True if node 0 waits for a reply from this node."""
+        """True if node 0 has asked for stacks and this node has not replied yet."""
         return self._hub.node > 0 and self._newest_question[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
@@ -189,14 +191,14 @@ class OtherRanks:
             self._was_urgent, self._sent_at = urgent, now
 
     def _receive_request(self, node: int, body: Mapping[str, Any]) -> None:
-        """Receive a request from node 0, to which this node replies at its next check."""
+        """Receive node 0's request for reports and stacks, to which this node replies at its next check."""
         self._requested_at = time.monotonic()
         if body["question"] > self._newest_question[0]:
             self._newest_question = int(body["question"]), bool(body["wakes"])
             self._check_soon()
 
     def _reply_to_question(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
-        """Return the reply to node 0's question for stacks."""
+        """Return the reply to node 0's newest question: this node's ranks, with their stacks."""
         self._answered, wakes = self._newest_question
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
@@ -207,7 +209,7 @@ class OtherRanks:
         return {"at": time.monotonic(), "positions": [asdict(position) for position in positions], "caught": caught}
 
     def _receive_farewell(self, node: int, body: Mapping[str, Any] | None) -> None:
-        """Receive the last positions of the ranks on a node that has ended."""
+        """Store the last positions of the ranks on another node, whose supervisor has ended."""
         if not body:
             return
         # each machine has a monotonic clock of its own
@@ -226,7 +228,7 @@ COMPARE_TIMEOUT = 0.4
 
 
 class NotesOfAll:
-    """Comparison of an aborted rank's collectives with the calls on other nodes.
+    """Comparison of an aborted rank's newest collectives with the calls of all ranks in the same collectives.
 
     Node 0 sends the rank's newest notes to all nodes. Each replies with its ranks' calls in the same collectives.
 
@@ -244,7 +246,10 @@ class NotesOfAll:
         hub.listen("compared", self._receive_reply)
 
     def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
-        """On node 0, compare all ranks in the noted collectives. Return the mismatch, if any. May block briefly."""
+        """On node 0, compare all ranks' calls in the noted collectives. Return the mismatch, or None.
+
+        May block for a moment.
+        """
         with self._has_answers:
             self._calls, self._answered = self._own(_complete(notes)), set()
         self._hub.send("compare", {"notes": notes})

@@ -26,7 +26,7 @@ CollectiveKey = tuple[str, tuple[int, ...], int]
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the key that identifies a note's collective on all ranks."""
+    """Return the key of the collective that a note records. All ranks have the same key for one collective."""
     return note.group, note.members, note.number
 
 
@@ -35,7 +35,7 @@ Call = tuple[int, str, Note]
 
 
 def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
-    """Return all ranks' calls in the first collective in which they do not match, or an empty list.
+    """Return all ranks' calls in the first collective with mismatched calls, or an empty list if all match.
 
     Args:
         made: the ranks' calls.
@@ -70,14 +70,17 @@ def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
 
 
 def location_of(snapshot: RankSnapshot, note: Note) -> str:
-    """Return the line that called a collective. For calls by autograd, use the rank's stack or its Trainer call."""
+    """Return the line of the user's code that called a collective.
+
+    If autograd called it, the line comes from the rank's stack or Trainer call.
+    """
     if note.location or not note.inside or snapshot.stack is None:
         return note.location or snapshot.position.location
     return snapshot.stack.location(snapshot.position.location)
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe stopped ranks that others wait for, except under a debugger. Return None without such ranks."""
+    """Describe stopped ranks for which others wait; None without such ranks. Ranks under a debugger do not count."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:
@@ -89,7 +92,7 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
 
 
 def late_ranks(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
-    """Return the ranks that have not reached a collective that other ranks have queued on a device."""
+    """Return the ranks that have not yet reached a collective for which other ranks' devices wait."""
     awaited = {key_of(note) for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
     if not awaited:
         return set()
@@ -106,7 +109,7 @@ def late_ranks(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot
 
 
 def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | None:
-    """Describe a wait of more than ``limit`` seconds. Return None if no rank has waited that long."""
+    """Describe ranks that have waited for at least ``limit`` seconds. Return None if no rank has waited that long."""
     waiting = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
     if not waiting:
         return None

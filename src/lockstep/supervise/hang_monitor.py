@@ -33,21 +33,21 @@ STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """Limits in seconds on how long ranks may wait for others before a report, and before the run is ended."""
+    """Limits on how long ranks may wait for other ranks: until a report, and until the run is ended, in seconds."""
 
     report: float = math.inf
     kill: float = math.inf
 
     @classmethod
     def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
-        """Return the limits from the positions, each from the first rank that has set one."""
+        """Return the limits that the ranks have set. For each limit, the first rank that has set it counts."""
         timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
         kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
 
     @property
     def first(self) -> float:
-        """The shorter of both limits; infinite if neither is set."""
+        """The shorter of the two limits in seconds; infinite if neither is set."""
         return min(self.report, self.kill)
 
     def are_over(self, snapshot: RankSnapshot) -> bool:
@@ -60,13 +60,13 @@ class WaitLimits:
 
 
 class Ration:
-    """Rate limit that keeps a task below the fraction `PART` of processor time."""
+    """Rate limit for a repeated task, so that the task uses at most the fraction `PART` of processor time."""
 
     def __init__(self) -> None:
         self._next_at = 0.0
 
     def run(self, what: Callable[[], T], now: float) -> T | None:
-        """Run a task and return its result. Return None without running if it is too early."""
+        """Run a task and return its result. Return None without running the task if its next run is not due yet."""
         if now < self._next_at:
             return None
         start = time.thread_time()
@@ -108,7 +108,7 @@ class HangMonitor:
 
     @property
     def is_proving(self) -> bool:
-        """True while replies about stacks are pending, so that the next check should follow at once."""
+        """True while a question for stacks or a reply to one is pending, so that the next check should follow soon."""
         must_answer = self.others is not None and self.others.has_question and not self._is_ending
         return must_answer or self._question.is_open or self._proof.is_pending
 
@@ -122,7 +122,7 @@ class HangMonitor:
         return rank in self._halted
 
     def forget(self) -> None:
-        """Reset all measured times, because this process was stopped itself."""
+        """Reset all measured times, because this process has been stopped and did not observe the ranks meanwhile."""
         self._halted.clear()
         self._waits.clear()
         self._long, self._ask_again = frozenset(), 0.0
@@ -230,7 +230,7 @@ class HangMonitor:
         return bool(self._wait_ration.run(lambda: self._is_wait_due(everybody, limits, now), now))
 
     def _is_wait_due(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
-        """Return True if a rank has been idle or waiting for so long that the wait has to be reported."""
+        """Return True if a rank has been idle or waiting for so long that the ranks' stacks are needed for a report."""
         limit = limits.first
         # a wait on a device is recorded only a while after the rank became idle
         long = frozenset(
@@ -243,14 +243,16 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Request the ranks' stacks from all nodes. With ``kept``, only the stopped ranks' stacks are requested."""
+        """Ask all nodes for their ranks' stacks. If ``kept`` has earlier replies, ask about stopped ranks only."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.request(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
     def _is_first_report(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
-        """Return True if a wait has not been reported yet, because its line or its late ranks are new.
+        """Return True if the current wait has not been reported yet. The function then counts it as reported.
+
+        A wait is new if its line or its late ranks are new.
 
         Ranks that join the waiting ranks, or whose report arrived later, do not count as new. A wait without late ranks
         counts as new once all ranks have reported.
@@ -265,7 +267,10 @@ class HangMonitor:
         return True
 
     def divergence(self) -> Divergence | None:
-        """Return the mismatch that the traces of all ranks prove, even of ended ranks. Slow, so call it once."""
+        """Return the mismatch that the traces of all ranks prove, including ended ranks, or None.
+
+        The comparison is slow, so call the method only once.
+        """
         found = self.traces.mismatch()
         if found is not None:
             return found
@@ -307,7 +312,7 @@ class HangMonitor:
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
     def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
-        """Return this node's ranks with their stacks. With ``wakes``, the stopped ranks, which then continue."""
+        """Return this node's ranks with their stacks. With ``wakes``, return only stopped ranks, and continue them."""
         if wakes:
             # A stopped rank answers before it continues. The run ends then in any case.
             halted = [(each, each.position) for each in own if each.stopped >= HALTED]
@@ -315,7 +320,10 @@ class HangMonitor:
         return {each.rank: self._with_stack(each, now) for each in own}
 
     def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        """Return the snapshot with the rank's stack. A process with a runnable thread counts as running."""
+        """Return a copy of the snapshot that contains the rank's current stack, or a loader worker's stack as well.
+
+        A rank's process with a runnable thread counts as running.
+        """
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
         position = snapshot.position
@@ -351,7 +359,7 @@ def _runs(process: int) -> bool:
 
 
 def _print(found: Divergence, kill: float) -> None:
-    """Print the stacks and the warning about a long wait, after which the run continues."""
+    """Print a warning about a long wait, and the stacks of the ranks. The run continues."""
     with contextlib.suppress(OSError, ValueError):
         wipe_line()
         text = f"{found.trace}\nlockstep: {continues(one_line(str(found), None), kill)}"

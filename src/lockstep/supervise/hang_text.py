@@ -126,7 +126,7 @@ def stacks_of(snapshots: Iterable[RankSnapshot]) -> str:
 
 
 def brief(stack: Stack, most: int = SHORT) -> str:
-    """Format a stack in at most ``most`` lines, the innermost call last. The user's lines take precedence."""
+    """Format a stack in at most ``most`` lines, the innermost call last. Prefer lines of the user's code."""
     frames = [frame for frame in stack.frames if not frame.file.startswith(_NOT_PRINTED)]
     users = [index for index, frame in enumerate(frames) if frame.is_users][: most - 2]
     kept = sorted({*range(min(2, len(frames))), *users})
@@ -143,7 +143,7 @@ def brief(stack: Stack, most: int = SHORT) -> str:
 
 
 def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) -> str:
-    """Describe a rank that left a call, or ended, while others wait for it."""
+    """Describe a rank that has left a call, or made none, while other ranks wait for it."""
     did = f"left the call at {position.location}" if position.call else "made no call"
     if position.ended:
         did += " and ended"
@@ -151,7 +151,7 @@ def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) ->
 
 
 def different_places(places: Mapping[int, str]) -> str:
-    """Describe ranks that wait for each other at different lines. Return "" if all wait at one line.
+    """Describe ranks that wait for each other at different lines. Return "" if all wait at the same line.
 
     Args:
         places: activity and line of each rank, by rank.
@@ -185,12 +185,12 @@ def stopped_ranks(stopped: Iterable[RankSnapshot], waiting: Iterable[RankSnapsho
 
 
 def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe ranks that did not reach a collective that others have queued on their devices."""
+    """Describe ranks that did not reach a collective for which other ranks' devices wait."""
     return f"{describe_all(missing)}, and others cannot continue: {describe_all(waiting)}. {RULE}"
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe ranks that have waited for long, after the ranks that they may wait for."""
+    """Describe the ranks that have waited for ``seconds``, and before these, the ranks for which they may wait."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 
@@ -208,12 +208,12 @@ def continues(wait: str, hang_kill: float) -> str:
 
 
 def cannot_stop(ranks: Sequence[int], where: str) -> str:
-    """Describe ranks that wait in a collective after Ctrl-C and cannot reach a boundary."""
+    """Describe ranks that still wait in a collective after Ctrl-C, and so cannot stop at a boundary."""
     return f"{rank_list(ranks)} waited in {where} and could not be stopped at a boundary"
 
 
 def after_ctrl_c(where: str) -> str:
-    """Return the message about a Ctrl-C for a rank 0 whose main thread is blocked and cannot print."""
+    """Return the message about Ctrl-C that the supervisor prints for rank 0, whose main thread is blocked."""
     return (
         f"lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends "
         "them at once."

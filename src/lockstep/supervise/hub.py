@@ -63,7 +63,7 @@ Listener = Callable[[int, Any], None]
 
 
 class _Connection:
-    """An admitted connection to another node, with its buffered messages. Callers must hold the hub's lock.
+    """An admitted connection to another node, with the messages to send. Callers must hold the hub's lock.
 
     Args:
         opened: the socket.
@@ -84,7 +84,7 @@ class _Connection:
         self._out: deque[tuple[str, bytes]] = deque()
 
     def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
-        """Buffer a message. With ``newest``, drop it if the topic already has one buffered. Return True if buffered."""
+        """Buffer a message, and return True. With ``newest``, return False if the topic has a buffered message."""
         if newest and any(waiting == topic for waiting, _ in self._out):
             return False
         self._out.append((topic, text))
@@ -102,7 +102,7 @@ class _Connection:
         self.waits -= len(self._out.popleft()[1])
 
     def hang_up(self) -> None:
-        """Shut the connection down. The tasks at both ends notice it."""
+        """Shut the connection down. The tasks that use the connection end at both nodes."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -144,11 +144,11 @@ class Hub:
             return sorted(self._connections)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Call ``listener(node, body)`` for each message on a topic."""
+        """Call ``listener(node, body)`` for each message on a topic from another node."""
         self._listeners[topic] = listener
 
     def open(self, address: str = "") -> tuple[int, str]:
-        """Listen for the other nodes. Only node 0 does, as the hub.
+        """Listen for connections from the other nodes. Only node 0, which is the hub, calls this method.
 
         Args:
             address: address that the other nodes connect to. A loopback address is bound alone; otherwise all
@@ -216,7 +216,7 @@ class Hub:
     # -- the thread
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the event loop. Start the loop first if it is not running."""
+        """Schedule a coroutine in the event loop of the hub's thread. Start the thread if it is not running."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -224,7 +224,7 @@ class Hub:
             self._loop.call_soon_threadsafe(self._do, work)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a coroutine as a task. Runs in the event loop."""
+        """Start a coroutine as a task, and keep a reference to the task until its end. Runs in the event loop."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -268,7 +268,10 @@ class Hub:
     # -- sending
 
     def _pass(self, topic: str, text: bytes, to: int | None, excluded: int | None = None, newest: bool = False) -> bool:
-        """Buffer a message for a node, or for all nodes but one. Return True if buffered anywhere."""
+        """Buffer a message for one node, or for all connected nodes. Return True if it was buffered for any node.
+
+        The node ``excluded`` does not get the message.
+        """
         with self._lock:
             wanted = [node for node in self._connections if (to is None or node == to) and node != excluded]
             receivers = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
@@ -278,7 +281,7 @@ class Hub:
         return bool(receivers)
 
     async def _write(self, connection: _Connection, writer: asyncio.StreamWriter) -> None:
-        """Send buffered messages, one after another."""
+        """Send a connection's buffered messages in order, and wait for further messages."""
         while True:
             await connection.filled.wait()
             connection.filled.clear()
@@ -295,7 +298,7 @@ class Hub:
     # -- connecting nodes
 
     async def _accept_nodes(self, door: socket.socket) -> None:
-        """Accept connections and identify their nodes."""
+        """Accept connections from other nodes, and start a task for each to admit the node."""
         while True:
             try:
                 opened, _ = await asyncio.get_running_loop().sock_accept(door)
@@ -321,7 +324,7 @@ class Hub:
             await self._serve(connection)
 
     def _identify(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
-        """Admit a node by its first message. Return None if it is rejected.
+        """Check a node's first message, and return the new connection. Return None if the node is rejected.
 
         A node that connects again replaces its previous connection. A second node with the number of a connected one is
         rejected: the run continues with the first.
@@ -374,7 +377,7 @@ class Hub:
             self._remove(connection, reason)
 
     def _take(self, connection: _Connection, message: Message) -> None:
-        """Handle a message from a node. Drop malformed messages, and keep the connection."""
+        """Pass a node's message to the listeners of its topic. Drop a malformed message, but keep the connection."""
         try:
             self._dispatch(connection, message)
         except Exception as error:  # for instance from another version
@@ -410,7 +413,7 @@ class Hub:
 
 
 async def _first_line(opened: socket.socket) -> bytes:
-    """Read a connecting node's first line. The node sends nothing more before the hub's reply."""
+    """Read the first line that a connecting node sends. The node then waits for the hub's reply."""
     opened.setblocking(False)
     text = b""
     while not text.endswith(b"\n") and len(text) <= MAX_GREETING:
@@ -422,7 +425,7 @@ async def _first_line(opened: socket.socket) -> bytes:
 
 
 def _signal(connections: list[_Connection]) -> None:
-    """Wake the tasks that send messages. Runs in the event loop."""
+    """Wake the tasks that send the buffered messages of these connections. Runs in the event loop."""
     for connection in connections:
         connection.filled.set()
 

@@ -51,7 +51,7 @@ class Mailbox:
 
     @classmethod
     def at(cls, address: str) -> Mailbox | None:
-        """Return the mailbox at an address, or None if this process did not inherit it."""
+        """Return the mailbox at an address. Return None if this process did not inherit the mailbox's file."""
         descriptor, inode = map(int, address.split(":"))
         try:
             return cls(descriptor) if os.fstat(descriptor).st_ino == inode else None
@@ -71,13 +71,13 @@ class Mailbox:
             return dict(self._positions)
 
     def others(self, key: str) -> list[dict[str, Any]]:
-        """Return the dict notes that contain a key, in the order of writing."""
+        """Return the notes that are dicts and contain a key, in the order in which they were written."""
         with self._lock:
             self._read_new()
             return [note for note in self._others if key in note]
 
     def leave(self, note: Cause | RankPosition | dict[str, Any]) -> None:
-        """Write a note."""
+        """Write a note to the mailbox."""
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
@@ -100,7 +100,7 @@ class Mailbox:
             )
 
     def failed_at(self, rank: int) -> float | None:
-        """Return the time of a rank's exception, or None."""
+        """Return the time of a rank's latest exception. Return None if the rank has reported no exception."""
         return next((cause.at for cause in self.read() if cause.rank == rank), None)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Mailbox:
 
 
 def file_without_a_name(name: str) -> IO[bytes]:
-    """Open an unnamed file, in memory if the system supports that, so that a full disk does not matter.
+    """Open an unnamed file. It is in memory if the system supports that, so that a full disk does no harm.
 
     Writes append. Otherwise, simultaneous writes by two processes would overlap, because the processes share the file's
     position, and Linux does not lock the position for files in memory.
@@ -147,7 +147,7 @@ def file_without_a_name(name: str) -> IO[bytes]:
 
 
 def leave_note(address: str, note: Cause | RankPosition | dict[str, Any]) -> None:
-    """Write a note to the mailbox at an address. Do nothing if this process did not inherit the file."""
+    """Write a note to the mailbox at an address. Do nothing if this process did not inherit the mailbox's file."""
     descriptor, inode = map(int, address.split(":"))
     try:
         if os.fstat(descriptor).st_ino == inode:

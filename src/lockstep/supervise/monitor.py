@@ -47,7 +47,7 @@ REPORT_TIMEOUT = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """The monitor's decision to end the ranks, with the first cause."""
+    """The monitor's decision that the ranks have to be ended, with the first cause as the reason."""
 
     cause: Cause | Divergence | None  #: the first cause; None: it follows from the notes
     interrupted: bool = False
@@ -128,11 +128,11 @@ class RankMonitor:
 
     @property
     def caught_elsewhere(self) -> str:
-        """The caught exception that ended a call on a node that has ended; "" without one."""
+        """The caught exception that ended a call on another node, if that node has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:
-        """Return the caught exception that ended a call on this node, if any."""
+        """Return an exception that ended a call on this node and that the script caught. Return None without one."""
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _text_of(self, caught: Cause | None) -> str:
@@ -157,7 +157,7 @@ class RankMonitor:
                 return
 
     def _await_period(self) -> None:
-        """Sleep until the next check, or a signal.
+        """Sleep until the next check is due or a signal arrives.
 
         Traces are opened as soon as ranks announce them, because the trace of a rank that ends early would be lost.
         """
@@ -200,7 +200,7 @@ class RankMonitor:
         return self._failed(inside, now) or self._hung(inside, now) or self._stuck_after_ctrl_c(inside, now)
 
     def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict if ranks wait forever or for too long, or None."""
+        """Return a verdict if ranks wait forever or for too long. Return None otherwise."""
         others, own = self.hangs.others, self.own_positions()
         if not inside and (others is None or not own):
             return None
@@ -240,7 +240,7 @@ class RankMonitor:
         return None
 
     def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict if a rank has failed and is stuck in its call, or None."""
+        """Return a verdict if a rank has reported an exception but does not leave its call. Return None otherwise."""
         for cause in self._mailbox.read():
             position = inside.get(cause.rank)
             if position is None or position.call != cause.call or now - cause.at < LEAVE_TIMEOUT or cause.is_interrupt:
@@ -251,7 +251,7 @@ class RankMonitor:
         return None
 
     def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict after Ctrl-C if all ranks wait and cannot reach a boundary, or None."""
+        """Return a verdict if all ranks still wait after Ctrl-C and cannot reach a boundary. Return None otherwise."""
         # ranks on other nodes, which are not seen here, may take longer
         seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
         if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:
@@ -268,7 +268,7 @@ class RankMonitor:
 
 
 class _Stillness:
-    """Stopwatch for the time that a process has been idle."""
+    """Timer that measures for how long a process has used no processor time."""
 
     def __init__(self) -> None:
         self._used, self._at, self._since = -1.0, 0.0, 0.0

@@ -37,7 +37,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's part in the agreement on the first cause. Node 0 decides, and the other nodes follow.
+    """This node's side of the agreement on the first cause. Node 0 decides, and the other nodes accept the decision.
 
     Args:
         node: number of this node.
@@ -127,12 +127,17 @@ class Nodes:
             self.hub.send("claim", body, to=0)
 
     def query(self, body: dict[str, Any]) -> None:
-        """Ask all other nodes which of their ranks failed, or left the call in which a rank here lost connections."""
+        """Ask all other nodes whether their ranks caused the lost connections of a rank on this node.
+
+        The ranks of those nodes may have failed, or may have left the rank's call.
+        """
         if self.hub is not None:
             self.hub.send("asked", body)
 
     def has_to_wait(self) -> bool:
-        """Return True while other nodes may wait for this node's ranks, which left a call by ``sys.exit()``.
+        """Return True while this node has to stay, because ranks of other nodes may still wait for its ranks.
+
+        This node's ranks have left a call by ``sys.exit()``.
 
         This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVE_TIMEOUT`.
         """
@@ -149,7 +154,7 @@ class Nodes:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the first cause is known, and lies on another node or on several nodes."""
+        """True if the first cause is decided, and is not on this node alone."""
         decided = self.decided
         return decided is not None and (decided.node != self._node or decided.proved)
 
@@ -159,7 +164,7 @@ class Nodes:
             self.hub.close(last)
 
     def handle_claim(self, what: tuple[int, Any]) -> None:
-        """Handle a node's claim to the first cause, on node 0. The first claim wins."""
+        """On node 0, handle the first cause that a node claims. The first claim wins."""
         node, body = what
         if self.decided is not None or self._is_comparing:
             return
@@ -174,21 +179,24 @@ class Nodes:
         thread.start()
 
     def _compare(self, claim: Decision, notes: list[dict[str, Any]]) -> None:
-        """Compare an aborted rank with the ranks of other nodes, in a thread."""
+        """On node 0, compare an aborted rank's collectives with those of all ranks. Then confirm or correct the claim.
+
+        Runs in a thread.
+        """
         proof = None
         with contextlib.suppress(Exception):  # on any error, the claim counts
             proof = self.compares(notes)
         self._put("compared", claim if proof is None else Decision(str(proof), claim.node, proved=True))
 
     def decide(self, decision: Decision) -> None:
-        """Decide on the first cause, on node 0, and send the decision to the other nodes."""
+        """On node 0, decide on the first cause, and send the decision to the other nodes."""
         if self.decided is None:
             assert self.hub is not None
             self.hub.send("first", asdict(decision))
             self._decide(decision)
 
     def accept(self, body: dict[str, Any]) -> None:
-        """Accept the first node's decision, on the other nodes."""
+        """On the other nodes, accept the decision of node 0."""
         if self.decided is None:
             self._decide(Decision(**body))
 
@@ -197,7 +205,7 @@ class Nodes:
         self._follow(decision)
 
     def handle_loss(self, what: tuple[int, str]) -> None:
-        """Handle the loss of a node, whose supervisor disappeared without a farewell."""
+        """Handle the loss of a node whose supervisor disappeared without a farewell. The loss is the first cause."""
         node, words = what
         if node:
             self.handle_claim((node, {"words": words, "rank": -1, "notes": []}))

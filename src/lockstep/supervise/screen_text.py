@@ -56,7 +56,7 @@ def shortened(error: BaseException, most: int = MOST) -> str:
 
 
 def as_imported(text: str) -> str:
-    """Replace the module of lockstep's exceptions with the module from which users import them."""
+    """Replace the internal module path of lockstep's exceptions in a text by the path from which users import them."""
     return _EXCEPTIONS.sub("lockstep.utilities.exceptions.", text)
 
 
@@ -92,7 +92,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def _without_inner(lines: list[str]) -> list[str]:
-    """Replace the frames in lockstep, torch and the standard library with a line that counts them."""
+    """Replace consecutive frames in lockstep, torch and the standard library by one line with their number."""
     kept: list[str] = []
     omitted, at = 0, 0
     while at < len(lines):

@@ -35,7 +35,7 @@ _giving_way: list[object] = []
 def handling(
     numbers: Iterable[int], callback: Callable[[int], None], is_replaceable: bool = False, shared: Collection[int] = ()
 ) -> Iterator[None]:
-    """Call ``callback`` for these signals inside the context. Outside the main thread, do nothing.
+    """Call ``callback`` when one of the given signals arrives inside the context. Do nothing outside the main thread.
 
     A handler that the user has set remains. ``callback`` is then called only for signals in ``shared``, after the
     user's handler. A signal that a parent process set to be ignored stays ignored. Forked processes such
@@ -117,7 +117,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def send_again(number: int) -> None:
-    """Send a signal to this process once more, for its default action after the handlers are removed."""
+    """Send a signal to this process once more, so that its default action follows after handlers have been removed."""
     for stream in (sys.stdout, sys.stderr):
         # the reader is gone, or the stream is missing
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -133,7 +133,10 @@ PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux")
 
 
 def accept_ctrl_c() -> None:
-    """Accept a Ctrl-C that :func:`pass_on` sends, from now on. It has no effect outside :func:`interruptible`."""
+    """From now on, accept a Ctrl-C that another process sends by :func:`pass_on`.
+
+    Such a Ctrl-C has an effect only inside :func:`interruptible`.
+    """
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
         number = PASS
 
@@ -208,7 +211,7 @@ _asking: list[object] = []
 
 
 class SignalPipe:
-    """Pipe that receives every Ctrl-C in this process, even while its main thread waits in a collective.
+    """Pipe into which this process' signals are written, even while its main thread waits in a collective.
 
     Python runs handlers in the main thread between two instructions, so never while that thread waits for another rank.
     The C-level handler writes the signal's number into a pipe at once.
@@ -221,7 +224,7 @@ class SignalPipe:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive signals inside the context. Do nothing outside the main thread, or if an event loop receives them."""
+        """Write signals to the pipe inside the context. Do nothing outside the main thread, or under an event loop."""
         if not _in_main_thread():
             yield
             return
@@ -244,14 +247,14 @@ class SignalPipe:
         return self._read
 
     def presses(self) -> int:
-        """Return how often Ctrl-C was pressed since the last call of this method."""
+        """Return how many times Ctrl-C has been pressed since the last call of this method."""
         try:
             return os.read(self._read, 4096).count(signal.SIGINT)
         except BlockingIOError:
             return 0
 
     def wake(self) -> None:
-        """Make :meth:`fileno` readable."""
+        """Make :meth:`fileno` readable, to wake the thread that waits for it."""
         with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
 

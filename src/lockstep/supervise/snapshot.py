@@ -13,7 +13,7 @@ RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced
 
 @dataclass(frozen=True)
 class RankPosition:
-    """A rank's report of its newest Trainer call, and whether the rank is still inside the call."""
+    """A rank's report about its newest Trainer call, and whether the rank is still inside the call."""
 
     rank: int
     at: float  #: when it got there, on the clock of ``time.monotonic``
@@ -45,7 +45,7 @@ class RankSnapshot:
 
     @property
     def inside(self) -> Note | None:
-        """The collective that the training thread is in; None if it is in none."""
+        """The collective whose call the training thread has entered but not left; None if there is none."""
         # a plain loop for speed: it runs each second for thousands of ranks
         for note in self.notes:
             if note.left is None and not note.aside:
@@ -66,12 +66,12 @@ class RankSnapshot:
 
     @property
     def awaited(self) -> Note | None:
-        """The collective in which the rank's thread or device waits for other ranks, or None."""
+        """The collective in which the rank's thread or device waits for other ranks; None if the rank does not wait."""
         return self.inside or self.queued
 
     @property
     def waited(self) -> float:
-        """Seconds for which the rank has waited for others, from its notes or its stack; 0 if it does not wait."""
+        """Seconds for which the rank has waited for others, according to its trace or stack; 0 if it does not wait."""
         inside = self.inside
         if inside is not None:
             return self.at - inside.entered
@@ -82,7 +82,7 @@ class RankSnapshot:
 
     @property
     def location(self) -> str:
-        """The current line of the user's code; the worker's line if the rank waits for a loader worker."""
+        """The current line of the user's code. If the rank waits for a loader worker, the worker's line."""
         if self.worker is not None:
             return self.worker.location()
         noted = self.inside

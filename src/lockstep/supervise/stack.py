@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """The description of a marked function in lockstep, or None for any other function."""
+        """The mark that `does` or `waits` put on a function in lockstep; None for any other function."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Stack:
 
     @property
     def waits(self) -> bool:
-        """True if lockstep or torch waits for other ranks, below the user's code."""
+        """True if the user's code has called a function of lockstep or torch that waits for other ranks."""
         return any(frame.waits for frame in self._below_users())
 
     @property
@@ -115,7 +115,7 @@ class Stack:
 
     @property
     def doing(self) -> str:
-        """The activity below the user's code, in words or as a function's name; "" if none is known."""
+        """What lockstep or torch does below the user's code, in words or as a function's name; "" if unknown."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark
@@ -125,7 +125,7 @@ class Stack:
         return named[-1] if named else ""
 
     def described(self, called: str = "") -> str:
-        """Return the activity and the line of the user's code. ``called`` is as for :meth:`location`."""
+        """Describe the activity and the line of the user's code. ``called`` is as for :meth:`location`."""
         return f"{self.doing or 'its own code'} ({self.location(called)})"
 
     def _below_users(self) -> Iterable[Frame]:
@@ -136,7 +136,7 @@ class Stack:
 
 
 def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the frames inside the call of a spawned process. Outer frames are not the user's code."""
+    """Return the frames inside the function that a spawned process runs. Frames outside it are lockstep's."""
     kept: list[Frame] = []
     for frame in frames:
         if frame.file == SPAWNED and frame.function == "work":
@@ -146,7 +146,7 @@ def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def stack_of(error: BaseException) -> Stack:
-    """Return the stack at which an exception was raised, in a loader worker if a worker raised it."""
+    """Return the stack at which an exception was raised. If a loader worker raised it, return the worker's stack."""
     text = words_of(error)
     if IN_WORKER in text:
         frames = tuple(reversed(_read(text.split(IN_WORKER, 1)[1])))

@@ -1,4 +1,4 @@
-"""Proof of a hang from the stacks of idle ranks, which two consecutive questions to all nodes have to confirm."""
+"""Proof of a hang: two consecutive questions for the stacks of idle ranks, to all nodes, get equal replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_PAUSE = 60.0
 
 
 def is_idle(snapshot: RankSnapshot) -> bool:
-    """Return True if a rank in a call has been idle so long that it may wait for another rank."""
+    """Return True if a rank inside a Trainer call has been idle for so long that it may wait for another rank."""
     position = snapshot.position
     connects = position.hang_timeout is None and position.hang_kill is None
     quiet = QUIET_AT_FIRST if connects else QUIET
@@ -38,7 +38,7 @@ def is_idle(snapshot: RankSnapshot) -> bool:
 
 
 class StackQuestion:
-    """A question to all nodes for their ranks' stacks, and the replies. At most one question is open.
+    """A question to all nodes for the stacks of their ranks, with the replies. At most one question is open.
 
     Attributes:
         number: number of the newest question.
@@ -74,12 +74,15 @@ class StackQuestion:
                 self._answers[node] = answers
 
     def is_answered(self, nodes: Collection[int]) -> bool:
-        """Return True if all of these nodes have replied to the open question."""
+        """Return True if all of the given nodes have replied to the open question."""
         with self._lock:
             return self.is_open and self._answers.keys() >= set(nodes)
 
     def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
-        """Close the question and return the replies by rank. Return None while the question waits for a node."""
+        """Close the question and return the replies, by rank. Return None while a node has still to reply.
+
+        A node that does not reply in time is no longer awaited.
+        """
         if not self.is_open or not (self.is_answered(nodes) or now - self.put_at >= UNANSWERED):
             return None
         with self._lock:
@@ -104,11 +107,11 @@ class StackProof:
 
     @property
     def is_pending(self) -> bool:
-        """True if the first replies have arrived and the second question is still to be asked."""
+        """True if a first question has found a possible hang, which a second question has to confirm."""
         return self._before is not None
 
     def is_due(self, every: Sequence[RankSnapshot], now: float) -> bool:
-        """Return True if it is time for a question, because ranks may be waiting forever.
+        """Return True if the next question should be asked now, because ranks may be waiting forever.
 
         Args:
             every: all known ranks, including ranks that have left their call or ended.
@@ -129,7 +132,10 @@ class StackProof:
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
     ) -> Divergence | None:
-        """Return the hang that these replies and the previous replies prove, or None. Schedule the next question."""
+        """Return the hang that these replies and the previous replies prove. Otherwise, return None.
+
+        The method also schedules the next question.
+        """
         if not self._is_suspect(every):
             self._before = None
             return None

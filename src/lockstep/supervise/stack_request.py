@@ -1,4 +1,4 @@
-"""Requests for the stack of another process, which writes the stack to a file that both processes have open."""
+"""Requests for the stack of another process. That process writes its stack to a file that both processes have open."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def offer() -> str:
 
 
 def _change_handler(number: int, handler: Handler) -> Handler:
-    """Set a signal's handler and return the previous one. Return None outside the main thread, where that fails."""
+    """Set a signal's handler and return the previous handler. Outside the main thread, do nothing and return None."""
     with suppress(ValueError):
         return signal.signal(number, handler)
     return None
@@ -98,7 +98,7 @@ def _reply_to_requests(read_end: int, file: IO[bytes]) -> None:
 
 
 def _batch() -> str:
-    """Return the line of a reply that contains this process' hook and batch, or ""."""
+    """Return this process' current hook and batch as a line for a reply; "" if they are unknown."""
     with suppress(Exception):  # it may run between any two lines of other code
         if _where is not None:
             phase, batch = _where()
@@ -107,13 +107,16 @@ def _batch() -> str:
 
 
 def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns the hook and the batch for replies. None removes the function."""
+    """Set the function from which replies get the current hook and batch. None removes the function."""
     global _where
     _where = where
 
 
 def is_there(answers: str) -> bool:
-    """Return True if the process that made an :func:`offer` still runs, and its id has not been reused."""
+    """Return True if the process that made an :func:`offer` still runs.
+
+    The result is False if another process has got its id since.
+    """
     return bool(answers) and _is_file(*answers.split(":")[:2])
 
 
@@ -181,7 +184,7 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
 
 
 def _wake_thread(path: str = "", inode: str = "") -> bool:
-    """Wake the replying thread. Return False if the thread cannot be reached."""
+    """Request a stack by waking the thread of a process that replies. Return False if the thread cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:
@@ -198,7 +201,7 @@ def _wake_thread(path: str = "", inode: str = "") -> bool:
 
 @contextmanager
 def _reading_replies(answers: str) -> Iterator[Callable[..., Stack | None]]:
-    """Yield a function that reads the reply to a request made inside the context."""
+    """Yield a function that reads the reply to a request. Make the request inside the context."""
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
         yield lambda seconds=SECONDS: _read_reply(file, seconds)

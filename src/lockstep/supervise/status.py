@@ -44,7 +44,7 @@ EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
-    """State of this process as a rank: its number, its mailbox, and its last reports."""
+    """What this process knows of itself as a rank: its number, its mailbox, and its last reports."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -63,7 +63,9 @@ _rank = _Rank()
 
 @contextmanager
 def record_call(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
-    """Report a call inside the context to the supervisor: its start, its end, and its exception.
+    """Report a Trainer call to the supervisor: its start, its end, and the exception that ended it.
+
+    The call runs inside the context.
 
     Args:
         rank: global rank of this process.
@@ -99,7 +101,7 @@ def count_call_without_ranks() -> None:
 
 
 def calls_before() -> int:
-    """Return the number of calls that `count_call_without_ranks` has counted."""
+    """Return the number of calls that `count_call_without_ranks` has counted so far."""
     return _rank.before
 
 
@@ -125,27 +127,33 @@ def record_ctrl_c_report() -> None:
 
 
 def record_join() -> None:
-    """Report that this rank has joined the process group. From then on, Ctrl-C ends the ranks in an orderly way."""
+    """Report that this rank has joined the process group.
+
+    From then on, Ctrl-C ends the ranks in an orderly way.
+    """
     if _rank.address:
         leave_note(_rank.address, {JOINED: _rank.rank})
 
 
 def report_to(address: str) -> None:
-    """Write reports to a mailbox from now on, starting with the current call."""
+    """Write all further reports to a mailbox. The first report is that of the current call."""
     _rank.address = address
     if _rank.location:
         _note_position(_rank.location, inside=True)
 
 
 def watch_early_errors(environ: Mapping[str, str] = os.environ) -> None:
-    """In a rank that lockstep started, report errors that end the script before its first call."""
+    """If lockstep started this process as a rank, report errors that end the script before its first call."""
     if RANK in environ and MAILBOX in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
         watch_uncaught()
 
 
 def pass_early_errors(environ: Mapping[str, str] = os.environ) -> None:
-    """Report errors that end the script to the agent of `lockstep run`, until there is a supervisor."""
+    """Until there is a supervisor, report errors that end the script to the agent of `lockstep run`.
+
+    Without such an agent, do nothing.
+    """
     if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
         _rank.rank, _rank.hands = int(environ["RANK"]), True
         # this hook replaces that of launch/site
@@ -186,18 +194,18 @@ def name_first_cause(error: BaseException) -> BaseException:
 
 
 def is_ending() -> bool:
-    """Return True if ranks have diverged or a node is gone, so that no rank will reach a boundary."""
+    """Return True if no rank will reach a boundary any more, because the ranks have diverged or a node is gone."""
     return any(first["rank"] < 0 for first in _known_firsts())
 
 
 def _known_firsts() -> list[dict[str, Any]]:
-    """Return the notes with the first cause, or an empty list while the cause is uncertain."""
+    """Return the supervisor's notes that name the first cause. The list is empty until the cause is certain."""
     notes = Mailbox.at(_rank.address) if _rank.address else None
     return [] if notes is None else notes.others("first")
 
 
 def record_for(error: BaseException, rank: int) -> Cause:
-    """Return the record that was made for an exception, or make a new record."""
+    """Return the record of an exception: the record that has been reported, or a new record."""
     if _rank.raised is not None and _rank.raised[0] is error:
         return _rank.raised[1]
     return cause_of(rank, error)
@@ -247,7 +255,7 @@ def watch_uncaught() -> None:
 
 
 class _Hook:
-    """Python's hook for uncaught exceptions, in a rank.
+    """Hook for uncaught exceptions in a rank, for ``sys.excepthook``.
 
     Args:
         before: the previous hook.
@@ -325,7 +333,10 @@ class _Hook:
 
 
 def _drop_lost(error: BaseException) -> None:
-    """Remove errors about lost connections from a KeyboardInterrupt's context, since all ranks were interrupted."""
+    """Remove errors about lost connections from the context of a KeyboardInterrupt, in which they are no news.
+
+    All ranks were interrupted.
+    """
     each: BaseException | None = error
     while each is not None:
         if each.__context__ is not None and cause_of(_rank.rank, each.__context__).lost:
@@ -334,7 +345,10 @@ def _drop_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Return True on the first rank of a node that requests an action, such as printing, which the others then omit."""
+    """Return True on the first rank of a node that requests an action. Only that rank performs the action.
+
+    An example is printing an error that several ranks have in common.
+    """
     notes = Mailbox.at(_rank.address)
     if notes is None:
         return True

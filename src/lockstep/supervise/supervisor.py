@@ -67,7 +67,7 @@ Handlers = dict[str, Callable[[Any], object]]
 
 
 def _codes(number: int) -> tuple[int | None, ...]:
-    """Return the possible exit codes of a process that a signal has ended. None means that the code is unknown."""
+    """Return the exit codes that a process may have if a signal has ended it. None stands for an unknown code."""
     return None, -number, 128 + number
 
 
@@ -153,7 +153,7 @@ class Supervisor:
         self._thread(self._receive_signals)
 
     def starts(self) -> bool:
-        """Call `start`. End all ranks and return False if the system cannot start more processes or threads."""
+        """Call `start`. If the system cannot start more processes or threads, end all ranks and return False."""
         try:
             self.start()
         except RuntimeError as error:  # the limit of processes or threads is reached
@@ -166,7 +166,7 @@ class Supervisor:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
     def _admit(self, entrance: socket.socket | None) -> None:
-        """Accept connections from ranks that a launcher has started. Runs in a thread."""
+        """Accept connections from ranks that an external launcher has started. Runs in a thread."""
         while entrance is not None:
             # at a limit, the rank works without a supervisor
             with contextlib.suppress(OSError, RuntimeError):
@@ -174,7 +174,7 @@ class Supervisor:
                 self._thread(self._welcome, connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Identify a connected rank, and receive its messages. Runs in a thread for each rank."""
+        """Identify the rank at a new connection, and receive its messages. Runs in a thread for each connection."""
         process, channel = peer_process(connection), Channel(connection)
         if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
             channel.close()
@@ -202,7 +202,7 @@ class Supervisor:
             self._put("gone")
 
     def _receive_signals(self) -> None:
-        """Receive the signals that reach rank 0. Runs in a thread."""
+        """Receive the signals that arrived at local rank 0 and that it wrote to its pipe. Runs in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
@@ -216,11 +216,11 @@ class Supervisor:
                     self._monitor.interrupt()
 
     def _reported_code(self, rank: int) -> int | None:
-        """Return the exit code that a rank has reported to the mailbox, or None."""
+        """Return the exit code that a rank has reported to the mailbox. Return None if the rank has reported none."""
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a scheduler's signal to all ranks ended this rank, so that its end is not a failure."""
+        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then no failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet
@@ -232,7 +232,10 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal that arrived here explains an exit code. Before the ranks join, it explains any."""
+        """Return True if a signal that has also arrived here explains a rank's exit code.
+
+        Before any rank has joined the process group, the signal explains every exit code.
+        """
         return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_joined())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
@@ -243,7 +246,7 @@ class Supervisor:
     # -- signals -----------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int) -> None:
-        """Handle a signal that reached this process through its process group or job step."""
+        """Handle a signal that the supervisor has received itself, as a member of its process group or job step."""
         if number == signal.SIGINT and self._starts_ranks:
             self._processes.signal(number)  # like a Ctrl-C from the terminal
         self._note_signals([number])
@@ -295,11 +298,11 @@ class Supervisor:
         self._monitor.stop()
 
     def _is_open(self) -> bool:
-        """Return True if a rank has failed and the first cause is not certain yet."""
+        """Return True if a rank has failed and the first cause is still to be found."""
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _find_cause(self) -> None:
-        """Publish the first cause if it has become certain. Otherwise, ask other nodes once."""
+        """Report the first cause if it has become certain. Otherwise, ask the other nodes once."""
         if not self._is_open():
             return
         found: First | None
@@ -321,7 +324,10 @@ class Supervisor:
                     )
 
     def _on_question(self, body: Message) -> None:
-        """Handle a node's question about lost connections. Publish the cause if a rank here left or failed."""
+        """Handle another node's question about lost connections. Report the first cause if it is on this node.
+
+        It is here if a rank of this node has caught an exception in its call, or has left the call.
+        """
         if self._first is not None or self._nodes.decided is not None:
             return
         positions = self._monitor.own_positions()
@@ -348,7 +354,7 @@ class Supervisor:
                 self._end()
 
     def _end(self) -> None:
-        """End this supervisor without a failure, and let rank 0 exit if it still runs."""
+        """End this supervisor after a run without failures. Let rank 0 exit if it still runs."""
         self._channel.send({"do": "go"})
         self._is_over = True
 
@@ -362,7 +368,7 @@ class Supervisor:
         return bool(self._processes.failed or self._exit_causes or known or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> None:
-        """Handle a rank whose script has ended. The rank waits for permission to exit.
+        """Handle the end of a rank's script. The rank's process waits for permission to exit.
 
         Ranks from a launcher report only failures.
         """
@@ -394,7 +400,7 @@ class Supervisor:
         self._processes.record_end(rank, message["at"] if cause is None else None)
 
     def _on_gone(self, _: object) -> None:
-        """Handle the end of rank 0's process. If rank 0 was killed while it waited for the others, end them."""
+        """Handle the end of rank 0's process. If rank 0 was killed while it waited for other ranks, end those ranks."""
         if self._starts_ranks and self._zero_has_left and not self._is_failing():
             self._stop(None)
 
@@ -425,7 +431,7 @@ class Supervisor:
         self._nodes.join(message["address"], message["port"], message["token"])
 
     def _follow(self, decided: Decision) -> None:
-        """End this node's ranks, once the first cause of all nodes is known."""
+        """End this node's ranks because the first cause on all nodes has been decided."""
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
@@ -433,7 +439,7 @@ class Supervisor:
             self._print_early()
 
     def _publish(self, cause: First) -> None:
-        """Report this node's first cause to its ranks, for the errors of their collectives, and to the other nodes."""
+        """Report this node's first cause to its ranks and to the other nodes. The ranks' errors will name the cause."""
         self._first = cause
         self._mailbox.leave({"first": with_host(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
@@ -467,7 +473,7 @@ class Supervisor:
             self._put(*event)
 
     def _handle_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
-        """Handle events with these handlers until the condition holds or time is up. Drop all other events."""
+        """Handle events until the condition holds or time is up. Events without a handler here are dropped."""
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= until:
@@ -499,7 +505,7 @@ class Supervisor:
         self._is_over = True
 
     def _is_by_ctrl_c(self) -> bool:
-        """Return True if Ctrl-C ended the failed ranks, as it does outside of calls."""
+        """Return True if Ctrl-C ended all failed ranks, which happens outside of Trainer calls."""
         failed, number = self._processes.failed, signal.SIGINT
         return (
             self._starts_ranks
@@ -544,7 +550,7 @@ class Supervisor:
         return judgement(cause, has_traceback, interrupted, codes, self._nodes.host, also)
 
     def _ranks_that(self, did: str) -> set[int]:
-        """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
+        """Return the ranks that have reported an action: ``"printed"`` or ``"folded"`` (omitted) their tracebacks."""
         return {note[did] for note in self._mailbox.others(did)}
 
     def _await_decision(self) -> None:
@@ -599,16 +605,19 @@ class Supervisor:
 
 
 def _nothing(what: object) -> None:
-    """Ignore an event."""
+    """Do nothing. This is the handler of events that are ignored."""
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
-    """Return True if gloo may have aborted the process, because ranks passed different sizes."""
+    """Return True if gloo may have aborted a process, as it does if ranks pass tensors of different sizes."""
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 
 def _without_agents_line(text: str) -> str:
-    """Pass a text's last line to the agent of `lockstep run`, and return the rest; without an agent, return it all."""
+    """Pass the last line of a text to the agent of `lockstep run`, and return the text without that line.
+
+    Without an agent, return the whole text.
+    """
     # only the last line, whatever earlier lines contain
     before, _, last = text.rpartition("\n")
     words = last.removeprefix("lockstep: ")

@@ -1,7 +1,6 @@
-"""A rank's newest collectives, in shared memory that its supervisor can read even if the rank is blocked or dead.
+"""The trace: a rank's newest collectives, in shared memory.
 
-The memory has no name and is freed when nobody maps it any more. A supervisor opens it through ``/proc`` and maps it as
-well. This file does not need torch.
+The supervisor can read the trace even if the rank is blocked or dead.
 
 Layout: a header (magic number, number of notes, length of the words, time of the last check of a device), a ring buffer
 of `ENTRIES` notes of 64 bytes each, and the *words*. Notes refer to words (operations, groups, shapes, locations,
@@ -58,7 +57,9 @@ _NUMBER = 40
 
 
 def passed(before: int, number: int, count: int) -> int:
-    """Return a hash of the collectives that bypassed a group's trace. It is equal on ranks with the same history.
+    """Return a hash of the collectives of a group that are not in the trace because they bypassed its wrappers.
+
+    Ranks with the same history have equal hashes.
 
     Args:
         before: previous hash.
@@ -70,7 +71,10 @@ def passed(before: int, number: int, count: int) -> int:
 
 
 class Members(tuple[int, ...]):
-    """The ranks of a group, as a tuple with a cached hash, since thousands of keys may contain a large group."""
+    """The ranks of a process group, as a tuple whose hash is computed only once.
+
+    Thousands of dict keys may contain the tuple of a large group.
+    """
 
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("hash")
@@ -87,13 +91,13 @@ class Members(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=4096)
 def shared(members: tuple[int, ...]) -> Members:
-    """Return one shared `Members` object for equal ranks."""
+    """Return the `Members` object for these ranks. Equal arguments give the same object."""
     return Members(members)
 
 
 @dataclass(frozen=True)
 class Note:
-    """Record of one collective in a rank's trace. Times are on the clock of ``time.monotonic``."""
+    """Record of one collective in a rank's trace. All times are on the clock of ``time.monotonic``."""
 
     index: int  #: index among all notes of the rank, from 1
     number: int  #: index among the collectives of the group; 0 for point-to-point messages
@@ -125,7 +129,7 @@ class Note:
         return f"{self.operation} #{self.number}" if self.number else self.operation
 
     def differs(self, other: Note) -> bool:
-        """Return True if two ranks' calls in the same collective do not match."""
+        """Return True if two ranks' calls of one collective do not match."""
         mine, theirs = self._matched, other._matched
         return mine != theirs and any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -163,7 +167,7 @@ _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
 
 class TraceMemory:
-    """The trace of this process, to which its collectives are written. See `own`.
+    """The trace of this process, into which wrappers write its collectives. `own` returns it.
 
     Attributes:
         address: address of the memory for other processes; "" on systems without ``/proc``.
@@ -191,7 +195,7 @@ class TraceMemory:
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """Return the number of a word, and add the word if it is new. Return 0 if the memory is full.
+        """Return the number of a word in the trace. Store the word if it is new. Return 0 if the memory is full.
 
         Args:
             kind: one of `KINDS`.
@@ -214,14 +218,14 @@ class TraceMemory:
             return number
 
     def watched(self) -> None:
-        """Record the time at which all collectives that a device has completed were marked as complete."""
+        """Record that, at the current time, all collectives completed by devices are marked as complete."""
         self._times[_WATCHED] = time.monotonic()
 
 
 def _writers(
     memory: mmap.mmap, longs: memoryview, times: memoryview[float], shorts: memoryview
 ) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None], Callable[[int], None]]:
-    """Return `TraceMemory`'s functions that run at each collective. Local names make them fast."""
+    """Return the functions of `TraceMemory` that record collectives. They use local names for speed."""
     clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
 
     def enter(
@@ -274,7 +278,7 @@ def own() -> TraceMemory:
 
 
 def offer() -> str:
-    """Let other processes read the trace of this process.
+    """Return the address at which other processes can read the trace of this process.
 
     Returns:
         the address for `Reading`; "" on systems without support.
@@ -283,7 +287,7 @@ def offer() -> str:
 
 
 class Reading:
-    """The trace of another process, opened while the process runs and readable even after its end.
+    """The trace of another process. It is opened while that process runs, and stays readable after its end.
 
     Args:
         address: return value of the process' `offer`.
@@ -305,12 +309,12 @@ class Reading:
         self._members: dict[int, Members] = {}
 
     def close(self) -> None:
-        """Unmap the memory."""
+        """Release the memory of the trace."""
         self._memory.close()
 
     @property
     def count(self) -> int:
-        """Number of notes written so far."""
+        """Number of notes that the process has written so far."""
         return self._long(_COUNT)
 
     @property

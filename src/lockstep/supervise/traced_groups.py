@@ -43,11 +43,11 @@ class TracedGroup:
             self.passes(sequence)
 
     def sequence_of(self, group: Any) -> Any:
-        """Return the number of collectives that the backend has counted."""
+        """Return how many collectives the backend of this group has counted."""
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """Count the next collective, and record the collectives that have bypassed the trace since the last one."""
+        """Count the group's next collective. First, record collectives that have bypassed the trace since the last."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
         # another group, which does not count, at the address of a freed one
         if sequence is None:
@@ -58,12 +58,12 @@ class TracedGroup:
         self.sequence = sequence + 1
 
     def passes(self, count: int) -> None:
-        """Record that ``count`` collectives have bypassed the trace since the last recorded one."""
+        """Record that ``count`` collectives of the group have bypassed the trace since the last recorded one."""
         self.passed = passed(self.passed, self.number, count)
 
 
 def sequence_of(group: Any, device: torch.device | None) -> int | None:
-    """Return how many collectives a group, or its backend for a device, has counted. None if it does not count."""
+    """Return how many collectives a group, or its backend for a device, has counted. Return None without a counter."""
     try:
         backend = group if device is None else group._get_backend(device)
         sequence: int = backend._get_sequence_number_for_group()
@@ -73,7 +73,7 @@ def sequence_of(group: Any, device: torch.device | None) -> int | None:
 
 
 def kinds_by_backend(group: Any) -> list[list[str]]:
-    """Return the device types of a group, grouped by backend."""
+    """Return the device types that a group supports, as one list for each of its backends."""
     found: list[tuple[Any, list[str]]] = []
     try:
         for device in group._device_types:
@@ -89,7 +89,7 @@ def kinds_by_backend(group: Any) -> list[list[str]]:
 
 
 def kind_of_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> str:
-    """Return the device type whose backend carries a call, in a group with several backends."""
+    """Return the device type that selects the backend for a call, in a group with several backends."""
     if "object" in name:
         return dist.distributed_c10d._get_object_coll_device(group)
     if name == "barrier":  # the same order as in torch

@@ -26,13 +26,13 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of all ranks' notes of each collective, as the notes arrive."""
+    """Comparison of the notes that all ranks have of each collective, as these notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
 
     def add(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
-        """Add notes of a rank, and compare them with the other ranks' notes.
+        """Add new notes of a rank, and compare each with the other ranks' notes of the same collective.
 
         Args:
             rank: the rank.
@@ -76,7 +76,10 @@ class _Trace:
         return self.reading.notes(first) if first <= count else []
 
     def where(self, note: Note) -> str:
-        """Return the line of the user's code that called a collective."""
+        """Return the line of the user's code that called a collective.
+
+        If lockstep called it, return the line of the Trainer call.
+        """
         return note.location or self.position.location
 
 
@@ -121,20 +124,20 @@ class Traces:
             return () if trace is None else tuple(trace.reading.newest(most))
 
     def is_watched(self, rank: int) -> bool:
-        """Return True if the rank currently records which queued collectives its device has completed."""
+        """Return True if the rank currently records which of the queued collectives its device has completed."""
         with self._lock:
             trace = self._traces.get(rank)
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """Return the time at which a rank entered its current collective. None outside a collective, or if unknown."""
+        """Return the time at which a rank entered its current collective; None if it is in none, or if unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 
     # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """Return all ranks' notes of the first new collective whose calls do not match, by rank. {} if all match."""
+        """Return all ranks' notes of the first new collective whose calls do not match, by rank; {} if all match."""
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.add(rank, trace.new(), len(self._traces))
@@ -143,7 +146,7 @@ class Traces:
         return {}
 
     def _is_confirmed(self, rank: int, note: Note) -> bool:
-        """Return True if a note is unchanged when read again. An overwritten note counts as unchanged."""
+        """Read a note again. Return True if it is unchanged, or if the rank has overwritten it with a newer note."""
         # the rank may have been writing the note during the first reading, and a proof ends the run
         for again in self._traces[rank].reading.notes(note.index):
             if again.index == note.index:
@@ -151,7 +154,10 @@ class Traces:
         return True
 
     def mismatch(self) -> Divergence | None:
-        """Describe the first mismatch in all available notes of the ranks. None if all match. Slow."""
+        """Describe the first collective, in all available notes, in which the ranks' calls do not match.
+
+        Return None if all match. The comparison is slow.
+        """
         with self._lock:
             return mismatched(
                 (rank, trace.where(note), note)
@@ -160,7 +166,7 @@ class Traces:
             )
 
     def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
-        """Return the ranks' calls in these collectives. Ranks with equal calls are grouped."""
+        """Return the ranks' calls of the collectives with these keys. Ranks with equal calls are grouped."""
         found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):
