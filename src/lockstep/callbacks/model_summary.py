@@ -90,7 +90,7 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
-    """Return the default summary of a Trainer: a RichModelSummary if one of its progress bars uses rich."""
+    """Return a Trainer's default summary: a RichModelSummary if ``callbacks`` contain a RichProgressBar."""
     # a run without that bar does not load its file
     loaded = sys.modules.get("lockstep.callbacks.progress.rich")
     is_rich = loaded is not None and any(isinstance(one, loaded.RichProgressBar) for one in callbacks)

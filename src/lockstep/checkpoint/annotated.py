@@ -1,4 +1,4 @@
-"""Objects rebuilt from a checkpoint's plain hyperparameters, with the classes that it records."""
+"""Rebuilding of objects from the plain hyperparameters in a checkpoint and the class names beside them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 def rebuild(
     value: Any, at: tuple[Any, ...], recorded: Mapping[Any, Any], allowed: list[type], refused: set[str]
 ) -> Any:
-    """Rebuild an object from its plain form, nested objects first.
+    """Rebuild an object, and first the objects inside it, from the plain form that a checkpoint contains.
 
     Args:
         value: the plain form, as `lockstep.ground.tree.plain` returns it.
@@ -110,7 +110,7 @@ def _hints(owner: Any, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_by(annotation: object) -> list[type]:
-    """Return the classes that may be instantiated for an argument with this annotation.
+    """Return the classes that a checkpoint may instantiate for an argument with this annotation.
 
     They are the classes named in the annotation, the classes of their fields, and all imported subclasses of both.
     """

@@ -43,7 +43,7 @@ def claim(folder: PathLike) -> bool | None:
 
 
 def release(folder: PathLike) -> None:
-    """Undo one call of :func:`claim`; unlock the folder after the last one."""
+    """Undo one call of :func:`claim`; when all calls are undone, unlock the folder."""
     name = storage.absolute(folder)
     own = _claims.get(name)
     if own is None:

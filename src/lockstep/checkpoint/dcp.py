@@ -95,7 +95,7 @@ class _PlacedPart:
 
 
 def _wrap_misplaced(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap the DTensors for which torch computes wrong offsets in `_PlacedPart`."""
+    """Wrap the DTensors for whose parts torch computes wrong offsets in `_PlacedPart`."""
     return {name: _PlacedPart(each) if is_sharded_twice(each) else each for name, each in tensors.items()}
 
 
@@ -245,7 +245,7 @@ class Writer(FileSystemWriter):
         self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
-        """Return metadata without an id, because the folder is renamed after writing."""
+        """Return metadata without the folder's id, which would be wrong once the folder is renamed."""
         return StorageMeta()
 
 
@@ -290,7 +290,7 @@ class Planner(DefaultSavePlanner):
 
 
 def _in_its_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, whose storage contains nothing else.
+    """Return a tensor that uses the same memory, but has a storage that contains no other elements.
 
     torch copies a part of a larger storage, such as a shard with padding, and keeps all copies until the file is
     complete: that would need the memory of this rank's part once more.

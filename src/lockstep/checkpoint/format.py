@@ -68,7 +68,7 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 
 
 def with_version(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `checkpoint` with the format's version and plain values; see `readable`."""
+    """Return a copy of `checkpoint` to which the format's version is added, with values that `readable` accepts."""
     return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
 
 

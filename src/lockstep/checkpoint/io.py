@@ -139,7 +139,10 @@ class CheckpointIO(ABC):
         """Delete a checkpoint, or a link to one; do nothing if it does not exist."""
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Run an action once all earlier saves are complete; immediately, if this class does not write later."""
+        """Run an action once all earlier saves are complete.
+
+        A class that writes in :meth:`save_checkpoint` itself runs it immediately.
+        """
         action()
 
     def wait(self) -> None:  # noqa: B027, optional
@@ -155,7 +158,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write a file.
+        """Write a checkpoint to a file.
 
         Raises:
             TypeError: ``storage_options`` are given, which this class does not support.
@@ -175,7 +178,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: storage.PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file from lockstep or Lightning 2.x, or a folder of parts, completely.
+        """Read a complete checkpoint: a file from lockstep or Lightning 2.x, or a folder that ranks wrote in parts.
 
         Raises:
             CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
@@ -276,7 +279,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self.then(partial(self.checkpoint_io.remove_checkpoint, path))
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Run an action after all earlier saves are complete; not at all if one of them failed."""
+        """Run an action after all earlier saves are complete.
+
+        If one of the saves has failed, the action does not run.
+        """
         self._append(partial(self.checkpoint_io.then, action), is_save=False)
 
     def wait(self) -> None:
@@ -289,7 +295,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_error()
 
     def teardown(self) -> None:
-        """Wait until all scheduled writes are complete, and release the memory of copies.
+        """Wait until all scheduled writes are complete, and release the memory that held the copies.
 
         Raises:
             Exception: a write failed.

@@ -34,7 +34,7 @@ class SharedCard(CUDAAccelerator):
         self.number = number
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the device once for each rank; ``"auto"`` means one rank."""
+        """Return a list with the same device for each rank; ``"auto"`` means one rank."""
         count = 1 if devices == "auto" else devices
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MisconfigurationException(
