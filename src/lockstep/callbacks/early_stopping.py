@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
-            selects the former if validation runs exactly once an epoch.
+            means True if validation runs exactly once an epoch, else False.
         log_rank_zero_only: with ``verbose``, report on rank 0 alone instead of on each rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
         best_score: best value so far, a scalar tensor on the CPU.
         stopped_epoch: the epoch in which training was stopped; 0 if it was not.
         stopping_reason: the condition that ended this fit.
-        stopping_reason_message: the same as a sentence; None if training was not stopped.
+        stopping_reason_message: this condition as a sentence; None if training was not stopped.
 
     Raises:
         MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.

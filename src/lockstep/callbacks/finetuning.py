@@ -165,8 +165,8 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: a module, or a nest of iterables of modules.
-            train_bn: False omits those of BatchNorm.
-            requires_grad: True yields the trainable ones, False the frozen ones.
+            train_bn: False omits the parameters of BatchNorm.
+            requires_grad: True yields the trainable parameters, False the frozen ones.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):

@@ -37,7 +37,7 @@ class LearningRateMonitor(Callback):
         last_momentum_values, last_weight_decay_values: the values logged last, by name.
 
     Raises:
-        MisconfigurationException: for another ``logging_interval``, without a logger, or when two parameter
+        MisconfigurationException: ``logging_interval`` is invalid, the Trainer has no logger, or two parameter
             groups of an optimizer have the same name.
     """
 

@@ -553,7 +553,7 @@ class ModelCheckpoint(Checkpoint):
     # -- after a kill --------------------------------------------------------------------------------------
 
     def _record_displaced(self, trainer: Trainer, path: str) -> None:
-        """Record in this save that `path` is to be deleted after it.
+        """Record in this save's checkpoints that `path` is to be deleted after the save.
 
         If a kill prevents the deletion, a resumed run deletes the file.
         """

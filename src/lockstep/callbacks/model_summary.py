@@ -76,10 +76,10 @@ class ModelSummary(Callback):
         Args:
             summary_data: head and cells of each column.
             total_parameters: elements of all parameters.
-            trainable_parameters: elements of those that require gradients.
+            trainable_parameters: elements of the parameters that require gradients.
             model_size: size of all parameters, in units of 10^6 bytes.
             total_training_modes: number of modules in "train" and "eval" mode.
-            total_flops: floating point operations of one forward of the example; 0 without one.
+            total_flops: floating point operations of one forward of the example input; 0 without the input.
             **summarize_kwargs: arguments of the constructor.
         """
         totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)

@@ -38,13 +38,13 @@ def rebuild(
 
     Args:
         value: the plain form, as `lockstep.ground.tree.plain` returns it.
-        at: the path to it, as in `lockstep.ground.tree.classes_in`.
+        at: path to the value in the hyperparameters, as in `lockstep.ground.tree.classes_in`.
         recorded: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.
         refused: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
-        Exception: the object cannot be rebuilt; the user's code may run, so of any class.
+        Exception: the object cannot be rebuilt. The error may be of any class, because the user's code runs.
     """
     if isinstance(value, dict):
         value = type(value)(

@@ -140,7 +140,7 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
     Args:
         cls: the class; the annotations of its ``__init__`` name the classes that may be instantiated.
         saved: the hyperparameters in their plain forms.
-        recorded: the classes that the checkpoint records for the hyperparameters.
+        recorded: the names of the hyperparameters' classes, from the checkpoint, by path.
         given: names of arguments that the caller passes.
 
     Raises:
@@ -201,7 +201,9 @@ def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[
 def _select_arguments(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge saved and passed hyperparameters into arguments for ``__init__``; warn if it lacks a passed one.
+    """Merge saved and passed hyperparameters into arguments for ``__init__``.
+
+    A passed hyperparameter that is no argument of ``__init__`` is dropped with a warning.
 
     Args:
         cls: the class.
@@ -242,7 +244,7 @@ def init_arguments(
             hyperparameters.
         checkpoint: a loaded checkpoint.
         hparams_file: a YAML or CSV file with hyperparameters that replace the checkpoint's.
-        given: arguments that take precedence over the saved ones, and complete them.
+        given: arguments from the caller, which take precedence over saved ones and are added to them.
 
     Raises:
         MisconfigurationException: a required argument of ``__init__`` is not available, or cannot be rebuilt.

@@ -169,8 +169,8 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
     """Map parameter names in the model to the names that transformers uses in files.
 
-    Renamings that transformers made when the model was loaded are reverted. Tensors that it joined or split keep the
-    names that they have in the model, which it also reads.
+    Renamings that transformers made when the model was loaded are reverted. Tensors that were joined or split keep the
+    names that they have in the model, which transformers reads as well.
     """
     given = getattr(model, "_weight_conversions", None)
     if not is_of_transformers(model) or not given:
@@ -278,7 +278,9 @@ def write(
     tokenizer: object,
     config: str | None = None,
 ) -> None:
-    """Write full tensors as safetensors files, with configs. Collective: the ranks write the files in turn.
+    """Write full tensors as safetensors files, and the model's configs.
+
+    Collective: the ranks write the files in turn.
 
     Each rank buffers one file at a time.
 
@@ -287,8 +289,8 @@ def write(
         tensors: (name, full tensor) in the same order on all ranks.
         model: a model with a config to write; None: the config is copied.
         max_shard_size: maximum size of a file; a larger tensor has its own file.
-        tokenizer: a tokenizer of transformers, or a folder with its files; None: the one in ``config``, if any.
-        config: a folder to copy further files from.
+        tokenizer: a tokenizer of transformers, or a folder with its files; None: the files in ``config``, if any.
+        config: a folder from which the config (without ``model``) and tokenizer files are copied.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
     with _temporary_folder(target) as temporary:
@@ -355,7 +357,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary path next to the target, equal on all ranks; delete the folder there afterwards. Collective."""
+    """Yield a temporary path next to the target, the same on all ranks; finally delete the folder there. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system

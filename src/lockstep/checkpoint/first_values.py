@@ -86,7 +86,7 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
     No other bytes of the files are read.
 
     Args:
-        module: unsharded, or sharded (its parameters are DTensors); tensors on the meta device are allocated.
+        module: unsharded, or sharded into DTensors; its tensors on the meta device are allocated.
         device: device of newly allocated memory.
         parts: device of newly allocated shards, if different.
 
@@ -291,7 +291,7 @@ def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
-    """Return a function that initializes a LoRA layer by its config; None if that requires base weights."""
+    """Return a function that initializes a LoRA layer by its config; None if it would need the base weights."""
     reset = getattr(layer, "reset_lora_parameters", None)
     parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
     ways: dict[str, bool | str] = {}

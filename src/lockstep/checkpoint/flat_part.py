@@ -1,4 +1,4 @@
-"""A tensor subclass with this rank's range of the flattened elements, for torch's distributed checkpoint."""
+"""FlatPart: a tensor subclass with this rank's range of the flattened tensor, for torch's DCP."""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ class _Version:
         self._at_start = 0 if tensor.is_inference() else tensor._version
 
     def is_written(self) -> bool:
-        """Return True if the tensor exists and was written since construction; writes to ``.data`` are not detected."""
+        """Return True if the tensor still exists and was written since this object was created.
+
+        Writes to ``.data`` are not detected.
+        """
         tensor = self._tensor()
         return tensor is not None and not tensor.is_inference() and tensor._version != self._at_start
 
@@ -113,7 +116,7 @@ class FrozenBase:
         A tensor that has changed since the start, such as a target network's, is no longer omitted.
 
         Args:
-            parameters: by name, as this rank holds them.
+            parameters: the module's parameters by name, as this rank holds them.
         """
         own = self._own(parameters)
         now = self._hashes(own)
@@ -220,7 +223,7 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
     """Raise if a checkpoint's weights were trained with other frozen weights than the module's. Collective.
 
     Args:
-        checkpoint: with or without frozen weights.
+        checkpoint: a loaded checkpoint, which may be complete; then nothing is checked.
         module: the module with its frozen weights loaded.
         parameters: parameters of the module by name, as this rank holds them.
         call: name of the user's call, for messages.

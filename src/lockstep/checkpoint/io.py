@@ -35,7 +35,7 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
     Tensors inside objects of other classes stay on their devices.
 
     Args:
-        checkpoint: unchanged.
+        checkpoint: the checkpoint to copy.
         memory: memory for the copies, which is reused; None: new memory.
     """
     memory = ReusedCopies() if memory is None else memory
@@ -162,7 +162,7 @@ class TorchCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` are given, which this class does not support.
-            MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it.
+            MisconfigurationException: ``torch.load(weights_only=True)`` could not read a value in the checkpoint.
             OSError: the file could not be written; the earlier one is intact.
         """
         self._check_options(storage_options)
@@ -181,8 +181,8 @@ class TorchCheckpointIO(CheckpointIO):
         """Read a complete checkpoint: a file from lockstep or Lightning 2.x, or a folder that ranks wrote in parts.
 
         Raises:
-            CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-            MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
+            CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
+            MisconfigurationException: the file contains objects of other classes, which need ``weights_only=False``.
             FileNotFoundError: the checkpoint does not exist.
         """
         from lockstep.checkpoint import sharded  # it reads files, too; a run that loads none does without
@@ -245,7 +245,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy a checkpoint to the CPU, and write the copy in the background.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not started.
+            Exception: an earlier checkpoint could not be written; the new one is not started.
         """
         with self._changed:
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
@@ -404,8 +404,8 @@ class CheckpointWriter:
         """Write a checkpoint. Call this on rank 0 alone, or on all ranks if ``sharded``.
 
         Args:
-            checkpoint: the run, or this rank's part of it.
-            path: the same on all ranks.
+            checkpoint: the state of the run, or this rank's part of the state.
+            path: path of the checkpoint, the same on all ranks.
             storage_options: options of the CheckpointIO.
             sharded: all ranks write, each its part.
 

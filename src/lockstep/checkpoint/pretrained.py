@@ -80,7 +80,7 @@ class WeightFiles:
         shapes: shapes of all tensors, by name.
 
     Raises:
-        MisconfigurationException: the folder is not of this kind.
+        MisconfigurationException: the folder contains no such files.
         CorruptCheckpoint: a part is missing or truncated.
     """
 
@@ -173,7 +173,7 @@ class Loading:
         """Raise if tensors are still to be loaded, because their layers have been replaced.
 
         Raises:
-            MisconfigurationException: with their names.
+            MisconfigurationException: the message names the tensors.
         """
         if self.waiting:
             names = shown(sorted(self.waiting))
@@ -190,7 +190,7 @@ class Source:
         loading: the call of `load_pretrained`.
         name: name in the model.
         shape: shape of the full tensor.
-        keys: names in the files; several if a conversion of transformers makes one tensor from them.
+        keys: names in the files; several if a conversion of transformers makes the tensor from several.
         conversion: function that runs transformers' ``WeightConverter`` and returns the tensor; None: no conversion.
     """
 
@@ -347,7 +347,7 @@ def _as_it_is(loading: Loading, name: str, key: str) -> Source:
 
 
 def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Implement `_sources` for models of transformers, with its own functions for renaming and conversion."""
+    """Do the work of `_sources` for models of transformers, with transformers' renamings and conversions."""
     loader, mapping = _loader(model, str(loading.files.folder))
     renamings = [each for each in mapping if isinstance(each, loader.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loader.WeightConverter)]
@@ -537,7 +537,7 @@ def check_shapes(module: nn.Module) -> None:
     """Raise if the shape of a tensor has changed since `load_pretrained`.
 
     Raises:
-        MisconfigurationException: with the name of the tensor.
+        MisconfigurationException: a shape has changed; the message names the tensor.
     """
     for layer, own, source in planned(module):
         now = tensor_at(layer, own).shape

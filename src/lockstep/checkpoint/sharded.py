@@ -115,7 +115,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
     Tensors in the states of the module and the optimizers are stored separately, and DTensors anywhere.
 
     Args:
-        checkpoint: a dict from `lockstep.loop.state.collect`, or one that was read.
+        checkpoint: a dict from `lockstep.loop.state.collect`, or a checkpoint that was read.
         rank: the rank of this process; None: one process writes the parts of all ranks.
     """
     parts = FolderParts()
@@ -252,7 +252,7 @@ class Index:
         """Read the index of a folder.
 
         Raises:
-            CorruptCheckpoint: it is missing, not as it was written, or written by a later lockstep.
+            CorruptCheckpoint: the index is missing or damaged, or was written by a later version of lockstep.
         """
         name = storage.inside(folder, INDEX)
         try:
@@ -293,7 +293,7 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
 
     Args:
         folder: the folder.
-        index: its index.
+        index: the folder's index.
         names: names of the files whose hashes are checked; None: all.
 
     Raises:
@@ -426,7 +426,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
     Args:
         save: writes into the folder, on all ranks.
-        about: entry for the index.
+        about: what the index records about the writer; see `Index`.
         path: as in `write`, but a URL is refused; errors as in `write`.
         group: as in `write`.
     """
@@ -583,8 +583,8 @@ def load(
         weights_only: as in `lockstep.checkpoint.format.load`; the tensors of a folder cannot contain code.
 
     Raises:
-        CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-        MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
+        CorruptCheckpoint: the checkpoint is truncated or altered, or is no checkpoint.
+        MisconfigurationException: a file contains objects of other classes, which need ``weights_only=False``.
         FileNotFoundError: the checkpoint does not exist.
     """
     if not is_sharded(path):

@@ -64,7 +64,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         """Copy this rank's part to the CPU, and write the copy in the background. Collective.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not started.
+            Exception: an earlier checkpoint could not be written; the new one is not started.
         """
         if storage_options is not None:
             self.checkpoint_io.save_checkpoint({}, path, storage_options)  # it refuses them

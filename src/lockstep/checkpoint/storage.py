@@ -284,7 +284,7 @@ def _take_place(temporary: Path, target: Path) -> None:
 def _exchange(temporary: Path, target: Path) -> Path:
     """Swap two names on the disk; return the new path of the earlier file or folder at `target`.
 
-    If the system cannot do that atomically, `target` does not exist for a moment.
+    If the system cannot swap names atomically, `target` does not exist for a moment.
     """
     swap = _renameat2()
     if swap is not None:
@@ -439,7 +439,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: `path` is a folder.
     """
     if not isinstance(path, (str, os.PathLike)):
         path.seek(0)

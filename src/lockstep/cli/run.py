@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``lockstep`` and return its exit code.
 
     Args:
-        argv: arguments that follow ``lockstep``; None: those of this process.
+        argv: arguments that follow ``lockstep``; None: the arguments of this process.
     """
     try:
         code = _run_command(argv)

@@ -84,7 +84,7 @@ class EquivalenceReport:
     Attributes:
         title: the strategy and settings that were compared with a single process.
         steps: number of optimizer steps.
-        differences: differences by step and kind, the largest first within each.
+        differences: differences, sorted by step and kind; those of one step and kind by size, largest first.
         cause: probable cause of the first differences; "" if there are none.
         largest: largest relative difference within the tolerance.
         traffic: for each step, the number of gradient reductions of a rank and their bytes; the maximum over the ranks.

@@ -85,7 +85,7 @@ class HostWork(GroupWork):
 
     Args:
         work: gloo's work.
-        copies: tensors of the device that receive a result, each with its copy on the host.
+        copies: pairs of a tensor of the device that receives a result, and the tensor's copy on the host.
         result: result of the collective.
         divisor: number by which the results are divided, for means, which gloo does not have.
     """
@@ -143,8 +143,8 @@ class HostGroup(_Group):
 
         Args:
             name: name of gloo's method.
-            *args: its arguments, with tensors of the device.
-            result: the tensors among them that receive a result.
+            *args: the method's arguments, which contain tensors of the device.
+            result: those arguments that receive a result.
         """
         found = tensors(args)
         if all(each.device.type == "cpu" for each in found):

@@ -16,7 +16,7 @@ class SharedCard(CUDAAccelerator):
     """An accelerator in which all ranks share one CUDA device, each in its own process.
 
     For tests only: ranks are not faster than one process, and the card holds the weights, gradients and optimizer
-    states of all of them. NCCL needs a card for each rank, so messages are sent through the host
+    states of all ranks. NCCL needs a card for each rank, so messages are sent through the host
     (`lockstep.testing.host_group`), unless the strategy names a backend: ``DDPStrategy(process_group_backend=...)``.
 
     Args:

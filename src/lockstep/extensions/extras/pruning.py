@@ -41,9 +41,9 @@ def find_method(
 
     Args:
         pruning_fn: the ``pruning_fn`` of ModelPruning.
-        is_global: its ``use_global_unstructured``.
-        dim: its ``pruning_dim``.
-        norm: its ``pruning_norm``.
+        is_global: the ``use_global_unstructured`` of ModelPruning.
+        dim: the ``pruning_dim`` of ModelPruning.
+        norm: the ``pruning_norm`` of ModelPruning.
 
     Returns:
         With ``is_global`` a class of pruning method, else a function ``fn(module, name=..., amount=...)``; and
@@ -214,7 +214,7 @@ class ModelPruning(Callback):
     # -- the parameters to prune ---------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: ParameterList = ()) -> ParameterList:
-        """Return the pairs ``(module, name)`` to prune: by default all of those given.
+        """Return the pairs ``(module, name)`` to prune; by default all of ``parameters_to_prune``.
 
         Override this method to select some of them.
         """
@@ -270,7 +270,7 @@ class ModelPruning(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the masks that the checkpoint of a resumed fit contains.
 
-        They are restored here and not on loading, because optimizers and reducer must have the parameters first.
+        This happens here and not on loading, because the optimizers and the reducer must have the parameters first.
         """
         self._remove_hook()
         loaded, self._loaded = self._loaded, None

@@ -44,8 +44,8 @@ class SpikeDetection(Callback):
 
     The loss of a batch is a spike if it is worse than that of the previous batch, and its distance from the running
     mean is at least ``atol`` *and* at least ``rtol`` times the running mean. Each rank checks its own loss; a spike on
-    any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both to
-    a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to skip them in the next run.
+    any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both
+    batches to a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to skip them in the next run.
 
     At every batch, reading the loss waits for the device, and several ranks exchange a message.
 

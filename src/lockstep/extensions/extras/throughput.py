@@ -26,7 +26,7 @@ def measure_flops(
     Args:
         model: the model that ``forward_fn`` runs.
         forward_fn: runs the model's forward once and returns its result.
-        loss_fn: makes a scalar of that result; if given, the backward is run and counted too.
+        loss_fn: makes a scalar of the forward's result; if given, the backward is run and counted too.
 
     Returns:
         The number of operations, as ``torch.utils.flop_counter`` counts them (matrix products, convolutions,
@@ -155,7 +155,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Record the totals since the start; an invalid update raises an error and is not recorded.
+        """Record the totals so far; an invalid update raises an error and is not recorded.
 
         Args:
             time: seconds since the start.

@@ -142,7 +142,7 @@ class WeightAveraging(Callback):
         """Exchange the weights in the model for the average, for a validation within a fit.
 
         After the last batch of an epoch, the update of the epoch's end is made first, so that the metrics of this
-        epoch's checkpoint belong to the weights in it.
+        epoch's checkpoint belong to the weights in the checkpoint.
         """
         if trainer.state.fn == "fit":
             if trainer.is_last_batch and not trainer.sanity_checking:

@@ -61,7 +61,7 @@ def instantiate_class(args: object, init: dict[str, Any]) -> Any:
 def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
     """Create a module or data module from the hyperparameters that LightningCLI has saved in a checkpoint.
 
-    ``MyModel.load_from_checkpoint`` does so by itself, but refuses classes that are not imported. This function imports
+    ``MyModel.load_from_checkpoint`` does the same, but refuses classes that are not imported. This function imports
     them.
 
     Args:
@@ -254,7 +254,7 @@ class LightningCLI:
 
     Args:
         model_class: a LightningModule class, or a function that returns one; None: any, given by ``--model NAME``.
-        datamodule_class: likewise; None: any, given by ``--data NAME``, or none.
+        datamodule_class: the same for the data module; None: any, given by ``--data NAME``, or none.
         save_config_callback: writes the config to the folder of the logs; None writes nothing.
         save_config_kwargs: arguments of this callback.
         trainer_class: Trainer, a subclass, or a function that returns one.
@@ -551,7 +551,7 @@ class LightningCLI:
 
         Args:
             lightning_module: the model.
-            optimizer: optimizer of its parameters.
+            optimizer: optimizer of the model's parameters.
             lr_scheduler: scheduler of the optimizer, or None.
         """
         if lr_scheduler is None:

@@ -150,7 +150,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
 
     Args:
         text: text of the script.
-        name: name of its file, for errors.
+        name: name of the script's file, for errors.
 
     Raises:
         SyntaxError: the text is not valid Python.
@@ -280,7 +280,7 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
 
     Args:
         text: text of the config.
-        name: name of its file. ``.json`` means JSON; any other, YAML.
+        name: name of the config's file. ``.json`` means JSON; any other, YAML.
 
     Raises:
         ValueError: the text is not valid.
@@ -389,7 +389,7 @@ def _has_unknown(values: Iterable[object]) -> bool:
 
 
 def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str], old: Today, today: Today) -> None:
-    """Replace old flags with today's; the old flags are those that must be interpreted together.
+    """Replace old flags, which must be interpreted together, with today's flags.
 
     Args:
         given: arguments of the call by name.

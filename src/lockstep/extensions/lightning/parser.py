@@ -130,7 +130,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         """Add the arguments of a Trainer, LightningModule, LightningDataModule or Callback as a group.
 
         Args:
-            lightning_class: the class, or a function whose return type is one.
+            lightning_class: the class, or a function whose return type is a class.
             nested_key: key of the group in the config.
             subclass_mode: accept any subclass, by ``class_path`` and ``init_args``.
             required: with ``subclass_mode``, whether a class must be given.
@@ -139,7 +139,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             The added keys.
 
         Raises:
-            MisconfigurationException: the class is not a subclass of one of these.
+            MisconfigurationException: the class is not derived from any of these four.
         """
         if callable(lightning_class) and not isinstance(lightning_class, type):
             lightning_class = jsonargparse.class_from_function(lightning_class)
@@ -216,7 +216,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         return optimizers, schedulers
 
     def class_and_arguments(self, key: str, parsed: object) -> Any:
-        """Return the parsed value for an optimizer or scheduler, with ``class_path`` added if the class is fixed."""
+        """Return the parsed value for an optimizer or scheduler.
+
+        If the user cannot choose the class, ``class_path`` is added.
+        """
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
 

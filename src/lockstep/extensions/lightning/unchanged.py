@@ -108,7 +108,7 @@ class _AcceleratorConnector:
 
     Args:
         accelerator, devices: flags of a Trainer.
-        others: its other flags; ignored.
+        others: other flags of a Trainer, which are ignored.
     """
 
     def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **others: object) -> None:

@@ -56,11 +56,11 @@ class SlurmCluster:
         test_tube_exp_name: name of the search.
         enable_log_err, enable_log_out: keep the output of the trials in the files ``stderr`` and ``stdout``.
         per_experiment_nb_nodes: nodes of a trial.
-        per_experiment_nb_gpus: GPUs of each node, which has as many tasks.
+        per_experiment_nb_gpus: GPUs of each node; a node runs one task for each of them.
         per_experiment_nb_cpus: CPUs of a task; None for the cluster's default.
-        memory_mb_per_node: in MiB; None for the cluster's default.
+        memory_mb_per_node: memory of each node in MiB; None for the cluster's default.
         job_time: time limit of a trial in a format of sbatch: ``"2:00:00"``, ``"1-12"``, minutes.
-        minutes_to_checkpoint_before_walltime: minutes before that limit at which a trial is saved and requeued; 0
+        minutes_to_checkpoint_before_walltime: minutes before the time limit at which a trial is saved and requeued; 0
             disables it.
         gpu_type: type of GPU, by the cluster's name for it.
         array: submit one array job instead of a job for each trial.
@@ -116,9 +116,9 @@ class SlurmCluster:
         """Add an option of sbatch to the jobs' batch scripts.
 
         Args:
-            cmd: its name, with or without dashes.
-            value: its value; None for an option without one.
-            comment: a comment that is written above it in the script.
+            cmd: name of the option, with or without dashes.
+            value: value of the option; None for an option without a value.
+            comment: a comment that is written above the option in the script.
         """
         self._options.append(sbatch.option(cmd, value, comment))
 
@@ -152,7 +152,7 @@ class SlurmCluster:
     ) -> None:
         """Register ``fn(**kwargs)``, which loads what the save function has saved in an earlier start of the trial.
 
-        It is called before ``main``, or at once if ``main`` itself registers it.
+        The function is called before ``main``, or at once if ``main`` itself registers it.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -173,7 +173,7 @@ class SlurmCluster:
         The function is called as ``train_function(hparams)``, or as ``train_function(hparams, cluster)`` if it has a
         second parameter for the cluster.
 
-        In the process of a trial, call the function and return when it has ended.
+        In the process of a trial, this method calls the function, and returns when the function has ended.
 
         Args:
             train_function: a function of the script. Its return value, a number or a dict of numbers, is the result of
@@ -239,7 +239,7 @@ class SlurmCluster:
         )
 
     def _search(self, job_name: str) -> Search:
-        """Return the search, with its folder.
+        """Return the search whose folder is in ``log_path``, with the name of the search or of the job.
 
         Raises:
             MisconfigurationException: the name or the path is not usable as a folder.

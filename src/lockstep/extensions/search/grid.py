@@ -50,8 +50,8 @@ class Range:
     Attributes:
         low: the smallest number.
         high: the largest number.
-        whole: integers only.
-        log: a logarithmic scale.
+        whole: True if the range contains integers only.
+        log: True for a logarithmic scale.
         samples: number of points in a grid.
         type: converts a number to the value of the trial; None leaves it as it is.
     """
@@ -131,7 +131,7 @@ class Space:
         return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the values of combination ``number`` by name; numbers are less than `size`."""
+        """Return the values of combination ``number`` by name; ``number`` is less than `size`."""
         found: list[tuple[str, Any]] = []
         for name, dimension in reversed(self.dimensions.items()):
             number, at = divmod(number, len(dimension))
@@ -217,7 +217,7 @@ def convert(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
     """Convert a value with an option's type, as argparse converts the text on a command line.
 
     Raises:
-        MisconfigurationException: the type rejects it.
+        MisconfigurationException: the type rejects the value.
     """
     if type is None or value is None:
         return value

@@ -119,7 +119,7 @@ def _exclusively(folder: Path) -> Iterator[None]:
     """Hold the lock of a search's folder within a context, so that no other process runs the same search.
 
     Raises:
-        MisconfigurationException: another process runs it.
+        MisconfigurationException: another process runs the search.
     """
     call = folder / CALL
     call.touch()

@@ -49,7 +49,7 @@ def running_trial() -> StudyTrial | None:
 class Hyperparameters(argparse.Namespace):
     """The options of a command line or of one trial, as `HyperOptArgumentParser.parse_args` returns them.
 
-    ``vars()`` contains the options only. Copies keep the search; pickling keeps the options only.
+    ``vars()`` contains the options only. Copies also have the search; pickled objects have the options only.
 
     Attributes:
         trial_number: number of the trial with these values; None without a trial.
@@ -158,7 +158,7 @@ class Hyperparameters(argparse.Namespace):
     # -- a study ---------------------------------------------------------------------------------------------
 
     def draw(self, number: int, folder: Path) -> Hyperparameters:
-        """Return the hyperparameters of a trial, drawn by Optuna; a number that is drawn again gets the same values.
+        """Return the hyperparameters of a trial, drawn by Optuna; the same number always gets the same values.
 
         All ranks of a trial may call it: rank 0 draws, the others wait for the values. Rank 0 then updates the trial's
         heartbeat until :meth:`finish` or the end of the process.
@@ -181,7 +181,7 @@ class Hyperparameters(argparse.Namespace):
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Report to the study how the trial ended that :meth:`draw` has started in this process.
+        """Report to the study the end of the trial that :meth:`draw` has started in this process.
 
         If no trial was started here, do nothing.
 
@@ -541,7 +541,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         """Parse a command line.
 
         Args:
-            args: its words; None for those of this process.
+            args: words of the command line; None for the arguments of this process.
             namespace: values of options that are not on the command line.
         """
         found = super().parse_args(args, namespace)

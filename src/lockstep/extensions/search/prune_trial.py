@@ -76,7 +76,7 @@ class PruneTrial(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report to the study how many reports the checkpoint contains from which the fit resumes."""
+        """Give the trial's entry in the study the reports that the checkpoint of a resumed fit contains."""
 
         def begin(trial: StudyTrial) -> bool:
             trial.resume(self.checks)

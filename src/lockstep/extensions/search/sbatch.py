@@ -281,7 +281,7 @@ def quoted(word: str) -> str:
     """Quote a word for bash, so that it stays on one line; control characters become octal escapes.
 
     Raises:
-        MisconfigurationException: it contains a NUL, which no argument of a command can contain.
+        MisconfigurationException: the word contains a NUL, which no argument of a command can contain.
 
     Example:
         >>> print(quoted("a $b"), quoted("two\\nlines"))

@@ -55,8 +55,8 @@ class Status:
     """State of a trial.
 
     Attributes:
-        error: reason why it failed or is waiting.
-        node: node of its last start.
+        error: reason why the trial failed or is waiting.
+        node: node of the trial's last start.
     """
 
     trial: TrialFolder
@@ -186,7 +186,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
 
     Args:
         history: history of the trial, read from its events.
-        job: state of its newest job in SLURM; None if SLURM does not have it.
+        job: state of the trial's newest job in SLURM; None if SLURM does not know the job.
         has_answered: True if SLURM has answered.
     """
     # A completed trial stays completed, whatever SLURM reports: its job may fail or be requeued afterwards.

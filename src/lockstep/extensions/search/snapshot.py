@@ -18,7 +18,7 @@ class Copied:
 
     Attributes:
         words: words of the command.
-        folder: its working directory.
+        folder: working directory of the command.
         python_path: value for PYTHONPATH; None leaves it unchanged.
     """
 
@@ -31,12 +31,12 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     """Copy the current files that git tracks, and return a command that runs the copy.
 
     A script keeps its working directory, where its data are. A module (``-m``) is imported from the working directory,
-    so it runs in the copy of that. Entries of PYTHONPATH in the work tree point to the copy.
+    so it runs in the copy of this folder. Entries of PYTHONPATH in the work tree point to the copy.
 
     Args:
         target: folder of the copy; it is replaced.
         words: words of a Python command: ``[python, options, script or -m module, arguments]``.
-        folder: its working directory.
+        folder: working directory of the command.
         python_path: the current PYTHONPATH.
 
     Raises:

@@ -74,7 +74,7 @@ class StudyTrial:
     # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """Return the trial's values, of which those that are missing are drawn, and start the trial's heartbeat.
+        """Draw the trial's missing values, start the trial's heartbeat, and return all values by name.
 
         Raises:
             MisconfigurationException: the study has other options or another mode.
@@ -91,7 +91,7 @@ class StudyTrial:
         """Wait until rank 0 has drawn the trial's values, and return the values.
 
         Raises:
-            TimeoutError: they were not drawn within `PATIENCE` seconds.
+            TimeoutError: the values were not drawn within `PATIENCE` seconds.
         """
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -177,7 +177,7 @@ class StudyTrial:
         """Report a value to the study, and return True if the study's pruner stops the trial.
 
         Args:
-            step: number of the report. A value that this fit has reported for it before is kept.
+            step: number of the report. If this fit has reported a value for it before, that value is kept.
             value: value that the search minimizes or maximizes.
         """
         with self._drawing():
@@ -197,11 +197,11 @@ class StudyTrial:
 
         Args:
             number: number of the trial.
-            state: how it ended.
+            state: how the trial ended.
             value: value of a completed trial; None: the last report.
 
         Returns:
-            The state in the study.
+            The state of the trial that the study has recorded.
         """
         if number != self.number:
             raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
@@ -230,7 +230,7 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry; if it is a failed one, a new running copy with its values and reports."""
+        """Return the trial's entry; if it has failed, replace it by a running copy with the same values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
@@ -348,7 +348,7 @@ class StudyTrial:
 def fail_dead(folder: Path) -> list[int]:
     """Mark the trials whose heartbeat has stopped as failed, and return their numbers.
 
-    Trials do so when they start and end. This function serves when no other trial starts or ends.
+    Each trial also does this when it starts and ends. This function serves when no trial starts or ends any more.
 
     Args:
         folder: folder of the search. Nothing happens if it has no study.
@@ -403,7 +403,9 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """Return a label for each value: the values themselves if Optuna can store and distinguish them.
+    """Return a label for each value: the value itself if Optuna can store and distinguish all values.
+
+    Otherwise a label is the value's index and text.
 
     Else a label is the value's index and text.
     """

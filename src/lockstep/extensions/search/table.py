@@ -110,7 +110,7 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
     Args:
         name: name of the search.
         statuses: states of the trials, in the order of the table.
-        order: order that determines the best trial; None for none.
+        order: the metric that determines the best trial; None if no trial is to be named the best.
         everything: show all metrics, and hyperparameters that are the same in all trials.
     """
     counts = Counter(status.state for status in statuses)

@@ -95,7 +95,7 @@ class TrialFolder:
         """Append an event to the trial's events, with the time and the name of this host.
 
         Args:
-            event: its name.
+            event: name of the event.
             details: further fields: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
         """
         entry = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
@@ -188,10 +188,10 @@ class TrialHistory:
     """History of a trial, as its events record it.
 
     Attributes:
-        jobs: jobs that it was submitted as, the newest last.
-        attempts: its starts.
-        submitted: time of its last submission.
-        cancelled: True if it was cancelled after its last start or submission.
+        jobs: numbers of the jobs as which the trial was submitted, the newest last.
+        attempts: the trial's starts, in order.
+        submitted: time of the trial's last submission.
+        cancelled: True if the trial was cancelled after its last start or submission.
     """
 
     jobs: list[str] = field(default_factory=list)

@@ -68,7 +68,7 @@ def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings:
     """Return the largest batch size that fits into memory, or 0 if not even a batch of 1 fits.
 
     Args:
-        fits: tries a size.
+        fits: tries a size, and returns True if it fits into memory.
         covers: returns True if a tried size covers the whole data set, so that larger ones make no difference.
         settings: settings of the search.
     """
@@ -98,7 +98,7 @@ def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings:
 class _Counter(Callback):
     """Callback that ends a trial after a number of batches.
 
-    With manual optimization, ``max_steps`` cannot end it, because the number of steps per batch is unknown.
+    With manual optimization, ``max_steps`` cannot end the trial, because the number of steps per batch is unknown.
     """
 
     def __init__(self, batches: int) -> None:
@@ -138,7 +138,7 @@ def check_data(trainer: Trainer, name: str) -> None:
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search for the batch size inside a call of the Trainer; set the attribute to it, and return it.
+    """Search for the batch size inside a call of the Trainer; set the attribute to the result, and return it.
 
     Return None in a ``fast_dev_run``.
 

@@ -326,7 +326,7 @@ def _bar(steps: int) -> Any:
 class LearningRateFinder(Callback):
     """Callback that finds a learning rate by a range test when a fit starts; the fit then uses this rate.
 
-    A resumed fit continues with the rate found before, without another test.
+    A resumed fit continues with the rate that was found before, without another test.
 
     Args:
         min_lr: first rate.

@@ -314,7 +314,8 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
 def train(trainer: Trainer) -> None:
     """Train inside a trial until the trial's ``max_steps`` or ``should_stop``, for several epochs if needed.
 
-    Nothing that surrounds a fit runs, such as its setup. It also ends after an epoch without a batch to step for.
+    What surrounds a fit, such as its setup, does not run. Training also ends after an epoch in which no accumulation
+    window contained a batch.
     """
     session, loop = trainer.session, trainer.fit_loop
     session.fit.results = session.results

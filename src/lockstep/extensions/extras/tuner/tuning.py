@@ -209,7 +209,7 @@ class _OnlySetUp(Callback):
 def _prepared(
     trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
-    """Within a context, have a call of the Trainer prepared up to the start of its loop; then restore the Trainer.
+    """Prepare a call of the Trainer up to the start of its loop, for a context; restore the Trainer afterwards.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.
